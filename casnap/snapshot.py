@@ -821,5 +821,5 @@ def find_store_together(
         place = locate_store(said.uri, storage_options)
         objects, _ = open_objects(place, create=False, config=said.config)
         if said.root is not None:
-            objects.hear(said.root)
+            objects.observe_root(said.root)
         return store_of(objects, place.name), said.name

@@ -31,17 +31,22 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.storage.config import RECORD
 from casnap.storage.creation import check_chunk_size
-from casnap.storage.folders import MissingFolders
-from casnap.storage.foreign import hint_at, hint_in
-from casnap.storage.location import Location, holds
-from casnap.storage.mirrored import detach, in_order, not_that_mirror, place_of
+from casnap.storage.location import Location, has_object
+from casnap.storage.mirror_notes import (
+    detach_mirror,
+    in_commit_order,
+    mirror_place,
+    wrong_mirror_error,
+)
+from casnap.storage.missing_folders import MissingFoldersChange
 from casnap.storage.objects import Objects
-from casnap.storage.opening import located, open_objects
+from casnap.storage.opening import locate, open_objects
+from casnap.storage.other_formats import hint_at, hint_in
 from casnap.storage.retention import (
-    Judging,
+    PruneChange,
     PruneReport,
-    Pruning,
     Retention,
+    RetentionChange,
     check_retention,
     prune,
 )
@@ -55,11 +60,11 @@ from casnap.storage.settings import (
 from casnap.storage.table import (
     Table,
     change_table,
-    editing,
+    row_edit,
     snapshots_in,
-    tagged,
     unmark,
-    untagged,
+    with_tags,
+    without_tags,
 )
 from casnap.storage.uris import joined
 
@@ -145,7 +150,7 @@ class Store:
         if threads is not None:
             check_count("threads", threads)
         chosen = Codec.RAW if codec is None else codec_named(codec)
-        place = located(uri, storage_options)
+        place = locate(uri, storage_options)
         opening = partial(
             open_objects,
             chunk_size=chunk_size,
@@ -205,8 +210,8 @@ class Store:
         if self._objects is not None or self._place.backend.is_remote:
             return self._place
         # One above may have been made.
-        place = located(self._uri, None)
-        return place._replace(exists=place.exists and holds(place.backend, CONFIG_KEY))
+        place = locate(self._uri, None)
+        return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
 
     def _look(self) -> Objects | None:
         """Open the store; return None if there is none yet, and it may be made."""
@@ -539,7 +544,9 @@ class Store:
             return []
         folder = self.folder(prefix)
         rows = self.read(lambda table: list(snapshots_in(table, folder)))
-        return [Snapshot.of(self, self.inner_name(name), row) for name, row in in_order(rows)]
+        return [
+            Snapshot.of(self, self.inner_name(name), row) for name, row in in_commit_order(rows)
+        ]
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
@@ -624,7 +631,7 @@ class Store:
             InvalidNameError: A tag is not valid.
             SnapshotError: The snapshot would have more than 100 tags.
         """
-        self._edit(name, None, lambda row: tagged(row, tags))
+        self._edit(name, None, lambda row: with_tags(row, tags))
 
     def untag(self, name: str, *tags: str) -> None:
         """Remove tags from a snapshot. A tag that it does not have is ignored.
@@ -632,7 +639,7 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        self._edit(name, None, lambda row: untagged(row, tags))
+        self._edit(name, None, lambda row: without_tags(row, tags))
 
     def _edit(
         self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]
@@ -645,7 +652,7 @@ class Store:
         full = self.full_name(name)
         if commit_id is None:
             commit_id = self.row(name).commit.hex()
-        change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
+        change_table(self.objects, row_edit(full, commit_id, edit, self.objects.backend.uri))
         return full, bytes.fromhex(commit_id)
 
     def copy(
@@ -770,7 +777,9 @@ class Store:
         Returns:
             For each snapshot whether it is kept, and by which rules.
         """
-        return self._pruned(Pruning(self.objects, retention, self.folder(prefix)), dry_run=dry_run)
+        return self._pruned(
+            RetentionChange(self.objects, retention, self.folder(prefix)), dry_run=dry_run
+        )
 
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
@@ -793,10 +802,10 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
-        missing = MissingFolders(self.objects, self.folder(prefix))
+        missing = MissingFoldersChange(self.objects, self.folder(prefix))
         return self._pruned(missing, dry_run=dry_run)
 
-    def _pruned(self, judging: Judging, *, dry_run: bool) -> PruneReport:
+    def _pruned(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
         own = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
@@ -829,7 +838,7 @@ class Store:
         if codec is not None:
             changed = change_settings(self.objects, lambda settings: {**settings, **new})
         if mirror is not None:
-            changed |= detach(self.objects)
+            changed |= detach_mirror(self.objects)
         return changed
 
     def gc(
@@ -1002,11 +1011,11 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
         )
     if not isinstance(options.uri, str | os.PathLike | Backend):
         raise TypeError(f"mirror= is a path or URI of a store; got a {type(options.uri).__name__}")
-    place = located(options.uri, options.options)
+    place = locate(options.uri, options.options)
 
     def open_there() -> Destination:
         root = objects.newest()
-        known = place_of(root, objects.backend.uri)
+        known = mirror_place(root, objects.backend.uri)
         zstd = settings_of(root)[CODEC] == "zstd"
         try:
             there, _ = open_objects(
@@ -1018,7 +1027,7 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
         except NotAStoreError as e:
             if known is None:
                 raise
-            raise not_that_mirror(objects, known, f"there is no store: {e}") from e
+            raise wrong_mirror_error(objects, known, f"there is no store: {e}") from e
         there.check_writable("mirror to")
         return Destination(there, place.name)
 

@@ -22,7 +22,7 @@ from casnap.cli.arguments import (
 from casnap.cli.option_types import duration
 from casnap.cli.output import CommandError, counted, counts, emit, json_option, phases, safe, size
 from casnap.errors import NotAStoreError
-from casnap.storage.opening import located, open_objects
+from casnap.storage.opening import locate, open_objects
 from casnap.storage.uris import snapshot_uri, store_uri
 from casnap.store import Store, store_of
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
@@ -182,7 +182,7 @@ def _place(there: Store | str, asked: list[Backend]) -> Store | Backend | str:
     """Return where to copy to, so that the requests by which a store is made are counted."""
     if isinstance(there, Store) or store_uri(there) is None:
         return there
-    place = located(there, _options(there)).backend
+    place = locate(there, _options(there)).backend
     asked.append(place)
     return place
 
@@ -194,7 +194,7 @@ def _opened(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:
         uri: The URI.
         asked: Gets the backend that is asked.
     """
-    place = located(uri, _options(uri))
+    place = locate(uri, _options(uri))
     asked.append(place.backend)
     objects, _ = open_objects(place, create=False, exclusive=is_exclusive())
     return store_of(objects), place.name or None

@@ -21,7 +21,7 @@ from casnap.format.records import (
     serving_below,
 )
 from casnap.storage.location import locate_store
-from casnap.storage.probe import check_kept_apart
+from casnap.storage.put_if_absent import check_put_if_absent
 from casnap.storage.settings import CODEC, change_settings
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -80,7 +80,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} codec={codec}` changes it"
         )
     # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
-    check_kept_apart(place.objects.backend, place.objects.config)
+    check_put_if_absent(place.objects.backend, place.objects.config)
     if as_json:
         emit(
             {

@@ -14,8 +14,8 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import described, emit, json_option, moment, safe, size, table
-from casnap.storage.foreign import hint_in
-from casnap.storage.mirrored import is_unmirrored
+from casnap.storage.mirror_notes import is_unmirrored
+from casnap.storage.other_formats import hint_in
 
 
 @click.command()

@@ -16,7 +16,7 @@ from casnap.cli.output import (
     size,
     table,
 )
-from casnap.storage.mirrored import Lacking, place_of
+from casnap.storage.mirror_notes import mirror_place, unmirrored_in
 from casnap.transfer.mirror_report import HostFiles, HostStatus
 
 
@@ -34,10 +34,10 @@ def mirror(store: str | None, as_json: bool) -> None:
     objects = place.objects
     uri = objects.backend.uri
     root = objects.newest()
-    there = place_of(root, uri)
+    there = mirror_place(root, uri)
     if there is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
-    lacking = Lacking().look(objects.table(root))
+    lacking = unmirrored_in(objects.table(root))
     running = HostFiles(objects, there.uri).read()
     status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())

@@ -19,9 +19,9 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.storage.folders import unknown_markers
+from casnap.storage.missing_folders import unknown_markers
 from casnap.storage.objects import Objects
-from casnap.storage.probe import doubts
+from casnap.storage.put_if_absent import put_if_absent_warnings
 
 
 @dataclass
@@ -131,7 +131,7 @@ def check(
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
-        warnings=[*_bucket_warnings(backend), *doubts(backend)],
+        warnings=[*_bucket_warnings(backend), *put_if_absent_warnings(backend)],
     )
     if report.ok:  # a damaged store could not tell what it holds
         report.warnings += lost_commits(objects)

@@ -7,7 +7,7 @@ from casnap.errors import CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
 from casnap.storage.config import config_content, config_in, read_config
-from casnap.storage.location import holds
+from casnap.storage.location import has_object
 from casnap.storage.objects import Objects
 from casnap.storage.roots import read_root
 
@@ -21,7 +21,7 @@ def config_damages(objects: Objects) -> list[Damage]:
     except UnavailableError:
         raise
     except CasnapError as e:
-        kind, message = "changed" if holds(objects.backend, CONFIG_KEY) else "missing", str(e)
+        kind, message = "changed" if has_object(objects.backend, CONFIG_KEY) else "missing", str(e)
     return [Damage(kind, CONFIG_KEY, message, hurts={ALL: None})]
 
 

@@ -34,7 +34,7 @@ from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
-from casnap.storage.probe import check_kept_apart
+from casnap.storage.put_if_absent import check_put_if_absent
 from casnap.storage.roots import put_next_root
 from casnap.storage.segments import Rewriting, rewrite_segments
 from casnap.storage.table import drop_stale_copies
@@ -187,7 +187,7 @@ def check_allowed(objects: Objects, options: GcOptions) -> None:
     """
     if not options.dry_run:
         with as_exclusive(objects.backend, objects.backend.exclusive or options.exclusive):
-            check_kept_apart(objects.backend, objects.config)
+            check_put_if_absent(objects.backend, objects.config)
 
 
 class _Collector:

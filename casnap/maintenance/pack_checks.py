@@ -15,9 +15,8 @@ from casnap.format.records import (
     pack_key,
     read_pack_footer,
 )
+from casnap.storage.chunk_reads import Failure, Want, is_possible
 from casnap.storage.objects import Objects
-from casnap.storage.pack_runs import is_possible
-from casnap.storage.place_reads import Want, Why
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
@@ -52,7 +51,7 @@ def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
 
 def bad_records(
     objects: Objects, records: Iterable[Record], report: Callable[[int], None]
-) -> Iterator[tuple[Record, Why]]:
+) -> Iterator[tuple[Record, Failure]]:
     """Read chunks and nodes; yield those that are not whole, and why.
 
     Args:
@@ -75,11 +74,11 @@ def bad_records(
 
 def _bad_of(
     objects: Objects, window: list[tuple[Place, list[Want]]]
-) -> Iterator[tuple[Record, Why]]:
+) -> Iterator[tuple[Record, Failure]]:
     for place, wants, _ in objects.read_places(window):
         # Each alone: one unreadable chunk makes a read with its neighbours fail.
         for unread in objects.read_places([(place, wants)]):
-            yield (wants[0].digest, place), unread.why
+            yield (wants[0].digest, place), unread.failure
 
 
 def _forget(_raw: memoryview) -> None:

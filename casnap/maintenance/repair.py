@@ -41,13 +41,13 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
+from casnap.storage.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.copying import one_at_a_time
 from casnap.storage.index import View
 from casnap.storage.location import locate_store
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import moved_place, new_id
-from casnap.storage.place_reads import ReadOptions, Reason, Want
 from casnap.storage.roots import put_next_root
 from casnap.storage.segments import add_segment, drop_packs
 from casnap.storage.table import change_table

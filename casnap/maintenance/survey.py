@@ -41,10 +41,10 @@ from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
+from casnap.storage.chunk_reads import Failure, Reason, Want
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 from casnap.storage.pack_lengths import listed_packs
-from casnap.storage.place_reads import Reason, Want, Why
 from casnap.storage.tree import Branch, Child, LeafNode, Tree
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class _UncachedObjects(Objects):
         # Read all places: each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             for unread in self.read_places([(place, [want])]):
-                self._survey.note_bad(digest, place, unread.why)
+                self._survey.note_bad(digest, place, unread.failure)
         if copies:
             return copies[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
@@ -187,7 +187,7 @@ class Survey:
         self.objects = objects
         self.read_bytes = 0
         # Places that were read and are not whole. This stays true for newer roots.
-        self._bad: dict[Record, Why] = {}
+        self._bad: dict[Record, Failure] = {}
         # The one snapshot to survey, and what it needs; None for all.
         self._only: str | None = None
         self._wanted: set[Digest] | None = None
@@ -298,7 +298,7 @@ class Survey:
         record = (digest, place)
         return place.pack not in self._gone and record not in self._cut and record not in self._bad
 
-    def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
+    def note_bad(self, digest: Digest, place: Place, why: Failure) -> None:
         """Record that the bytes at a place are not what was written."""
         self._bad[digest, place] = why
         message = f"at byte {place.offset:,}: {why}"
@@ -383,7 +383,7 @@ class Survey:
             return
         for digest, place in records:
             if (digest, place) not in self._bad and not can_lie_at(place):
-                self.note_bad(digest, place, Why(Reason.IMPOSSIBLE))
+                self.note_bad(digest, place, Failure(Reason.IMPOSSIBLE))
         if error is not None:
             is_denied = isinstance(error.__cause__, PermissionError)
             if is_denied or isinstance(error, FileNotFoundError):

@@ -16,7 +16,7 @@ from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.usage import stored_bytes, usage
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
-from casnap.storage.mirrored import is_unmirrored
+from casnap.storage.mirror_notes import is_unmirrored
 from casnap.storage.objects import Objects
 
 _MOST_RUNS = 12

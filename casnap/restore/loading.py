@@ -39,8 +39,8 @@ from casnap.state.tensors import (
     is_its_memory,
     itemsize_of,
 )
+from casnap.storage.chunk_reads import ReadOptions, Want
 from casnap.storage.contents import Contents
-from casnap.storage.place_reads import ReadOptions, Want
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]

@@ -224,7 +224,7 @@ def _agree(
     comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit)
     comm.check_same("the option read_once=", options.read_once, agreed.read_once)
     if agreed.root is not None:
-        contents.objects.hear(agreed.root)
+        contents.objects.observe_root(agreed.root)
         share_trees(comm, contents, agreed.order, [of_rank.cache for of_rank in everyone])
     return agreed
 

@@ -158,9 +158,9 @@ class MemoryCache(Cache):
     @override
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
         for digest, place in records:
-            known = self._places.setdefault(digest, [])
-            if place not in known:
-                known.append(place)
+            places = self._places.setdefault(digest, [])
+            if place not in places:
+                places.append(place)
         self._segments[segment] = tuple(packs)
 
     @override
@@ -263,18 +263,18 @@ class LmdbCache(Cache):
 
     @override
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        found: list[Place | None] = []
-        known: dict[bytes, bool] = {}
+        places: list[Place | None] = []
+        is_live: dict[bytes, bool] = {}
         with self._env.begin(db=self._places) as txn:
             for digest in digests:
                 value = txn.get(digest)
                 place = None if value is None else _decode_place(digest, bytes(value))
-                if place is not None and place.pack not in known:
-                    known[place.pack] = place.pack in live
-                if value is not None and (place is None or not known[place.pack]):
+                if place is not None and place.pack not in is_live:
+                    is_live[place.pack] = place.pack in live
+                if value is not None and (place is None or not is_live[place.pack]):
                     place = next((p for p in _all_places(txn, digest) if p.pack in live), None)
-                found.append(place)
-        return found
+                places.append(place)
+        return places
 
     @override
     def places(self, digest: Digest) -> list[Place]:
@@ -298,10 +298,10 @@ class LmdbCache(Cache):
     @_if_possible
     def note(self, key: bytes) -> bytes | None:
         with self._env.begin(db=self._notes) as txn:
-            found: bytes | None = txn.get(key)
-        if found is None or len(found) < 4 or zlib.crc32(key + found[4:]) != _u32(found):
+            value: bytes | None = txn.get(key)
+        if value is None or len(value) < 4 or zlib.crc32(key + value[4:]) != _u32(value):
             return None
-        return found[4:]
+        return value[4:]
 
     @override
     @_if_possible
@@ -394,18 +394,18 @@ def _make_room(base: Path) -> None:
     Processes that have one of these open can go on.
     """
     ours = boot_id().encode()
-    used: list[tuple[float, Path]] = []
+    caches: list[tuple[float, Path]] = []
     for folder in base.iterdir():
         with contextlib.suppress(OSError):
             # Without this file, the cache is just being made.
             boot = folder / "boot"
             if _FOLDER.fullmatch(folder.name) and (at := boot.stat().st_mtime):
                 if boot.read_bytes() == ours:
-                    used.append((at, folder))
+                    caches.append((at, folder))
                 else:
                     remove(folder)
-    used.sort()
-    for _, folder in used[: max(0, len(used) - MOST_FOLDERS + 1)]:
+    caches.sort()
+    for _, folder in caches[: max(0, len(caches) - MOST_FOLDERS + 1)]:
         remove(folder)
 
 
@@ -451,6 +451,6 @@ def open_cache(name: str) -> Cache:
 def _opened(base: Path, folder: Path) -> LmdbCache:
     if not folder.exists():
         _make_room(base)
-    elif why := why_refused(folder):
-        raise lmdb.Error(f"it {why}")
+    elif refusal := why_refused(folder):
+        raise lmdb.Error(f"it {refusal}")
     return LmdbCache(folder)

@@ -29,8 +29,8 @@ from casnap.runtime.buffers import PAGE, whole_pages
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
+from casnap.storage.chunk_reads import ReadOptions, Want, read_places
 from casnap.storage.lmdb_files import BusyError, locked
-from casnap.storage.place_reads import ReadOptions, Want, read_places
 
 _log = logging.getLogger("casnap")
 FOLDER = "chunks"
@@ -104,29 +104,29 @@ class ChunkCache:
 
     # --- reading ---
 
-    def read(self, places: Placed, chunk_size: int, how: ReadOptions) -> Placed:
+    def read(self, places: Placed, chunk_size: int, options: ReadOptions) -> Placed:
         """Hand over the chunks that are here and whole; return the others."""
-        here, elsewhere = self._divide(places)
-        if here:
-            failed = read_places(self._files, chunk_size, here, how)
+        cached, elsewhere = self._divide(places)
+        if cached:
+            failed = read_places(self._files, chunk_size, cached, options)
             if failed:
-                _log.debug("%d cached chunks are not whole; %s", len(failed), failed[0].why)
+                _log.debug("%d cached chunks are not whole; %s", len(failed), failed[0].failure)
             elsewhere += [(unread.place, unread.wants) for unread in failed]
         return elsewhere
 
     def _divide(self, places: Placed) -> tuple[Placed, Placed]:
         """Return the places that seem to be here, and the others."""
-        here: Placed = []
+        cached: Placed = []
         elsewhere: Placed = []
         runs: dict[bytes, list[tuple[int, int]]] = {}
-        for found in places:
-            place = found[0]
+        for located in places:
+            place = located[0]
             if place.pack not in runs:
                 runs[place.pack] = self._runs(place.pack)
             before = bisect_right(runs[place.pack], place.offset, key=lambda run: run[0]) - 1
             is_here = before >= 0 and place.offset + place.stored <= runs[place.pack][before][1]
-            (here if is_here else elsewhere).append(found)
-        return here, elsewhere
+            (cached if is_here else elsewhere).append(located)
+        return cached, elsewhere
 
     def _runs(self, pack: bytes) -> list[tuple[int, int]]:
         """Return the runs of a pack's file that have data, in order; note that it is used."""
@@ -159,19 +159,19 @@ class ChunkCache:
             pack: The pack.
             runs: Where each begins, on a page, and its bytes, which were verified.
         """
-        if self._stopped or time.monotonic() < self._pause_until:
+        if not runs or self._stopped or time.monotonic() < self._pause_until:
             return
-        wanted = sum(_in_pages(content) for _, content in runs)
+        nbytes = sum(_in_pages(content) for _, content in runs)
         try:
             path = self._path(pack)
             self._make_folders(path.parent)
             # One after the other on this host, so that files can be counted at any time. A disk
             # writes no faster by several at once, for they are large.
             with locked(self._all / "used", _PATIENCE):
-                room = self._room_for(wanted)
+                room = self._room_for(nbytes)
                 if room:
                     _write(path, runs, room)
-            if room < wanted:
+            if room < nbytes:
                 self._pause_until = time.monotonic() + _FULL
         except BusyError as e:
             _log.debug("not cached: %s", e)
@@ -199,17 +199,17 @@ class ChunkCache:
             return
         top = self._all.parent
         # One by one, since what `parents` makes lets others look in.
-        for made in (top, self._all, self._folder, folder.parent, folder):
-            made.mkdir(mode=0o700, parents=made == top, exist_ok=True)
+        for path in (top, self._all, self._folder, folder.parent, folder):
+            path.mkdir(mode=0o700, parents=path == top, exist_ok=True)
         (self._folder / URI).write_text(self._uri, "utf-8", "surrogateescape")
 
     def _room_for(self, nbytes: int) -> int:
         """Return for how many of these bytes there is room, and count them; make it if need be."""
         nbytes = min(nbytes, self.nbytes // PAGE * PAGE)
         count = self._all / "used"
-        known = count.read_bytes()
-        total = int.from_bytes(known, "little")
-        if len(known) != _COUNT_BYTES or not self._counted or total + nbytes > self.nbytes:
+        content = count.read_bytes()
+        total = int.from_bytes(content, "little")
+        if len(content) != _COUNT_BYTES or not self._counted or total + nbytes > self.nbytes:
             total = self._make_room(nbytes)
             self._counted = True
         room = max(0, min(nbytes, (self.nbytes - total) // PAGE * PAGE))
@@ -322,9 +322,9 @@ def cached_packs(folder: Path) -> Iterator[CachedPack]:
         for group in _entries(Path(store.path, "packs")):
             for file in _entries(Path(group.path)):
                 with suppress(FileNotFoundError):
-                    found = file.stat(follow_symlinks=False)
-                    nbytes = found.st_blocks * _SECTOR
-                    yield CachedPack(found.st_mtime, nbytes, Path(file.path), store.name)
+                    status = file.stat(follow_symlinks=False)
+                    nbytes = status.st_blocks * _SECTOR
+                    yield CachedPack(status.st_mtime, nbytes, Path(file.path), store.name)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -28,9 +28,9 @@ from casnap.format.records import (
     serves_below,
     serving_below,
 )
-from casnap.storage.handover import OtherRanks
 from casnap.storage.index import View
-from casnap.storage.relied_packs import COLLECTED
+from casnap.storage.rank_parts import OtherRanks
+from casnap.storage.reused_packs import COLLECTED
 from casnap.storage.roots import next_root, put_root
 from casnap.storage.segments import add_segment
 from casnap.storage.transaction import Transaction
@@ -48,7 +48,7 @@ def publish(
     transaction: Transaction,
     change: Change,
     others: OtherRanks | None = None,
-    become: Callable[[Root], Root] = lambda root: root,
+    update_root: Callable[[Root], Root] = lambda root: root,
 ) -> Root:
     """Finish the packs, then write the segment and put the root; repeat if its number is taken.
 
@@ -56,14 +56,14 @@ def publish(
         transaction: The transaction of this process.
         change: The change of the table.
         others: The other ranks, if this process commits for them too.
-        become: Given the root before, returns it with the fields that the next one is to have.
+        update_root: Given the root before, returns it with the fields that the next one is to have.
 
     Raises:
         FencedError: Something that the transaction relied on was collected, or is gone.
     """
     others = others or OtherRanks()
     transaction.new_packs.finish_chunks()
-    publishing = _Publishing(transaction, change, others, become)
+    publishing = _Publishing(transaction, change, others, update_root)
     objects = transaction.objects
     # If another commit was put meanwhile, the number is taken.
     newest = objects.recent
@@ -73,17 +73,17 @@ def publish(
         if root is None:
             continue
         others.check()
-        transaction.announce()
+        transaction.publish_started()
         try:
             if put_root(transaction.objects.backend, root):
                 transaction.note_committed(root)
                 return root
         except StorageFullError:
             # Nothing can have been put.
-            transaction.withdraw()
+            transaction.publish_failed()
             raise
         # The number is another commit's for ever.
-        transaction.withdraw()
+        transaction.publish_failed()
         transaction.delete_segments()
 
 
@@ -95,14 +95,14 @@ class _Publishing:
         transaction: Transaction,
         change: Change,
         others: OtherRanks,
-        become: Callable[[Root], Root],
+        update_root: Callable[[Root], Root],
     ) -> None:
         self._transaction = transaction
         self._objects = transaction.objects
         self._packs = transaction.new_packs
         self._change = change
         self._others = others
-        self._become = become
+        self._become = update_root
         self._names: list[str] = []
 
     def root_after(self, m: Root) -> Root | None:
@@ -115,8 +115,8 @@ class _Publishing:
             FencedError: A pack relied on is gone, and ``m`` is still the newest root.
         """
         latest = self._objects.index.view(m)
-        relied = self._all_relied(m, latest)
-        if relied is None:
+        reused = self._all_reused(m, latest)
+        if reused is None:
             return None
         new_table = self._write_table(m)
         like = self._serving_all(self._become(m))
@@ -135,25 +135,25 @@ class _Publishing:
             table=table,
             segments=self._write_segment(latest),
             # A pack that was condemned meanwhile, and is relied on, is rescued, as a whole.
-            condemned={p: seq for p, seq in m.condemned.items() if p not in relied},
+            condemned={p: seq for p, seq in m.condemned.items() if p not in reused},
         )
 
-    def _all_relied(self, m: Root, latest: View) -> set[PackId] | None:
+    def _all_reused(self, m: Root, latest: View) -> set[PackId] | None:
         """Return the packs that all ranks rely on; None if a root newer than ``m`` was put.
 
         Raises:
             FencedError: One of these packs is gone.
         """
-        relied = self._transaction.relied
+        reused = self._transaction.reused
         try:
-            relied.confirm(latest)
+            reused.confirm(latest)
         except FencedError:
             if self._objects.newest() == m:
                 raise
             return None
-        self._others.move_past(m, latest.packs)
+        self._others.move_past_fence(m, latest.packs)
         # Condemned packs are still listed; this commit rescues them.
-        packs = relied.packs | self._others.relied
+        packs = reused.packs | self._others.reused
         if latest.packs.issuperset(packs):
             return packs
         if self._objects.newest() == m:
@@ -180,16 +180,16 @@ class _Publishing:
         Many commits wrote them. A reader with the hints of the last one needs one request
         for all. Only what this host has cached is among them.
         """
-        own, cache = self._packs.nodes, self._objects.index.cache
+        new_nodes, cache = self._packs.nodes, self._objects.index.cache
         todo = deque([] if top is None else [top])
         upper: list[bytes] = []
         nbytes = 0
         while todo and nbytes < _UPPER_BYTES:
             digest = todo.popleft()
-            node = own[digest][0] if digest in own else cache.node(digest)
+            node = new_nodes[digest][0] if digest in new_nodes else cache.node(digest)
             if node is None or not names_nodes(node):
                 continue
-            if digest not in own:
+            if digest not in new_nodes:
                 upper.append(node)
                 nbytes += len(node)
             todo.extend(named_in(node))
@@ -205,11 +205,11 @@ class _Publishing:
 
     def _write_segment(self, latest: View) -> tuple[SegmentRef, ...]:
         """Write the segment of all new packs; return the segments of the next root."""
-        own, others = self._packs.segment(), self._others
-        packs = (*own.packs, *others.packs)
+        new, others = self._packs.segment(), self._others
+        packs = (*new.packs, *others.packs)
         if not packs:
             return (*latest.root.segments, *others.segments)
-        segment = Segment(packs, [*own.records, *others.records])
+        segment = Segment(packs, [*new.records, *others.records])
         self._transaction.delete_segments()
         segments = add_segment(self._objects, latest, segment, self._packs.base)
         self._transaction.note_segments(set(segments).difference(latest.root.segments))

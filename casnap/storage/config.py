@@ -51,13 +51,13 @@ def object_error(uri: str) -> NotAStoreError:
 def not_a_store_error(backend: Backend) -> NotAStoreError:
     """Return the error for a place that holds no store."""
     uri = backend.uri
-    above = (
+    hint = (
         ". No store is looked for above a remote place; to name one, end it with two slashes, like "
         "s3://bucket/ckpts//run1/step_100"
     )
     return NotAStoreError(
         f"{uri} is not a casnap store; make one with `casnap init {uri}` or Store(...), or check "
-        f"the path{above if backend.is_remote else ''}"
+        f"the path{hint if backend.is_remote else ''}"
     )
 
 
@@ -87,20 +87,20 @@ def read_config(backend: Backend) -> StoreConfig:
         UnsupportedFormatError: A newer version of casnap made it.
         DamagedError: ``casnap.json`` is not such a record, or is missing though there are roots.
     """
-    where = backend.where(CONFIG_KEY)
+    place = backend.where(CONFIG_KEY)
     raw = _config_bytes(backend)
     try:
         version = json_decoder(dict).decode(raw).get("format", 0)
         if isinstance(version, int) and version > FORMAT:
             raise UnsupportedFormatError(
-                f"{where} is of format {version}, this casnap reads up to {FORMAT}; update casnap"
+                f"{place} is of format {version}, this casnap reads up to {FORMAT}; update casnap"
             )
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
-        raise DamagedError(f"{where} is damaged: {e}; {_MADE_ANEW}") from e
+        raise DamagedError(f"{place} is damaged: {e}; {_MADE_ANEW}") from e
     if not _is_possible(config):
         raise DamagedError(
-            f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r:.80}; "
+            f"{place} is damaged: chunk size {config.chunk_size}, id {config.store_id!r:.80}; "
             f"{_MADE_ANEW}"
         )
     return config

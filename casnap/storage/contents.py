@@ -182,8 +182,8 @@ class Contents:
             rank: Its own entries win. A rank beyond the world sees only global entries. None for
                 paths without a rank: global entries win, then rank 0's.
         """
-        shared, own = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
-        layers: list[tuple[dict[str, bytes], int | None]] = [(own, rank or 0), (shared, None)]
+        shared, of_rank = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
+        layers: list[tuple[dict[str, bytes], int | None]] = [(of_rank, rank or 0), (shared, None)]
         if rank is None:
             layers.reverse()
         return self._layers(layers)
@@ -227,13 +227,15 @@ class Contents:
     def keepers(self, path: str) -> list[int]:
         """Return the ranks that have own entries at or below ``<key>/<path>``."""
         key, slash, inner = path.partition("/")
-        where = slash + inner
+        inner_path = slash + inner
         keepers = []
         for rank in self.ranks():
             digest = self.manifest.ranks[str(rank)].get(key)
             if digest is not None:
                 tree = self.tree(digest)
-                if tree.get(where) is not None or any(True for _ in tree.below(f"{where}/")):
+                if tree.get(inner_path) is not None or any(
+                    True for _ in tree.below(f"{inner_path}/")
+                ):
                     keepers.append(rank)
         return keepers
 
@@ -243,15 +245,15 @@ class Contents:
         A path that begins with a rank is what that rank sees, one that begins with ``global`` a
         global entry. Without these, global entries win, then those of rank 0.
         """
-        first, slash, rest = path.partition("/")
+        head, slash, tail = path.partition("/")
         if (
             slash
-            and first in self.manifest.ranks
-            and rest.partition("/")[0] in (trees := self._seen_by(int(first)))
+            and head in self.manifest.ranks
+            and tail.partition("/")[0] in (trees := self._seen_by(int(head)))
         ):
-            bare = rest
-        elif slash and self._means_global(first):
-            bare, trees = rest, self._layers([(self.manifest.shared, None)])
+            bare = tail
+        elif slash and self._means_global(head):
+            bare, trees = tail, self._layers([(self.manifest.shared, None)])
         else:
             bare, trees = path, self._seen_by(None)
         key, slash, inner = bare.partition("/")
@@ -264,10 +266,10 @@ class Contents:
         Raises:
             EntryNotFoundError: There is no entry of this path.
         """
-        found = self.find(path)
-        if found is None:
+        match = self.find(path)
+        if match is None:
             raise self._absent(path)
-        return found
+        return match
 
     def the_entry(self, path: str) -> tuple[str, Entry, Entries]:
         """Return what :meth:`entry` does, but never rank 0's entry beside those of other ranks.
@@ -303,14 +305,14 @@ class Contents:
             start: Begins with a rank and a slash for what that rank sees, with ``global/`` for
                 global entries alone. Otherwise it means global entries, and those of all ranks.
         """
-        first, slash, rest = start.partition("/")
+        head, slash, tail = start.partition("/")
         shared, ranks = self.manifest.shared, self.manifest.ranks
-        if slash and first in ranks:
-            for path, entry, entries in _below(self.trees(int(first)), rest):
+        if slash and head in ranks:
+            for path, entry, entries in _below(self.trees(int(head)), tail):
                 owner = entries.owner(path[len(path.partition("/")[0]) :])
-                yield Listed(f"{first}/{path}", f"{first}/{path}", entry, owner)
+                yield Listed(f"{head}/{path}", f"{head}/{path}", entry, owner)
             return
-        lead = f"{GLOBAL}/" if slash and self._means_global(first) else ""
+        lead = f"{GLOBAL}/" if slash and self._means_global(head) else ""
         for path, entry, _ in _below(self._layers([(shared, None)]), start[len(lead) :]):
             yield Listed(lead + path, lead + path, entry, None)
         for rank, trees in () if lead else ranks.items():
@@ -324,9 +326,11 @@ class Contents:
         """
         matches = re.compile(translate(pattern)).match
         start = _WILDCARDS.split(pattern, maxsplit=1)[0]
-        below = [each for each in self.listed(start) if not isinstance(each.entry, ContainerEntry)]
-        same = [each for each in below if each.path == pattern]
-        return same or [each for each in below if matches(each.path)]
+        candidates = [
+            each for each in self.listed(start) if not isinstance(each.entry, ContainerEntry)
+        ]
+        exact = [each for each in candidates if each.path == pattern]
+        return exact or [each for each in candidates if matches(each.path)]
 
     def _means_global(self, first: str) -> bool:
         """Whether the first component of a path stands for the global entries, not for a key."""
@@ -336,9 +340,9 @@ class Contents:
         return [self.manifest.shared, *self.manifest.ranks.values()]
 
     def _absent(self, path: str) -> EntryNotFoundError:
-        first, _, rest = path.partition("/")
-        bare = rest if first.isdigit() else path
-        asking = int(first) if first in self.manifest.ranks else 0
+        head, _, tail = path.partition("/")
+        bare = tail if head.isdigit() else path
+        asking = int(head) if head in self.manifest.ranks else 0
         keepers = self.keepers(bare)
         if keepers and asking not in keepers:
             return EntryNotFoundError(
@@ -381,8 +385,8 @@ class Contents:
             return grid_of((nbytes,), 1, chunk_size)
         count = prod(entry.shape)
         itemsize = nbytes // max(count, 1)
-        whole = min(entry.shape, default=1) > 0 and itemsize * count == nbytes
-        if not whole or itemsize > chunk_size:
+        is_consistent = min(entry.shape, default=1) > 0 and itemsize * count == nbytes
+        if not is_consistent or itemsize > chunk_size:
             raise DamagedError(
                 f"{self.where}: {path} claims {nbytes} bytes for the shape {list(entry.shape)}",
                 (path,),

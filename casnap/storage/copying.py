@@ -12,9 +12,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import works_for_mirror
+from casnap.storage.chunk_reads import ReadOptions, Want
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
-from casnap.storage.place_reads import ReadOptions, Want
 
 # Two buffers to read into; writing takes the others of the pool.
 _READ = ReadOptions(readers=2)
@@ -63,6 +63,6 @@ def copy_verified(
         new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
         report(digest, len(raw))
 
-    how = _READ._replace(room=new_packs.room)
+    options = _READ._replace(room=new_packs.room)
     wants = (Want(d, -1, partial(sink, d, node), "", None, node) for d, node in chunks)
-    source.fetch(wants, how)
+    source.fetch(wants, options)

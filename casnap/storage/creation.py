@@ -34,8 +34,8 @@ from casnap.storage.config import (
     object_error,
     read_config,
 )
-from casnap.storage.location import exists, holds
-from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
+from casnap.storage.location import exists, has_object
+from casnap.storage.put_if_absent import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import read_root, sealed_root
 from casnap.storage.settings import codec_settings
 from casnap.storage.uris import store_uri
@@ -45,7 +45,7 @@ _log = logging.getLogger("casnap")
 _SETTLED = 1.0
 
 
-class Made(NamedTuple):
+class CreatedStore(NamedTuple):
     """A store that is complete.
 
     Attributes:
@@ -65,7 +65,7 @@ def create_store(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     asked: bool,
     codec: Codec = Codec.RAW,
-) -> Made:
+) -> CreatedStore:
     """Make a store, or finish making one; do nothing if it is complete.
 
     Args:
@@ -85,21 +85,21 @@ def create_store(
     ours: StoreConfig | None = None
     # A list of a remote place shows more, and its objects are few folders.
     names = set(backend.names("")) if backend.is_remote else None
-    is_new = not holds(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
+    is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
         settings = _first_settings(backend, codec, asked=asked)
         ours = _put_config(backend, names, chunk_size, settings, asked=asked)
     config = ours or read_config(backend)  # raises if a newer version began to make it
-    if not config.put_if_absent and (ours is not None or not holds(backend, root_key(0))):
-        config = _settled(backend, is_ours=ours is not None)
+    if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):
+        config = _adopted_config(backend, is_ours=ours is not None)
         ours = config if config == ours else None
     # If the creation was cut off, folders may be there already. Beside our record there were none.
-    made = ours is None and (
-        holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+    is_complete = ours is None and (
+        has_object(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
     )
     root: Root | None = None
-    if not made:
+    if not is_complete:
         # The same bytes by each process that makes this store.
         root = _first_root(config)
         if not backend.put_if_absent(root_key(0), sealed_root(root)):
@@ -107,7 +107,7 @@ def create_store(
     backend.sync()
     if is_new:
         _warn_of_rules(backend)
-    return Made(is_new, config, root)
+    return CreatedStore(is_new, config, root)
 
 
 def check_chunk_size(chunk_size: int) -> None:
@@ -128,21 +128,21 @@ def _first_root(config: StoreConfig) -> Root:
     return Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0, settings=settings)
 
 
-def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
+def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
     """Return the record that all processes adopt that make a store at once, where all puts win.
 
     It is the one that was put last; or the one that root 0 holds, if that is there.
     """
     time.sleep(_SETTLED)
     config = read_config(backend)
-    if not holds(backend, root_key(0)):
+    if not has_object(backend, root_key(0)):
         return config
-    first = config_in(read_root(backend, 0)) or config
-    if is_ours and first != config:
+    config_of_root = config_in(read_root(backend, 0)) or config
+    if is_ours and config_of_root != config:
         # This process was held up between its look and its put, which came later than root 0.
         backend.delete(CONFIG_KEY)
-        backend.put_if_absent(CONFIG_KEY, config_content(first))
-    return first
+        backend.put_if_absent(CONFIG_KEY, config_content(config_of_root))
+    return config_of_root
 
 
 def _warn_of_rules(backend: Backend) -> None:
@@ -182,7 +182,7 @@ def _put_config(
     if not backend.is_remote and "tmp" in names:
         others.update(f"tmp/{n}" for n in backend.names("tmp") if not TEMPORARY.fullmatch(n))
     # Another process may have just made the store: it puts the record before any root.
-    if others and not holds(backend, CONFIG_KEY):
+    if others and not has_object(backend, CONFIG_KEY):
         raise _foreign_error(backend, others)
     honoured = honours_put_if_absent(backend)
     if not honoured and not backend.exclusive:
@@ -196,9 +196,9 @@ def _put_config(
 
 
 def _foreign_error(backend: Backend, names: set[str]) -> StoreError:
-    shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
     return StoreError(
-        f"{backend.where('')} holds {shown:.300}, but no {CONFIG_KEY}: it is no casnap store, or "
+        f"{backend.where('')} holds {listed:.300}, but no {CONFIG_KEY}: it is no casnap store, or "
         "what is left of one, so nothing is put there. Choose another folder, or rename that one"
     )
 

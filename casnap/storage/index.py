@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,7 +37,6 @@ from casnap.format.records import (
 from casnap.runtime.threads import mapped
 from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.pack_lengths import PackLengths
-from casnap.storage.pack_set import PackSet
 from casnap.storage.segment_search import search, window_bytes
 
 _log = logging.getLogger("casnap")
@@ -62,6 +61,57 @@ def _listed(cache: Cache, ref: SegmentRef) -> frozenset[PackId] | None:
     return listed
 
 
+# What this process found damaged, by the name of the cache; it stays when the cache is deleted.
+_damaged: defaultdict[str, set[Record]] = defaultdict(set)
+
+
+class PackSet:
+    """The union of some sets of packs, without a few packs.
+
+    A store may have very many packs, and each commit adds few. So the sets are shared between the
+    views of an index, and no question asked here takes time in proportion to their size.
+
+    Args:
+        parts: The sets.
+        without: Packs that are not in it.
+    """
+
+    __slots__ = ("_parts", "_without")
+
+    def __init__(
+        self, parts: Iterable[frozenset[PackId]], without: Collection[PackId | bytes] = ()
+    ) -> None:
+        # The largest set first, since most packs are in it.
+        self._parts = sorted(parts, key=len, reverse=True)
+        self._without = frozenset(without)
+
+    def __contains__(self, pack: object) -> bool:
+        return pack not in self._without and any(pack in part for part in self._parts)
+
+    def __iter__(self) -> Iterator[PackId]:
+        return iter(frozenset[PackId]().union(*self._parts) - self._without)
+
+    def __bool__(self) -> bool:
+        return any(pack not in self._without for part in self._parts for pack in part)
+
+    @property
+    def at_most(self) -> int:
+        """As many packs as it has, or more: a pack that lies in several sets counts for each."""
+        return sum(map(len, self._parts))
+
+    def issuperset(self, packs: Iterable[PackId]) -> bool:
+        """Whether it has all of these packs."""
+        return all(pack in self for pack in packs)
+
+    def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
+        """Return those of these packs that it lacks."""
+        return {pack for pack in packs if pack not in self}
+
+    def without(self, packs: Collection[PackId | bytes]) -> PackSet:
+        """Return the set without some packs."""
+        return PackSet(self._parts, self._without.union(packs))
+
+
 @dataclass(frozen=True)
 class View:
     """The index as one root sees it.
@@ -79,10 +129,6 @@ class View:
     packs: PackSet
     live: PackSet
     cache: Cache
-
-
-# What this process found damaged, by the name of the cache; it stays when the cache is deleted.
-_distrusted: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class Index:
@@ -133,25 +179,12 @@ class Index:
         packs = PackSet(segments.values())
         return View(root, segments, packs, packs.without(root.condemned.keys()), cache)
 
-    def refresh(self, view: View, root: Root, digests: Collection[Digest]) -> View:
-        """Return a view of a root; make the cache anew if it is wrong about some digests.
-
-        Args:
-            view: A view of this or an older root.
-            root: The root.
-            digests: Digests that were not found where the cache says that they are.
-        """
-        told = MemoryCache()
-        self._learn_all(told, root, only=frozenset(digests))
-        view = self.view(root)
-        if all(
-            {p for p in told.places(d) if p.pack in view.packs} == set(self.find_all(view, d))
-            for d in digests
-        ):
-            return view
-        if isinstance(view.cache, LmdbCache):
-            view.cache.delete()
-        self._replace(view.cache, root)
+    def refresh(self, root: Root) -> View:
+        """Make the cache anew, since it may be wrong; return the view of a root."""
+        with self._replacing:
+            if isinstance(self._cache, LmdbCache):
+                self._cache.delete()
+            self._cache = None
         return self.view(root)
 
     def _shed(self, cache: Cache, root: Root) -> None:
@@ -172,38 +205,30 @@ class Index:
     def _learn_once(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; of a remote store one process of this host reads them."""
         idents = [SegmentId(ref.id) for ref in root.segments]
-        known = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
-        if not self._backend.is_remote or all(known):
+        are_cached = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
+        if not self._backend.is_remote or all(are_cached):
             return self._learn_all(cache, root)
         with cache.learning():
             return self._learn_all(cache, root)
 
-    def _learn_all(
-        self, cache: Cache, root: Root, only: frozenset[Digest] | None = None
-    ) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache all segments of a root, or only these digests of them; return their packs."""
-        packs = self._learn(cache, root.segments, only)
+    def _learn_all(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache all segments of a root; return their packs."""
+        packs = self._learn(cache, root.segments)
         # For the next view, which differs in few segments.
         cache.listed = packs
         return packs
 
     def _learn(
-        self,
-        cache: Cache,
-        segments: Collection[SegmentRef],
-        only: frozenset[Digest] | None = None,
+        self, cache: Cache, segments: Collection[SegmentRef]
     ) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache some segments, or only these digests of them; return their packs."""
+        """Cache some segments; return their packs."""
         packs = {SegmentId(ref.id): _listed(cache, ref) for ref in segments}
         missing = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
         while missing:
             for ref, sealed in self._read_some(missing):
                 content = decode_segment(*sealed)
                 self.keep_small(SegmentId(ref.id), sealed[0])
-                records = content.records
-                if only is not None:
-                    records = [record for record in records if record[0] in only]
-                cache.learn(SegmentId(ref.id), content.packs, records)
+                cache.learn(SegmentId(ref.id), content.packs, content.records)
                 packs[SegmentId(ref.id)] = frozenset(content.packs)
         return {ident: listed or frozenset() for ident, listed in packs.items()}
 
@@ -236,14 +261,16 @@ class Index:
         expected = sum(windows) + max(windows, default=0) * len(digests)
         if nbytes < _WHOLE_BYTES or expected * 4 > nbytes:
             return [None] * len(digests)
-        known = self._learn(cache, [ref for ref in root.segments if ref not in large])
-        places = cache.place(digests, PackSet(known.values()))
-        found = {d: place for d, place in zip(digests, places, strict=True) if place is not None}
-        missing = [d for d in digests if d not in found]
+        listed = self._learn(cache, [ref for ref in root.segments if ref not in large])
+        places = cache.place(digests, PackSet(listed.values()))
+        by_digest = {
+            d: place for d, place in zip(digests, places, strict=True) if place is not None
+        }
+        missing = [d for d in digests if d not in by_digest]
         if missing:
             searched = search(self._backend, large, self._segment_lengths(large), missing)
-            found |= {digest: where[0][1] for digest, where in searched.items() if where}
-        return [found.get(digest) for digest in digests]
+            by_digest |= {digest: where[0][1] for digest, where in searched.items() if where}
+        return [by_digest.get(digest) for digest in digests]
 
     def _segment_lengths(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
         """Return the lengths of some segments, which never change."""
@@ -305,17 +332,17 @@ class Index:
             DamagedError: It is missing, or has another number of records than the root says.
         """
         key = segment_key(ref.id)
-        what = self._backend.where(key)
+        name = self._backend.where(key)
         try:
             data = self._backend.read(key, max_segment_bytes(ref.count))
         except FileNotFoundError:
-            raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
+            raise DamagedError(f"the index segment {name} is missing; see `casnap check`") from None
         count = segment_count(data)
         if count != ref.count:
             raise DamagedError(
-                f"the index segment {what} has {count} records, not {ref.count}; see `casnap check`"
+                f"the index segment {name} has {count} records, not {ref.count}; see `casnap check`"
             )
-        return data, what
+        return data, name
 
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
         """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
@@ -328,48 +355,39 @@ class Index:
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
         """Return what :meth:`sealed` does, from this host's cache if it is kept there."""
         if self._backend.is_remote:
-            kept = self.cache.note(_LAST_SMALL) or b""
-            ident, data = kept[: len(ref.id)], kept[len(ref.id) :]
+            note = self.cache.note(_LAST_SMALL) or b""
+            ident, data = note[: len(ref.id)], note[len(ref.id) :]
             if ident == ref.id and segment_count(data) == ref.count:
                 return data, f"the cached segment {ref.id.hex()}"
         return self.sealed(ref)
 
     def find(
-        self, view: View, digests: list[Digest], *, to_rely: bool = False
+        self, view: View, digests: list[Digest], *, only_live: bool = False
     ) -> list[Place | None]:
         """Return, for each digest, a place where it can be read, or None.
 
         Args:
             view: The index as a root sees it.
             digests: What to find.
-            to_rely: Return only places that a take may rely on. Condemned packs do not count (they
-                can be read for some time, then they are deleted), nor do places that were found
-                damaged.
+            only_live: Return only places that a take may rely on. Condemned packs do not count:
+                they can be read for some time, then they are deleted. Nor do damaged places.
         """
-        packs = view.live if to_rely else view.packs
+        packs = view.live if only_live else view.packs
         if not packs:
             return [None] * len(digests)
-        found = self._ask(view.cache, view.root, lambda cache: cache.place(digests, packs))[1]
-        bad = _distrusted[self._name]
-        if to_rely and bad:
-            for i, digest in enumerate(digests):
-                if (digest, found[i]) in bad:
-                    others = [(digest, p) for p in self.find_all(view, digest) if p.pack in packs]
-                    found[i] = next((r[1] for r in others if r not in bad), None)
-        return found
+        places = self._ask(view.cache, view.root, lambda cache: cache.place(digests, packs))[1]
+        damaged = _damaged[self._name]
+        for i, digest in enumerate(digests) if only_live and damaged else ():
+            if (digest, places[i]) in damaged:
+                others = [p for p in self.find_all(view, digest) if p.pack in packs]
+                places[i] = next((p for p in others if (digest, p) not in damaged), None)
+        return places
 
     def find_all(self, view: View, digest: Digest) -> list[Place]:
         """Return all places where a digest can be read."""
         places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
 
-    def distrust(self, view: View, records: Iterable[Record]) -> None:
-        """Note damaged places, for all takes of this process: they store anew what lies there.
-
-        Places in packs that are gone are forgotten, so there are never more of them than the index
-        has records.
-        """
-        distrusted = _distrusted[self._name]
-        distrusted.update(records)
-        # A copy, since other threads add to the set.
-        distrusted -= {record for record in distrusted.copy() if record[1].pack not in view.packs}
+    def note_damaged(self, records: Iterable[Record]) -> None:
+        """Note damaged places, for all takes of this process: they store anew what lies there."""
+        _damaged[self._name].update(records)

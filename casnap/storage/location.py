@@ -67,11 +67,11 @@ def locate_snapshot(
     uri = snapshot_uri(path)
     if uri is not None:
         return _located(uri, storage_options)
-    text, plain = _local(path, storage_options)
-    if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
+    text, local = _local(path, storage_options)
+    if not local.strip("/") or Path(local).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
-    above, last = Path(plain).parent, Path(plain).name
-    folder = _resolved(above) / last
+    parent, name = Path(local).parent, Path(local).name
+    folder = _resolved(parent) / name
     if exists(folder / STORE_FOLDER):
         raise InvalidNameError(
             f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
@@ -81,13 +81,13 @@ def locate_snapshot(
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path; `casnap import` imports it as a snapshot"
         )
-    found = _find_store(above)
-    if found is None:
-        return Location(LocalBackend(folder.parent), check_name(last), exists=False)
-    store, below = found
-    if not below and (why := _why_distrusted(store, is_parent=True)) is not None:
-        raise _untrusted(store, why)
-    return Location(LocalBackend(store), check_name(f"{below}/{last}".lstrip("/")), exists=True)
+    match = _find_store(parent)
+    if match is None:
+        return Location(LocalBackend(folder.parent), check_name(name), exists=False)
+    store, inner = match
+    if not inner and (refusal := _why_distrusted(store, is_parent=True)) is not None:
+        raise _untrusted(store, refusal)
+    return Location(LocalBackend(store), check_name(f"{inner}/{name}".lstrip("/")), exists=True)
 
 
 def locate_store(
@@ -107,24 +107,24 @@ def locate_store(
     place = store_uri(uri)
     if place is not None:
         return _located(place, storage_options)
-    _, plain = _local(uri, storage_options)
-    if not plain:
+    _, local = _local(uri, storage_options)
+    if not local:
         raise NotAStoreError("an empty path is not a store; for the current folder write '.'")
-    folder = _resolved(Path(plain))
+    folder = _resolved(Path(local))
     if exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
-    found = _find_store(Path(plain))
-    if found is None:
+    match = _find_store(Path(local))
+    if match is None:
         return Location(LocalBackend(folder), "", exists=False)
-    store, below = found
-    return Location(LocalBackend(store), check_name(below) if below else "", exists=True)
+    store, inner = match
+    return Location(LocalBackend(store), check_name(inner) if inner else "", exists=True)
 
 
 def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
     if uri.store.startswith("memory://"):
         _check_no_options(uri.store, storage_options)
     backend = backend_at(uri.store, storage_options)
-    return Location(backend, uri.name, backend.is_remote or holds(backend, CONFIG_KEY))
+    return Location(backend, uri.name, backend.is_remote or has_object(backend, CONFIG_KEY))
 
 
 def _local(
@@ -133,15 +133,15 @@ def _local(
     """Return a local path as it was given, and as the system knows it."""
     text = os.fspath(path)
     _check_no_options(text, storage_options)
-    plain = local_path(text)
-    parts = Path(plain).parts
+    local = local_path(text)
+    parts = Path(local).parts
     if STORE_FOLDER in parts:
-        above = str(Path(*parts[: parts.index(STORE_FOLDER)]))
+        folder = str(Path(*parts[: parts.index(STORE_FOLDER)]))
         raise InvalidNameError(
             f"{text!r:.500} lies in {STORE_FOLDER}, where a store keeps its files; name the folder "
-            f"above it, {above!r:.500}"
+            f"above it, {folder!r:.500}"
         )
-    return text, plain
+    return text, local
 
 
 def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -169,7 +169,7 @@ def exists(path: Path) -> bool:
     return True
 
 
-def holds(backend: Backend, key: str) -> bool:
+def has_object(backend: Backend, key: str) -> bool:
     """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
     return backend.size_if_there(key) is not None
 
@@ -193,21 +193,21 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
         StoreError: The store lies above the folder, and is another user's.
     """
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
-        found: Path | None = None
+        nearest: Path | None = None
         for place in _mounted_above(way):
-            named = place == way
-            if found is not None:
+            is_named = place == way
+            if nearest is not None:
                 # A name below a store that leads to another one is a name of the first, if that
                 # has such names: somebody may have put the link in the place of their folder.
-                links = [p for p in _between(found, place) if p.is_symlink()]
+                links = [p for p in _between(nearest, place) if p.is_symlink()]
                 if not any(_has_below(place, str(link.relative_to(place))) for link in links):
                     continue
-            if _holds_store(place, named=named) and (
-                named or _is_usable(place, str(way.relative_to(place)))
+            if _holds_store(place, named=is_named) and (
+                is_named or _is_usable(place, str(way.relative_to(place)))
             ):
-                found = place
-        if found is not None:
-            return found.resolve(), "" if found == way else str(way.relative_to(found))
+                nearest = place
+        if nearest is not None:
+            return nearest.resolve(), "" if nearest == way else str(way.relative_to(nearest))
     return None
 
 
@@ -216,13 +216,13 @@ def _mounted_above(way: Path) -> Iterator[Path]:
     device: int | None = None
     for place in (way, *way.parents):
         try:
-            here = place.stat().st_dev
+            device_here = place.stat().st_dev
         except OSError:
             continue
-        if device not in (None, here):
+        if device not in (None, device_here):
             return
         # The target of a link may be on another mount than the link.
-        device = None if place.is_symlink() else here
+        device = None if place.is_symlink() else device_here
         yield place
 
 
@@ -275,17 +275,17 @@ def _is_usable(place: Path, below: str) -> bool:
         StoreError: It is another user's.
     """
     store = place.resolve()
-    why = _why_distrusted(store, is_parent=False)
-    if why is None:
+    refusal = _why_distrusted(store, is_parent=False)
+    if refusal is None:
         return _serves(store, below)
     with suppress(CasnapError):
         if not _serves(store, below):
             return False
     if place.stat().st_mode & stat.S_IWOTH:
         # Any user may put such a folder there. It must not stop the users of all folders below.
-        _warn(f"{why}, where every user may write, so casnap skips it. {_ADVICE}")
+        _warn(f"{refusal}, where every user may write, so casnap skips it. {_ADVICE}")
         return False
-    raise _untrusted(store, why)
+    raise _untrusted(store, refusal)
 
 
 def _serves(store: Path, below: str) -> bool:
@@ -305,25 +305,25 @@ def _serves(store: Path, below: str) -> bool:
 
 def narrow_hint(folder: Path) -> str:
     """Return what a message about a folder is to say of a store above that does not serve it."""
-    above = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
+    store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
     try:
-        if above is None or serves_below(newest_root(LocalBackend(above))):
+        if store is None or serves_below(newest_root(LocalBackend(store))):
             return ""
     except CasnapError:
         return ""
     return (
-        f". The store {above} serves only names right in its folder, since a path alone has made "
-        f"it; `casnap init {above}` has it serve all paths below"
+        f". The store {store} serves only names right in its folder, since a path alone has made "
+        f"it; `casnap init {store}` has it serve all paths below"
     )
 
 
 def _has_roots(inner: Path, *, named: bool) -> bool:
     """Whether there are roots; of this user, unless the folder was named."""
     try:
-        first = (inner / root_key(0)).lstat()
+        status = (inner / root_key(0)).lstat()
     except (OSError, ValueError):
         return False
-    return stat.S_ISREG(first.st_mode) and (named or first.st_uid == os.geteuid())
+    return stat.S_ISREG(status.st_mode) and (named or status.st_uid == os.geteuid())
 
 
 @cache

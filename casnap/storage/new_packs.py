@@ -14,7 +14,7 @@ from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, name
 from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
-from casnap.storage.node_packs import MOST_HINTED_BYTES
+from casnap.storage.node_hints import MOST_HINTED_BYTES
 from casnap.storage.objects import Objects
 from casnap.storage.pack import (
     CHUNKS,
@@ -150,23 +150,23 @@ class NewPacks:
 
     def _hints(self, find: Find, beside: Sequence[bytes]) -> bytes:
         """Return the hints for the open pack of nodes; none if it is too large to be read whole."""
-        opened = self._node_filler.filling
-        if opened is None or opened[1] > MOST_HINTED_BYTES:
+        open_pack = self._node_filler.filling
+        if open_pack is None or open_pack[1] > MOST_HINTED_BYTES:
             return b""
-        own = {d: place for d, (_, place) in self.nodes.items()}
-        nodes = [node for node, place in self.nodes.values() if place.pack == opened[0]]
+        places_of = {d: place for d, (_, place) in self.nodes.items()}
+        nodes = [node for node, place in self.nodes.values() if place.pack == open_pack[0]]
         # The last nodes are the table and the manifest.
-        named = chain.from_iterable(map(named_in, chain(reversed(nodes), beside)))
-        others = (d for d in named if d not in own or own[d].pack != opened[0])
+        names = chain.from_iterable(map(named_in, chain(reversed(nodes), beside)))
+        others = (d for d in names if d not in places_of or places_of[d].pack != open_pack[0])
         wanted = dict.fromkeys(islice(others, MOST_HINTS))
-        own |= {d: place for d, place in self._chunks.records if d in wanted}
-        unknown = [d for d in wanted if d not in own]
-        own |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
-        places = [(d, own[d]) for d in wanted if d in own]
-        hints = encode_hints(places, beside, opened[0])
+        places_of |= {d: place for d, place in self._chunks.records if d in wanted}
+        unknown = [d for d in wanted if d not in places_of]
+        places_of |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
+        places = [(d, places_of[d]) for d in wanted if d in places_of]
+        hints = encode_hints(places, beside, open_pack[0])
         while len(hints) > MOST_HINTS_BYTES:
             places = places[: len(places) // 2]
-            hints = encode_hints(places, beside if places else (), opened[0])
+            hints = encode_hints(places, beside if places else (), open_pack[0])
         return hints
 
     def move(self, base: int) -> None:

@@ -22,28 +22,26 @@ from casnap.format.names import is_row_name
 from casnap.format.records import (
     PackId,
     Place,
-    Record,
     Root,
     Row,
     StoreConfig,
 )
 from casnap.runtime.threads import beside
 from casnap.storage.chunk_cache import ChunkCache
-from casnap.storage.config import config_in, read_config
-from casnap.storage.index import Index, View
-from casnap.storage.known_hints import KnownHints
-from casnap.storage.last_seen import LastSeen
-from casnap.storage.node_packs import nodes_around
-from casnap.storage.place_reads import (
+from casnap.storage.chunk_reads import (
     DEFAULT_READ,
     WITHOUT_POOL,
+    FailedRead,
     ReadOptions,
     Reason,
-    Unread,
     Want,
     read_places,
 )
-from casnap.storage.probe import check_kept_apart
+from casnap.storage.config import config_in, read_config
+from casnap.storage.index import Index, View
+from casnap.storage.node_hints import KnownHints, read_node_pack
+from casnap.storage.put_if_absent import check_put_if_absent
+from casnap.storage.remembered_root import RememberedRoot
 from casnap.storage.roots import check_writable, last_listed, newest_root
 from casnap.storage.same_store import check_same_store, id_in
 from casnap.storage.tree import DEEP, Tree
@@ -61,23 +59,19 @@ _LOOKS = 10
 _STANDS, _RECENT = 60.0, 10.0
 _NODES_BYTES = 32 << 20
 
-# Places to distrust. A take notices by itself if a file is gone or too short, and a file that
-# cannot be read may be whole.
-_DISTRUSTED = (Reason.IMPOSSIBLE, Reason.CHANGED)
-
 
 class _Failed(NamedTuple):
     """A chunk that could not be read, and the places that were tried."""
 
     want: Want
-    tried: list[Unread]
+    tried: list[FailedRead]
 
     def __str__(self) -> str:
         """Return which chunk it is, and why the first place failed."""
-        why = Reason.NOWHERE.value
+        reason = Reason.NOWHERE.value
         if self.tried:
-            why = f"{self.tried[0].why} (pack {self.tried[0].place.pack.hex()})"
-        return f"chunk {self.want.digest.hex()}: {why}"
+            reason = f"{self.tried[0].failure} (pack {self.tried[0].place.pack.hex()})"
+        return f"chunk {self.want.digest.hex()}: {reason}"
 
 
 class Objects:
@@ -108,7 +102,7 @@ class Objects:
             backend.belong(partial(check_same_store, store_id=self.config.store_id))
         self.marks = marks
         self.chunk_cache: ChunkCache | None = None
-        self._last_seen = LastSeen(backend)
+        self._last_seen = RememberedRoot(backend)
         self._hints = KnownHints()
         self._newest: Root | None = None
         # When that root was last read or put, and when it was last the newest, by
@@ -128,7 +122,7 @@ class Objects:
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
         """
-        seen = LastSeen(backend).look(ahead=ahead)
+        seen = RememberedRoot(backend).look(ahead=ahead)
         if seen is None:
             root = _try(newest_root if ahead else last_listed, backend)
             copy = config_in(root) if isinstance(root, Root) else None
@@ -164,7 +158,7 @@ class Objects:
         root = root or self.recent()
         check_writable(self.backend.uri, root.write_features, doing)
         if not dry_run:
-            check_kept_apart(self.backend, self.config)
+            check_put_if_absent(self.backend, self.config)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds.
@@ -208,23 +202,23 @@ class Objects:
         self._seen_at = self._newest_at = time.monotonic()
         self._last_seen.keep(self.config, root)
 
-    def hear(self, root: Root) -> None:
+    def observe_root(self, root: Root) -> None:
         """Note a root that another rank has just read, unless a newer one is known here."""
         if self._newest is None or root.seq >= self._newest.seq:
             self.note_newest(root)
 
-    def current(self, read: Callable[[Root], V], first: Callable[[], Root] | None = None) -> V:
+    def current(self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None) -> V:
         """Read from the newest root; read again if a collector has changed the store meanwhile.
 
         Args:
             read: Reads from the store, given the root.
-            first: Returns the root to begin with, by default the newest.
+            first_root: Returns the root to begin with, by default the newest.
 
         Raises:
             DamagedError: The store is damaged; no collector has moved anything meanwhile.
         """
         for look in count(1):
-            root = (first or self.newest)() if look == 1 else self.newest()
+            root = (first_root or self.newest)() if look == 1 else self.newest()
             try:
                 return read(root)
             except DamagedError:
@@ -238,9 +232,9 @@ class Objects:
         """Return the view of the index at the newest root."""
         return self.current(self.index.view)
 
-    def recent_view(self, told: Root | None = None) -> View:
+    def recent_view(self, base_root: Root | None = None) -> View:
         """Return the view of the index at a recent root: as :meth:`recent` returns it, or told."""
-        return self.current(self.index.view, lambda: told or self.recent())
+        return self.current(self.index.view, lambda: base_root or self.recent())
 
     # --- nodes ---
 
@@ -260,21 +254,21 @@ class Objects:
             self._hints.use(digest)
             return cached
         if self.backend.is_remote and (hint := hint or self._hints.find(cache, digest)) is not None:
-            around = nodes_around(self.backend, hint)
-            cache.keep_nodes(around.nodes.items())
-            self._hints.keep(cache, hint.pack, around)
-            if (node := around.nodes.get(digest)) is not None:
+            node_pack = read_node_pack(self.backend, hint)
+            cache.keep_nodes(node_pack.nodes.items())
+            self._hints.keep(cache, hint.pack, node_pack)
+            if (node := node_pack.nodes.get(digest)) is not None:
                 return node
-            if around.is_gone:
+            if node_pack.is_gone:
                 hint = None
-        found: list[bytes] = []
-        want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
+        copies: list[bytes] = []
+        want = Want(digest, -1, lambda raw: copies.append(bytes(raw)), "")
         if hint is not None and self.read_places([(hint, [want])], WITHOUT_POOL):
             _log.debug("the hint to node %s is stale", digest.hex())
-        if not found:
+        if not copies:
             self.fetch([want])
-        self.index.cache.keep_nodes([(digest, found[0])])
-        return found[0]
+        self.index.cache.keep_nodes([(digest, copies[0])])
+        return copies[0]
 
     def cache_nodes(self, digests: list[Digest]) -> None:
         """Read nodes that are not cached yet, together, for later calls of :meth:`node`.
@@ -285,14 +279,14 @@ class Objects:
         missing = [digest for digest in digests if self.index.cache.node(digest) is None]
         places = self.index.find(self.recent_view(), missing) if missing else []
         while missing:
-            found: dict[Digest, bytes] = {}
+            group: dict[Digest, bytes] = {}
             nbytes = 0
             while missing and nbytes < _NODES_BYTES:
-                found[missing.pop()] = b""
+                group[missing.pop()] = b""
                 place = places.pop()
                 nbytes += place.raw if place is not None else 0
-            self.fetch([Want(d, -1, partial(_keep_copy, found, d), "") for d in found])
-            self.index.cache.keep_nodes(list(found.items()))
+            self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
+            self.index.cache.keep_nodes(list(group.items()))
 
     def table(self, root: Root) -> Tree[Row]:
         """Return the table of snapshots that a root has."""
@@ -303,14 +297,14 @@ class Objects:
 
     # --- chunks ---
 
-    def fetch(self, wants: Iterable[Want], how: ReadOptions = DEFAULT_READ) -> None:
+    def fetch(self, wants: Iterable[Want], options: ReadOptions = DEFAULT_READ) -> None:
         """Read chunks, verify each against its digest, and hand them to their sinks.
 
         Equal chunks are read once. Neighbours in a pack are read together.
 
         Args:
             wants: The chunks to read; ``nbytes`` is -1 if the length is not known.
-            how: Bounds and preparation of the buffers.
+            options: Bounds and preparation of the buffers.
 
         Raises:
             DamagedError: Some chunks have no whole place. All others were handed over.
@@ -319,7 +313,7 @@ class Objects:
         pending = iter(wants)
         if self.backend.is_remote:
             few = list(islice(pending, _FEW + 1))
-            rest = self._fetch_few(few, how) if len(few) <= _FEW else few
+            rest = self._fetch_few(few, options) if len(few) <= _FEW else few
             if few and not rest:
                 return
             pending = chain(rest, pending)
@@ -329,19 +323,25 @@ class Objects:
         while window:
             # The caller finds out what to read next while threads read.
             if len(window) == _WINDOW:
-                read = partial(self._fetch_window, view, window, how, ask_store=not failed)
+                read = partial(self._fetch_window, view, window, options, ask_store=not failed)
                 window, (view, bad) = beside(lambda: list(islice(pending, _WINDOW)), read)
             else:
-                view, bad = self._fetch_window(view, window, how, ask_store=not failed)
+                view, bad = self._fetch_window(view, window, options, ask_store=not failed)
                 window = []
             failed += bad
         if failed:
-            self.index.distrust(view, _damaged_records(failed))
             tried = [unread for f in failed for unread in f.tried]
+            # A take notices by itself if a file is gone or too short, and a file that cannot be
+            # read may be whole.
+            self.index.note_damaged(
+                (unread.wants[0].digest, unread.place)
+                for unread in tried
+                if unread.failure.reason in (Reason.IMPOSSIBLE, Reason.CHANGED)
+            )
             self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in tried])
             raise _error(self.backend.uri, failed)
 
-    def _fetch_few(self, wants: list[Want], how: ReadOptions) -> list[Want]:
+    def _fetch_few(self, wants: list[Want], options: ReadOptions) -> list[Want]:
         """Read a few chunks without reading a large index first; return those that remain."""
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
@@ -349,8 +349,8 @@ class Objects:
         root = self.recent()
         for find in (partial(self._hinted, root), partial(self.index.find_few, root)):
             places = find(list(by_digest))
-            found = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
-            bad = {unread.wants[0].digest for unread in self._read(found, how)}
+            located = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
+            bad = {unread.wants[0].digest for unread in self._read(located, options)}
             by_digest = {
                 d: s
                 for (d, s), p in zip(by_digest.items(), places, strict=True)
@@ -367,10 +367,10 @@ class Objects:
         return [self._hints.find(self.index.cache, digest) for digest in digests]
 
     def _fetch_window(
-        self, view: View, window: list[Want], how: ReadOptions, *, ask_store: bool
+        self, view: View, window: list[Want], options: ReadOptions, *, ask_store: bool
     ) -> tuple[View, list[_Failed]]:
         """Read some chunks; return the newest view that was used, and the chunks that failed."""
-        failed = self._fetch(view, window, how)
+        failed = self._fetch(view, window, options)
         while failed and self.newest() != view.root:
             # A collector may have moved chunks. Those that have other places now are read there;
             # those that the newest root still places where they failed are damaged.
@@ -379,35 +379,34 @@ class Objects:
             if not moved:
                 break
             failed = [f for f in failed if not self._has_moved(view, f)]
-            failed += self._fetch(view, moved, how)
+            failed += self._fetch(view, moved, options)
         if failed and ask_store:
             # The cached places may be wrong: read the index anew from the store, once.
-            digests = [f.want.digest for f in failed]
-            view = self.index.refresh(view, self.newest(), digests)
-            failed = self._fetch(view, [f.want for f in failed], how)
+            view = self.index.refresh(self.newest())
+            failed = self._fetch(view, [f.want for f in failed], options)
         return view, failed
 
     def _has_moved(self, view: View, failed: _Failed) -> bool:
         tried = {unread.place for unread in failed.tried}
         return not tried.issuperset(self.index.find_all(view, failed.want.digest))
 
-    def _fetch(self, view: View, wants: list[Want], how: ReadOptions) -> list[_Failed]:
+    def _fetch(self, view: View, wants: list[Want], options: ReadOptions) -> list[_Failed]:
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
         failed: list[_Failed] = []
-        found: list[tuple[Place, list[Want]]] = []
+        located: list[tuple[Place, list[Want]]] = []
         places = self.index.find(view, list(by_digest))
-        for same, place in zip(by_digest.values(), places, strict=True):
+        for equal, place in zip(by_digest.values(), places, strict=True):
             if place is None:
-                failed += [_Failed(w, []) for w in same]
+                failed += [_Failed(w, []) for w in equal]
             else:
-                found.append((place, same))
-        for unread in self._read(found, how):
+                located.append((place, equal))
+        for unread in self._read(located, options):
             failed += self._fetch_elsewhere(view, unread)
         return failed
 
-    def _fetch_elsewhere(self, view: View, unread: Unread) -> list[_Failed]:
+    def _fetch_elsewhere(self, view: View, unread: FailedRead) -> list[_Failed]:
         """Read a chunk at its other places until one is whole."""
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
@@ -418,19 +417,21 @@ class Objects:
                 tried += bad
         return [_Failed(want, tried) for want in unread.wants]
 
-    def _read(self, found: list[tuple[Place, list[Want]]], how: ReadOptions) -> list[Unread]:
+    def _read(
+        self, located: list[tuple[Place, list[Want]]], options: ReadOptions
+    ) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""
         # Only of nodes the length is not known, and the host keeps those elsewhere.
-        if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in found):
-            found = self.chunk_cache.read(found, self.config.chunk_size, how)
-            how = how._replace(keep=self.chunk_cache.keep)
-        return self.read_places(found, how)
+        if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in located):
+            located = self.chunk_cache.read(located, self.config.chunk_size, options)
+            options = options._replace(keep=self.chunk_cache.keep)
+        return self.read_places(located, options)
 
     def read_places(
-        self, places: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
-    ) -> list[Unread]:
+        self, places: list[tuple[Place, list[Want]]], options: ReadOptions = DEFAULT_READ
+    ) -> list[FailedRead]:
         """Read the chunks at these places in the store; return those that failed, and why."""
-        return read_places(self.backend, self.config.chunk_size, places, how)
+        return read_places(self.backend, self.config.chunk_size, places, options)
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read and verified at this place."""
@@ -446,17 +447,8 @@ def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | CasnapErro
         return e
 
 
-def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
-    found[digest] = bytes(raw)
-
-
-def _damaged_records(failed: list[_Failed]) -> list[Record]:
-    return [
-        (f.want.digest, unread.place)
-        for f in failed
-        for unread in f.tried
-        if unread.why.reason in _DISTRUSTED
-    ]
+def _keep_copy(copies: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
+    copies[digest] = bytes(raw)
 
 
 def _error(uri: str, failed: list[_Failed]) -> CasnapError:
@@ -468,10 +460,10 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     if any(w.target is not None for w in wants):
         hurt += "; these tensors may hold unverified bytes, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
-    if all(any(u.why.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
+    if all(any(u.failure.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
         return BackendError(f"{message}. The data may be whole: make it readable, then try again")
     advice = (
         f"`casnap check {uri}` says what is hurt; if you still have the data, take the same bytes "
-        "again on this host to store them anew"
+        "again in this process, or after `casnap repair` in any, to store them anew"
     )
     return DamagedError(message, paths, advice)

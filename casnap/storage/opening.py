@@ -16,10 +16,10 @@ from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import not_a_store_error, object_error
-from casnap.storage.creation import Made, create_store
-from casnap.storage.foreign import no_store_error
+from casnap.storage.creation import CreatedStore, create_store
 from casnap.storage.location import Location, exists, locate_store, narrow_hint
 from casnap.storage.objects import Objects
+from casnap.storage.other_formats import no_store_error
 from casnap.storage.table import only_marker_error
 
 _log = logging.getLogger("casnap")
@@ -74,7 +74,7 @@ def open_objects(
     may_make = create and (not place.name or (place.exists and not backend.is_remote))
     new_objects = partial(Objects, backend, marks=markers)
     objects = new_objects(config=config) if config is not None else None
-    made: Made | None = None
+    made: CreatedStore | None = None
     if objects is None and backend.is_remote:
         objects = _at(backend, or_none=may_make, ahead=ahead, marks=markers)
     if objects is None and may_make:
@@ -112,7 +112,7 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
     )
 
 
-def located(
+def locate(
     uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
 ) -> Location:
     """Return the store that a URI or a backend means, and the prefix in it."""

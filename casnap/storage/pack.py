@@ -228,18 +228,18 @@ class PackWriter:
             FileNotFoundError: One is gone.
         """
         self._base = base
-        moved = {pack: self.new_pack() for pack in self.packs}
+        new_ids = {pack: self.new_pack() for pack in self.packs}
 
         def copy(pack: PackId) -> None:
-            self._backend.copy(pack_key(pack), pack_key(moved[pack]))
+            self._backend.copy(pack_key(pack), pack_key(new_ids[pack]))
 
         at_once = self._backend.in_flight if self._backend.is_remote else 1
-        for _ in mapped(copy, moved, at_once):
+        for _ in mapped(copy, new_ids, at_once):
             pass
-        self.packs = list(moved.values())
-        self.lengths = {moved[pack]: n for pack, n in self.lengths.items()}
-        self.records = [(digest, moved_place(place, moved)) for digest, place in self.records]
-        return moved
+        self.packs = list(new_ids.values())
+        self.lengths = {new_ids[pack]: n for pack, n in self.lengths.items()}
+        self.records = [(digest, moved_place(place, new_ids)) for digest, place in self.records]
+        return new_ids
 
     def delete_packs(self) -> None:
         """Delete all packs that were begun."""
@@ -265,14 +265,14 @@ class PackFiller:
         digests: list[Digest] = []
         for group in self._groups(raws):
             pack = self._open_pack
-            found, stored, start, view = [], [], pack.fill, pack.slot.view
+            hashes, places, start, view = [], [], pack.fill, pack.slot.view
             for raw in group:
                 place = self._copy(raw)
-                own = view[place.offset : place.offset + place.stored]
-                found.append(digest_of(own if place.codec == _RAW else raw))
-                stored.append(place)
-            self._keep(start, found, stored, choose(found, [len(raw) for raw in group]))
-            digests += found
+                copy = view[place.offset : place.offset + place.stored]
+                hashes.append(digest_of(copy if place.codec == _RAW else raw))
+                places.append(place)
+            self._keep(start, hashes, places, choose(hashes, [len(raw) for raw in group]))
+            digests += hashes
         return digests
 
     def add_known(self, chunks: Sequence[tuple[Digest, Raw]]) -> None:
@@ -455,8 +455,8 @@ def _append_second_copy(pack: _Pack) -> tuple[int, list[Record]]:
     """Copy the content of a pack behind itself, on other pages; return the end and the records."""
     places = [place for _, place in pack.records]
     # How far each copy has to be moved to lie on other pages than the first one.
-    behind = [whole_pages(p.offset + p.stored) - p.offset for p in places]
-    start = max(pack.fill, *behind)
+    distances = [whole_pages(p.offset + p.stored) - p.offset for p in places]
+    start = max(pack.fill, *distances)
     if any(p.stored >= _ALIGN_FROM for p in places):
         start = whole_pages(start)
     pack.slot.view[pack.fill : start] = bytes(start - pack.fill)

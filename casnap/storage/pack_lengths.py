@@ -56,8 +56,8 @@ class PackLengths:
                 # A list may be older than the newest packs.
                 unseen = [pack for pack in unseen if pack not in self._seen]
             self._single_looks += len(unseen)
-            found = dict(mapped(self._length, unseen, self._backend.in_flight))
-            self._seen |= {pack: size for pack, size in found.items() if size != GONE}
+            lengths = dict(mapped(self._length, unseen, self._backend.in_flight))
+            self._seen |= {pack: size for pack, size in lengths.items() if size != GONE}
             return {pack: self._seen.get(pack, GONE) for pack in packs}
 
     def note(self, lengths: Mapping[PackId, int]) -> None:
@@ -87,12 +87,12 @@ def listed_packs(backend: Backend, *, many: bool) -> dict[bytes, int]:
 
     def listed(folder: str) -> dict[bytes, int]:
         sizes = backend.sizes(folder).items()
-        named = ((id_from_name(key.rpartition("/")[2]), key, size) for key, size in sizes)
+        by_id = ((id_from_name(key.rpartition("/")[2]), key, size) for key, size in sizes)
         # casnap deletes only files whose names match its own grammar.
-        return {i: size for i, key, size in named if i is not None and pack_key(i) == key}
+        return {i: size for i, key, size in by_id if i is not None and pack_key(i) == key}
 
     folders = [f"packs/{n:02x}" for n in range(256)] if many else ["packs"]
-    found: dict[bytes, int] = {}
+    lengths: dict[bytes, int] = {}
     for _, of_folder in mapped(listed, folders, backend.in_flight if many else 1):
-        found |= of_folder
-    return found
+        lengths |= of_folder
+    return lengths

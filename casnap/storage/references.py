@@ -121,8 +121,8 @@ def walk(
         del pending[-_TOGETHER:]
         objects.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])
         for node in group:
-            below = references(objects.node, node)
-            yield node, below
-            new = [r for r in dict.fromkeys(below) if is_node(r) and r not in seen]
+            children = references(objects.node, node)
+            yield node, children
+            new = [r for r in dict.fromkeys(children) if is_node(r) and r not in seen]
             seen.update(new)
             pending += new

@@ -23,7 +23,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.contents import Contents
-from casnap.storage.mirrored import in_order, is_unmirrored
+from casnap.storage.mirror_notes import in_commit_order, is_unmirrored
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
@@ -91,8 +91,8 @@ class Retention:
             now: Seconds since the epoch.
         """
         reasons: dict[str, list[str]] = {name: [] for name, _ in run}
-        for name, why in self._kept(run, now):
-            reasons[name].append(why)
+        for name, reason in self._kept(run, now):
+            reasons[name].append(reason)
         return reasons
 
     def _kept(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
@@ -129,7 +129,7 @@ def _step(name: str, row: Row) -> int | None:
 
 
 def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, str]]:
-    why = f"best {count} by {metric}"
+    reason = f"best {count} by {metric}"
     sign = 1 if mode == "min" else -1
     ranked = [
         (sign * value, -age, name)
@@ -137,9 +137,9 @@ def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, s
         if (value := _number(row.metadata.get(metric))) is not None
     ]
     if not ranked:
-        why, ranked = f"{why}: none of the run has it", [(0, 0, name) for name, _ in run]
+        reason, ranked = f"{reason}: none of the run has it", [(0, 0, name) for name, _ in run]
         count = len(run)
-    yield from ((name, why) for _, _, name in nsmallest(count, ranked))
+    yield from ((name, reason) for _, _, name in nsmallest(count, ranked))
 
 
 def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
@@ -266,7 +266,7 @@ class PruneReport:
         return [v for v in self.verdicts if v.kept]
 
 
-def judged(
+def judge_runs(
     rows: Iterable[tuple[str, Row]], retention: Retention, now: float, taken: bytes | None = None
 ) -> list[Verdict]:
     """Return a verdict on each snapshot of a run.
@@ -277,7 +277,7 @@ def judged(
         now: Seconds since the epoch.
         taken: The commit of the snapshot that was just taken. It is kept in any case.
     """
-    ordered = in_order(rows)
+    ordered = in_commit_order(rows)
     runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
     for name, row in ordered:
         runs[name.rpartition("/")[0]].append((name, row))
@@ -290,7 +290,7 @@ def judged(
     return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
 
 
-class Judging(ABC):
+class PruneChange(ABC):
     """The change of a table that removes the snapshots that are not kept.
 
     Each table that is to be changed is judged anew, since snapshots may have been tagged or
@@ -313,7 +313,7 @@ class Judging(ABC):
         return {v.name: None for v in self.verdicts if not v.kept}
 
 
-class Pruning(Judging):
+class RetentionChange(PruneChange):
     """The change of a table that removes the snapshots that a retention does not keep.
 
     Args:
@@ -352,7 +352,7 @@ class Pruning(Judging):
             named = ((n, self._with_metadata(n, row, unread)) for n, row in named)
         # Verdicts of a take are not shown, so it reads no metadata that its rules do not need.
         rows = list(named)
-        verdicts = judged(rows, self._retention, time.time(), self._taken)
+        verdicts = judge_runs(rows, self._retention, time.time(), self._taken)
         if not self._retention.asks_metadata:
             return verdicts
         return [
@@ -372,7 +372,7 @@ class Pruning(Judging):
         return msgspec.structs.replace(row, metadata=metadata)
 
 
-def prune(objects: Objects, judging: Judging) -> list[Verdict]:
+def prune(objects: Objects, judging: PruneChange) -> list[Verdict]:
     """Remove the snapshots that are not kept, in one commit; return the verdicts."""
     if change_table(objects, judging):
         unmark(objects, {v.name: v.row.commit for v in judging.verdicts if not v.kept})

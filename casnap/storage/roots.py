@@ -34,7 +34,7 @@ from casnap.format.records import (
     unseal,
 )
 from casnap.runtime.threads import together
-from casnap.storage.probe import check_still_apart
+from casnap.storage.put_if_absent import recheck_put_if_absent
 
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.
@@ -61,10 +61,10 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
         UnsupportedFormatError: It has a feature that readers have to know.
     """
     root, newer = _first_look(backend, known, stands=stands)
-    first = root.seq
+    first_seq = root.seq
     while newer is not None:
         root = newer
-        if backend.is_remote and root.seq == first + _MOST_PROBES:
+        if backend.is_remote and root.seq == first_seq + _MOST_PROBES:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
     # This version knows none.
@@ -144,9 +144,9 @@ def _lost(backend: Backend, root: Root) -> Root | None:
     if copy is None:
         return None
     # The root may have been put between the two looks.
-    found = _read_if_there(backend, seq)
-    there = {id_from_name(name) for name in backend.names("index")}
-    return found or (copy if all(ref.id in there for ref in copy.segments) else None)
+    root_there = _read_if_there(backend, seq)
+    segments = {id_from_name(name) for name in backend.names("index")}
+    return root_there or (copy if all(ref.id in segments for ref in copy.segments) else None)
 
 
 def last_listed(backend: Backend) -> Root:
@@ -214,11 +214,11 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
         return
     try:
         backend.keep_copy(f"{COPIES}/{seq}", content)
-        kept = [number for number in _numbers(backend, COPIES) if number < seq]
+        older_copies = [number for number in _numbers(backend, COPIES) if number < seq]
     except (CasnapError, OSError) as e:
         _log.debug("%s: root %d has no copy: %s", backend.uri, seq, e)
         return
-    for older in kept:
+    for older in older_copies:
         try:
             backend.keep_copy(f"{COPIES}/{older}", None)
         except (CasnapError, OSError) as e:
@@ -243,16 +243,18 @@ def read_root(backend: Backend, seq: int) -> Root:
 
 def _read(backend: Backend, key: str, seq: int) -> Root:
     data = backend.read(key, MAX_ROOT_BYTES)
-    what = backend.where(key)
-    body = unseal(b"r", data, what)
-    root = decode(body, Root, what)
+    name = backend.where(key)
+    body = unseal(b"r", data, name)
+    root = decode(body, Root, name)
     problem = _problem(root, seq)
     if problem:
-        raise DamagedError(f"{what} {problem}")
+        raise DamagedError(f"{name} {problem}")
     # A writer would drop unknown fields, so they count as unknown write features.
-    more = decode(body, dict[str, msgspec.Raw], what).keys() - set(Root.__struct_fields__)
-    known = root.write_features
-    return msgspec.structs.replace(root, write_features=(*known, *sorted(more))) if more else root
+    more = decode(body, dict[str, msgspec.Raw], name).keys() - set(Root.__struct_fields__)
+    features = root.write_features
+    return (
+        msgspec.structs.replace(root, write_features=(*features, *sorted(more))) if more else root
+    )
 
 
 def sealed_root(root: Root) -> bytes:
@@ -308,7 +310,7 @@ def put_root(backend: Backend, root: Root) -> bool:
     """
     content = sealed_root(root)
     # What was put before the root has told in which state the bucket is.
-    check_still_apart(backend)
+    recheck_put_if_absent(backend)
     stands = _put(backend, root, content)
     if stands:
         _keep_copy(backend, root.seq, content)
@@ -319,7 +321,7 @@ def put_root(backend: Backend, root: Root) -> bool:
 def _check_was_alone(backend: Backend, root: Root) -> None:
     """Check that a root was put in a state of the bucket in which no other could be put over it."""
     try:
-        check_still_apart(backend)
+        recheck_put_if_absent(backend)
     except StoreError as e:
         raise StoreError(
             f"{backend.uri}/{root_key(root.seq)} was put while versioning of the bucket changed; "

@@ -59,8 +59,8 @@ def search(
     digests = list(dict.fromkeys(digests))
     _look_in_waves(searches, digests, backend.in_flight)
     places: dict[Digest, list[tuple[SegmentId, Place]]] = {digest: [] for digest in digests}
-    used = [one for one in searches if one.found]
-    for one, of_segment in mapped(lambda s: s.places(), used, backend.in_flight):
+    hits = [one for one in searches if one.found]
+    for one, of_segment in mapped(lambda s: s.places(), hits, backend.in_flight):
         for digest, place in of_segment:
             places[digest].append((one.ident, place))
     return places
@@ -118,21 +118,21 @@ class _Search:
         before = len(self.found)
         todo = {digest: self._window(digest, 0) for digest in digests}
         for look in range(1, _LOOKS + 1):
-            beside = {}
+            wider = {}
             for digest, records in self._records(todo).items():
                 start, stop = todo[digest]
-                whole = not records or (
+                is_inside = not records or (
                     (start == 0 or records[0][0] < digest)
                     and (stop == self._count or records[-1][0] > digest)
                 )
-                if not whole:
-                    beside[digest] = self._window(digest, look)
+                if not is_inside:
+                    wider[digest] = self._window(digest, look)
                     continue
                 at = bisect_left(records, bytes(digest), key=_digest)
                 while at < len(records) and records[at][0] == digest:
                     self.found.append((digest, records[at]))
                     at += 1
-            todo = beside
+            todo = wider
             if not todo:
                 break
         return {digest for digest, _ in self.found[before:]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from casnap.errors import StorageFullError
@@ -25,10 +25,14 @@ _MERGE_AT = 16
 # A segment of so many records has less than 48 MiB, whatever packs they are in.
 _MERGE_MOST = 640_000
 _SMALL = 1 << 15
-# On a remote store: up to how many records a level has, and how many more of it are merged.
+# On a disk sixteen segments become one.
+_LOCAL_LEVELS = tuple((256 * 8**level, _MERGE_AT - 1) for level in range(4))
+# On a remote store a segment is a request for each reader that has not cached it, so there are
+# fewer: one small one, which each commit writes again and this host has cached, and up to three of
+# each size above.
 _REMOTE_LEVELS = ((SMALL_RECORDS, 1), (8 * SMALL_RECORDS, 3), (64 * SMALL_RECORDS, 3))
-# There, so many records and packs: each record has 53 bytes, each pack 16.
-_REMOTE_MOST = 900_000
+# So many records and packs in a merged one: each record has 53 bytes, each pack 16.
+_MOST = 900_000
 
 
 def add_segment(
@@ -44,16 +48,12 @@ def add_segment(
     """
     *large, segment = _parts(segment)
     written = [write_segment(objects, part, base) for part in large]
-    if objects.backend.is_remote:
-        sizes = {
-            ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments
-        }
-        merged = _to_merge_remote(sizes, len(segment.records) + len(segment.packs))
-    else:
-        merged = _to_merge(view.root.segments, len(segment.records))
-    kept = tuple(ref for ref in view.root.segments if ref not in merged)
-    last = _write_merged(objects, view, segment, merged, (), base)
-    return (*kept, *written, *last)
+    levels = _REMOTE_LEVELS if objects.backend.is_remote else _LOCAL_LEVELS
+    sizes = {ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
+    merged = _to_merge(sizes, len(segment.records) + len(segment.packs), levels)
+    unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
+    last_written = _write_merged(objects, view, segment, merged, (), base)
+    return (*unmerged, *written, *last_written)
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,22 @@ def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) 
         view: The index as a root sees it.
         without: The packs to leave out.
     """
-    gone = frozenset(without)
+    left_out = frozenset(without)
     segments = view.root.segments
-    affected = [ref for ref in segments if not gone.isdisjoint(view.segments[SegmentId(ref.id)])]
+    affected = [
+        ref for ref in segments if not left_out.isdisjoint(view.segments[SegmentId(ref.id)])
+    ]
     small = [ref for ref in segments if ref.count < _SMALL and ref not in affected]
     # Takes merge small segments themselves, so a few are normal.
     todo = affected + (small if affected or len(small) >= _MERGE_AT else [])
     new: list[SegmentRef] = []
     try:
         for group in _groups(todo):
-            new += _write_merged(objects, view, Segment((), []), group, gone, view.root.seq)
+            new += _write_merged(objects, view, Segment((), []), group, left_out, view.root.seq)
     except StorageFullError:
-        Rewriting(view.root.seq, gone, frozenset(), tuple(new)).discard(objects)
+        Rewriting(view.root.seq, left_out, frozenset(), tuple(new)).discard(objects)
         raise
-    return Rewriting(view.root.seq, gone, frozenset(todo), tuple(new))
+    return Rewriting(view.root.seq, left_out, frozenset(todo), tuple(new))
 
 
 def drop_packs(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
@@ -192,49 +194,27 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
     return groups
 
 
-def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
-    """Return the segments to merge with a new one of ``count`` records.
+def _to_merge(
+    sizes: Mapping[SegmentRef, int], new: int, levels: Sequence[tuple[int, int]]
+) -> list[SegmentRef]:
+    """Return the segments to merge with a new one.
 
-    Sixteen segments of about one size become one. So their number grows with the logarithm of the
-    number of records, and so does how often a record is written again. No segment grows past a
-    million records, so that reading one takes little memory.
-    """
-    merged: list[SegmentRef] = []
-    total = count
-    tier = _tier(total)
-    while True:
-        same = [s for s in segments if s not in merged and _tier(s.count) <= tier]
-        more = sum(s.count for s in same)
-        if len(same) < _MERGE_AT - 1 or total + more > _MERGE_MOST:
-            return merged
-        merged += same
-        total += more
-        tier = max(_tier(total), tier + 1)
-
-
-def _to_merge_remote(sizes: Mapping[SegmentRef, int], new: int) -> list[SegmentRef]:
-    """Return the segments to merge with a new one on a remote store.
-
-    There a segment is a request for each reader that has not cached it, so there are fewer: one
-    small one, which each commit writes again, and up to three of each size above, by factors of
-    eight. This host has the small one cached.
+    So many of about one size become one. So their number grows with the logarithm of the number of
+    records, and so does how often a record is written again.
 
     Args:
         sizes: How many records and packs each segment has.
         new: How many the new one has.
+        levels: Up to how many a level has, and how many segments of it are merged with one more.
     """
     merged: list[SegmentRef] = []
     total = new
-    for most, others in _REMOTE_LEVELS:
-        same = [s for s, size in sizes.items() if size <= most and s not in merged]
-        more = sum(sizes[s] for s in same)
-        if len(same) >= others and total + more <= _REMOTE_MOST:
-            merged += same
+    for most, others in levels:
+        of_level = [s for s, size in sizes.items() if size <= most and s not in merged]
+        more = sum(sizes[s] for s in of_level)
+        if len(of_level) >= others and total + more <= _MOST:
+            merged += of_level
             total += more
         if total <= most:
             break
     return merged
-
-
-def _tier(count: int) -> int:
-    return max(count.bit_length() - 6, 0) // 3

@@ -70,7 +70,7 @@ def change_settings(
         edit_rows: Given the snapshots, returns the rows to change too if the settings change.
     """
 
-    def become(root: Root) -> Root:
+    def update_root(root: Root) -> Root:
         before = settings_of(root)
         after = edit(dict(before))
         if after == before:
@@ -79,7 +79,7 @@ def change_settings(
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         before = objects.newest()
-        stays = before.seq == seq - 1 and become(before) is before
+        stays = before.seq == seq - 1 and update_root(before) is before
         return {} if stays else edit_rows(snapshots_in(table))
 
-    return change_table(objects, change, become)
+    return change_table(objects, change, update_root)

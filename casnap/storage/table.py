@@ -123,7 +123,7 @@ def check_path_is_free(backend: Backend, name: str) -> None:
             )
 
 
-def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
+def row_setter(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
     """Return the change that adds a row, which ``row`` makes, given the number of its root."""
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
@@ -133,7 +133,7 @@ def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) 
     return change
 
 
-def editing(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
+def row_edit(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
     """Return the change that edits a row, or (None) removes it, if it is still of that commit."""
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
@@ -153,27 +153,27 @@ class _UnchangedError(Exception):
 
 
 def change_table(
-    objects: Objects, change: Change, become: Callable[[Root], Root] = lambda root: root
+    objects: Objects, change: Change, update_root: Callable[[Root], Root] = lambda root: root
 ) -> bool:
     """Commit a change of the table; return False, and write no root, if it changes nothing.
 
     Args:
         objects: The store.
         change: Says which rows to set or remove.
-        become: Given the root before, returns it with the fields that the next one is to have.
+        update_root: Given the root before, returns it with the fields that the next one is to have.
     """
 
     def some(table: Table, seq: int) -> dict[str, Row | None]:
         changes = change(table, seq)
         newest = objects.newest()
-        if not changes and become(newest) == newest:
+        if not changes and update_root(newest) == newest:
             raise _UnchangedError
         return changes
 
     def commit(crew: Crew) -> bool:
         transaction = Transaction(objects, crew)
         try:
-            publish(transaction, some, become=become)
+            publish(transaction, some, update_root=update_root)
         except _UnchangedError:
             return False
         finally:
@@ -260,9 +260,9 @@ def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
         )
     except (FileNotFoundError, CasnapError, ValueError, RecursionError):
         return None
-    where = f"{backend.uri}/{name}" if name else backend.uri
+    place = f"{backend.uri}/{name}" if name else backend.uri
     return NotAStoreError(
-        f"{where!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
+        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
         f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
         f"`casnap cp`"
     )
@@ -293,7 +293,7 @@ def unmark(objects: Objects, deleted: Mapping[str, bytes]) -> None:
         _log.warning(text, keys.get(key), error)
 
 
-def tagged(row: Row, tags: Iterable[str]) -> Row:
+def with_tags(row: Row, tags: Iterable[str]) -> Row:
     """Return a row with some more tags.
 
     Raises:
@@ -308,7 +308,7 @@ def tagged(row: Row, tags: Iterable[str]) -> Row:
     return _with_user_tags(row, every)
 
 
-def untagged(row: Row, tags: Iterable[str]) -> Row:
+def without_tags(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags."""
     return _with_user_tags(row, {*row.user_tags}.difference(tags))
 
@@ -341,11 +341,11 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(metadata, Mapping):
         raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")
-    plain = {
+    content = {
         _checked_key(k, "metadata"): _plain(v, f"metadata[{k!r}]") for k, v in metadata.items()
     }
     try:
-        size = len(msgspec.json.encode(plain))
+        size = len(msgspec.json.encode(content))
     except UnicodeEncodeError as e:
         raise StateError(f"metadata holds a string that is not Unicode: {e}") from e
     if size > MAX_METADATA_BYTES:
@@ -353,7 +353,7 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
             f"metadata takes {size} bytes, more than {MAX_METADATA_BYTES}; put it into the app "
             "state, in a StateDict"
         )
-    return plain
+    return content
 
 
 def _checked_key(key: object, where: str) -> str:

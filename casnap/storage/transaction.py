@@ -1,7 +1,7 @@
 """Preparing a change of a store: storing new chunks and nodes, relying on those that are there.
 
 The process then publishes the change itself (``commit.py``), or hands its part over to the rank
-that publishes one root for all (``handover.py``).
+that publishes one root for all (``rank_parts.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from casnap.storage.index import View
 from casnap.storage.new_packs import ChunkWriter, NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
-from casnap.storage.relied_packs import COLLECTED, ReliedPacks
+from casnap.storage.reused_packs import COLLECTED, ReusedPacks
 
 
 class Transaction:
@@ -30,7 +30,7 @@ class Transaction:
         crew: The crew of the background threads.
         codec: How new chunks are stored.
         before: How many requests the backend had made when the change began.
-        told: The root that rank 0 has just read for all ranks; by default a recent one.
+        base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         puts_root: Whether this process is to put the root, so that it has to know whether the place
             keeps writers apart.
 
@@ -38,9 +38,9 @@ class Transaction:
         objects: The store.
         base: The index as the root sees it that this change is based on.
         commit: The commit id of the root to be put.
-        relied: The packs of earlier commits that it relies on.
+        reused: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
-        may_stand: Whether a root may stand, now or later, that names the new packs.
+        may_be_referenced: Whether a root may stand, now or later, that names the new packs.
 
     Raises:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
@@ -52,19 +52,19 @@ class Transaction:
         crew: Crew,
         codec: Codec = Codec.RAW,
         before: Mapping[str, int] | None = None,
-        told: Root | None = None,
+        base_root: Root | None = None,
         *,
         puts_root: bool = True,
     ) -> None:
         self._before = Counter(objects.backend.requests if before is None else before)
-        based_on = told or objects.recent()
+        based_on = base_root or objects.recent()
         objects.check_writable("write to", based_on, dry_run=not puts_root)
         self.objects = objects
         self.base: View = objects.recent_view(based_on)
         self.commit = os.urandom(16)
-        self.relied = ReliedPacks(objects, self.base)
+        self.reused = ReusedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
-        self.may_stand = False
+        self.may_be_referenced = False
         self._codec = codec
         self._segments: list[SegmentRef] = []
 
@@ -80,16 +80,16 @@ class Transaction:
             ask: Says which of the chunks that the store lacks are to be written; None for all.
         """
         all_new = not self.base.live if self._codec == Codec.RAW else None
-        return ChunkWriter(self.new_packs.filler(), self.rely_or_claim, ask, all_new=all_new)
+        return ChunkWriter(self.new_packs.filler(), self.reuse_or_reserve, ask, all_new=all_new)
 
-    def rely_or_claim(self, digests: list[Digest]) -> list[bool]:
+    def reuse_or_reserve(self, digests: list[Digest]) -> list[bool]:
         """Rely on digests in live packs; return which others the caller is to write."""
-        return self.new_packs.claim(digests, self.relied.rely(digests))
+        return self.new_packs.claim(digests, self.reused.reuse(digests))
 
     def put_node(self, node: bytes) -> Digest:
         """Store a tree node, or a list of digests, if it is new."""
         digest = digest_of(node)
-        if self.rely_or_claim([digest])[0]:
+        if self.reuse_or_reserve([digest])[0]:
             self.new_packs.add_node(digest, node)
         return digest
 
@@ -125,13 +125,13 @@ class Transaction:
         except FileNotFoundError:
             raise FencedError(COLLECTED) from None
 
-    def announce(self) -> None:
+    def publish_started(self) -> None:
         """Note that from now on a root may name the new packs."""
-        self.may_stand = True
+        self.may_be_referenced = True
 
-    def withdraw(self) -> None:
+    def publish_failed(self) -> None:
         """Note that no root names the new packs, and none will."""
-        self.may_stand = False
+        self.may_be_referenced = False
 
     def note_committed(self, root: Root) -> None:
         """Note that the root was put."""
@@ -150,6 +150,6 @@ class Transaction:
     def close(self) -> None:
         """Give memory back, and delete the new packs unless a root may name them."""
         self.new_packs.close()
-        if not self.may_stand:
+        if not self.may_be_referenced:
             self.delete_segments()
             self.new_packs.delete()

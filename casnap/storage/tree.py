@@ -191,13 +191,13 @@ class _Levels(Generic[V]):
         """Close all nodes; return the top (or the only node), None if there is none."""
         level = 0
         while True:
-            alone = not any(self._runs[level + 1 :])
-            if alone and level > 0 and len(self._runs[level]) == 1:
+            is_last = not any(self._runs[level + 1 :])
+            if is_last and level > 0 and len(self._runs[level]) == 1:
                 child: Child = self._runs[level][0]
                 return child
             if self._runs[level]:
                 self._close(level)
-            elif alone:
+            elif is_last:
                 return None
             level += 1
 
@@ -260,8 +260,8 @@ class Tree(Generic[V]):
         most = self._shape.most_below
         if any(len(d) != DIGEST_SIZE or not 0 < count <= most for _, d, count in children):
             raise DamagedError(f"tree node {digest.hex()} has a list with malformed entries")
-        above = self._claims.get(digest)
-        level, end = (1, None) if above is None else (above.depth + 1, above.end)
+        claim = self._claims.get(digest)
+        level, end = (1, None) if claim is None else (claim.depth + 1, claim.end)
         if level > self._shape.levels:
             raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
         ends = [*(first for first, _, _ in children[1:]), end]
@@ -341,36 +341,6 @@ class Tree(Generic[V]):
                 return
             yield key, value
 
-    def chosen(
-        self, choose: Callable[[str, V], bool], known: dict[bytes, tuple[tuple[str, V], ...]]
-    ) -> Iterator[tuple[str, V]]:
-        """Yield the items that a function chooses, in order of their keys.
-
-        Args:
-            choose: Says it of a key and its value.
-            known: What it chose below each node of earlier trees, which then is not read again.
-                What it chooses below other nodes is added.
-        """
-        for _, digest, _ in self.children:
-            yield from self._chosen_below(Digest(digest), choose, known)
-
-    def _chosen_below(
-        self,
-        digest: Digest,
-        choose: Callable[[str, V], bool],
-        known: dict[bytes, tuple[tuple[str, V], ...]],
-    ) -> tuple[tuple[str, V], ...]:
-        if digest not in known:
-            node = self.node(digest)
-            found: list[tuple[str, V]] = []
-            if isinstance(node, Branch):
-                for _, child, _ in node.children:
-                    found += self._chosen_below(Digest(child), choose, known)
-            else:
-                found += (item for item in node.items if choose(*item))
-            known[digest] = tuple(found)
-        return known[digest]
-
     def edit(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 
@@ -421,5 +391,5 @@ class Tree(Generic[V]):
     @staticmethod
     def _merge(levels: _Levels[V], items: list[tuple[str, V]], todo: list[_Change[V]]) -> None:
         merged: dict[str, V | None] = {**dict(items), **dict(todo)}
-        left = {key: value for key, value in merged.items() if value is not None}
-        levels.add_items(sorted(left.items(), key=_first))
+        kept_items = {key: value for key, value in merged.items() if value is not None}
+        levels.add_items(sorted(kept_items.items(), key=_first))

@@ -11,8 +11,8 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.storage.foreign import check_no_other_form
 from casnap.storage.objects import Objects
+from casnap.storage.other_formats import check_no_other_form
 from casnap.storage.settings import codec_of
 from casnap.storage.table import check_free, check_path_is_free
 from casnap.take.options import TakeOptions
@@ -83,7 +83,7 @@ def agree_on_request(
     )
     first = comm.broadcast_message(own, Request)
     if first.root is not None and comm.rank:
-        objects.hear(first.root)
+        objects.observe_root(first.root)
     for what, here, on_rank_0 in (
         ("the store", own.store, first.store),
         ("the name", own.name, first.name),

@@ -12,8 +12,8 @@ from casnap.format.records import Row, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
-from casnap.storage.handover import Handover, OtherRanks, hand_over
 from casnap.storage.objects import Objects
+from casnap.storage.rank_parts import OtherRanks, RankPart, finish_rank_part
 from casnap.storage.transaction import Transaction
 from casnap.take.publish import Taken
 
@@ -60,7 +60,7 @@ def commit_together(
 def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], Taken]) -> Taken:
     comm.broadcast(transaction.commit)
 
-    def move(seq: int) -> list[Handover]:
+    def move(seq: int) -> list[RankPart]:
         comm.broadcast_message(_Instruction(move=seq), _Instruction)
         return _handovers(comm)
 
@@ -69,7 +69,7 @@ def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], 
         _check_written(transaction.objects, others)
         taken = publish(others)
     except Exception as e:
-        if not comm.ended and not transaction.may_stand:
+        if not comm.ended and not transaction.may_be_referenced:
             comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
         raise
     try:
@@ -79,13 +79,13 @@ def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], 
     return taken
 
 
-def _handovers(comm: Comm) -> list[Handover]:
+def _handovers(comm: Comm) -> list[RankPart]:
     """Return what the other ranks hand over.
 
     Raises:
         FencedError: Something that a rank wrote, or relied on, is gone; all ranks take again.
     """
-    handovers = comm.gather_messages(Handover(b"", 0, 0), Handover)[1:]
+    handovers = comm.gather_messages(RankPart(b"", 0, 0), RankPart)[1:]
     for handover in handovers:
         if handover.fenced:
             raise FencedError(handover.fenced)
@@ -123,7 +123,7 @@ def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | 
     handover = _hand_over(transaction, comm.size)
     try:
         while True:
-            comm.gather_messages(handover, Handover)
+            comm.gather_messages(handover, RankPart)
             instruction = comm.broadcast_message(None, _Instruction)
             if instruction.move is None:
                 break
@@ -141,15 +141,15 @@ def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | 
             e.ranks,
         ) from e
     if instruction.error is not None:
-        transaction.withdraw()
+        transaction.publish_failed()
         raise error_of_ranks(comm.operation, {0: instruction.error})
     assert instruction.taken is not None
     return instruction.taken
 
 
-def _hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
+def _hand_over(transaction: Transaction, world: int, seq: int = 0) -> RankPart:
     """Return what this rank hands over; if some of it is gone, a handover that says so."""
     try:
-        return hand_over(transaction, world, seq)
+        return finish_rank_part(transaction, world, seq)
     except FencedError as e:
-        return Handover(b"", 0, 0, fenced=str(e))
+        return RankPart(b"", 0, 0, fenced=str(e))

@@ -10,11 +10,11 @@ import msgspec
 
 from casnap.format.records import Row, Stats, encode
 from casnap.storage.commit import publish
-from casnap.storage.handover import OtherRanks
-from casnap.storage.mirrored import UNMIRRORED
+from casnap.storage.mirror_notes import UNMIRRORED
 from casnap.storage.objects import Objects
-from casnap.storage.retention import Pruning, Retention, prune, unknown_metrics
-from casnap.storage.table import mark, setting
+from casnap.storage.rank_parts import OtherRanks
+from casnap.storage.retention import Retention, RetentionChange, prune, unknown_metrics
+from casnap.storage.table import mark, row_setter
 from casnap.storage.transaction import Transaction
 from casnap.take.manifest import BuiltManifest
 from casnap.take.options import TakeOptions
@@ -83,7 +83,7 @@ class Publication:
             return made[-1]
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
-        publish(transaction, setting(self.name, row, overwrite=overwrite, uri=uri), others)
+        publish(transaction, row_setter(self.name, row, overwrite=overwrite, uri=uri), others)
         if self.options.on_commit is not None:
             self.options.on_commit()
         mark(self.objects, self.name, made[-1])
@@ -100,7 +100,9 @@ class Publication:
         """Prune the run. An error is a warning only: the snapshot is committed."""
         run = self.name.rpartition("/")[0]
         try:
-            verdicts = prune(self.objects, Pruning(self.objects, retention, run, row.commit))
+            verdicts = prune(
+                self.objects, RetentionChange(self.objects, retention, run, row.commit)
+            )
         except Exception as e:  # noqa: BLE001
             _log.warning(
                 "%s is committed, but its run was not pruned: %s: %s",

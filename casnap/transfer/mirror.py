@@ -1,8 +1,8 @@
 """The mirror of a store: another store that gets each snapshot, in the background.
 
 A take with a mirror commits its row with a note that the mirror lacks the snapshot
-(``storage/mirrored.py``). A **pass** copies all snapshots with such a note, in the order of their
-commits, and removes the notes. It runs on a thread that the interpreter waits for at its exit. A
+(``storage/mirror_notes.py``). A **pass** copies all snapshots with such a note, in the order of
+their commits, and removes the notes. It runs on a thread that the interpreter waits for at exit. A
 pass begins after each commit of this process, and a **watcher**, a daemon thread, begins others:
 after a failure, or for what other processes have committed. On each host one process at a time has
 a pass. Nothing here raises to a take, or makes it wait.
@@ -33,17 +33,17 @@ from casnap.errors import (
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
 from casnap.storage.lmdb_files import BusyError, locked
-from casnap.storage.mirrored import (
-    Lacking,
+from casnap.storage.mirror_notes import (
     MirrorPlace,
-    attach,
-    is_copy_of_own,
+    attach_mirror,
+    is_copy_from_here,
+    mark_mirrored,
     origin_of,
     origin_tags,
-    settle,
+    unmirrored_in,
 )
 from casnap.storage.objects import Objects
-from casnap.storage.retention import Pruning, prune
+from casnap.storage.retention import RetentionChange, prune
 from casnap.transfer.follow import Backoff, Follower, Pair
 from casnap.transfer.mirror_report import (
     Destination,
@@ -105,7 +105,6 @@ class Mirror:
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
-        self._lacking = Lacking()
         self._begin()
         _all.add(self)
 
@@ -260,12 +259,15 @@ class Mirror:
             store_id = self._source.config.store_id
             # Other stores' copies there are not ours to prune.
             own = lambda row: origin_of(row) == store_id  # noqa: E731
-            prune(there.objects, Pruning(there.objects, retention, folder, chosen.row.commit, own))
+            prune(
+                there.objects,
+                RetentionChange(there.objects, retention, folder, chosen.row.commit, own),
+            )
 
     def _settle(self, copied: dict[str, bytes]) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.
         self._backoff.note_success()
-        settle(self._source, copied)
+        mark_mirrored(self._source, copied)
         copied.clear()
         self._host.write(self._host_status())
         self._tell_waiting()
@@ -273,7 +275,7 @@ class Mirror:
     def _replaceable(self, there: Objects, target: str) -> frozenset[bytes]:
         """Return the commit id of the snapshot at the mirror that one of this store may replace."""
         row = there.current(lambda root: there.table(root).get(target), there.recent)
-        if row is None or not is_copy_of_own(self._source, row):
+        if row is None or not is_copy_from_here(self._source, row):
             return frozenset()
         return frozenset({row.commit})
 
@@ -335,7 +337,7 @@ class Mirror:
             )
         check_pair(self._source, there.objects)
         place = MirrorPlace(there.objects.config.store_id, there.prefix, self.uri)
-        attach(self._source, place)
+        attach_mirror(self._source, place)
         return there
 
     # --- what is known ---
@@ -343,7 +345,7 @@ class Mirror:
     def lacking(self) -> dict[str, Row]:
         """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
         objects = self._source
-        return objects.current(lambda root: self._lacking.look(objects.table(root)))
+        return objects.current(lambda root: unmirrored_in(objects.table(root)))
 
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""

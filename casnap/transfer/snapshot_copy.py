@@ -18,10 +18,10 @@ from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Change, publish
 from casnap.storage.contents import Contents
 from casnap.storage.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.mirrored import UNMIRRORED
+from casnap.storage.mirror_notes import UNMIRRORED
 from casnap.storage.objects import Objects
 from casnap.storage.references import digest_in
-from casnap.storage.relied_packs import COLLECTED, ReliedPacks
+from casnap.storage.reused_packs import COLLECTED, ReusedPacks
 from casnap.storage.settings import codec_of
 from casnap.storage.table import Table, check_free, check_path_is_free, mark
 from casnap.storage.transaction import Transaction
@@ -94,7 +94,7 @@ class SnapshotCopy:
 
     # --- what to send ---
 
-    def _plan(self, rely_on: RelyOn) -> tuple[Planned, bool]:
+    def _plan(self, reuse_at: RelyOn) -> tuple[Planned, bool]:
         """Return the chunks to send next, and whether these are the last ones."""
         planned: Planned = {}
         nbytes = 0
@@ -112,15 +112,15 @@ class SnapshotCopy:
                 self._found_before = bytearray()
                 self._looks_again = True
                 continue
-            lacking = self._lacking(batch, rely_on, planned)
+            lacking = self._lacking(batch, reuse_at, planned)
             places = self._source.index.find(view, lacking) if lacking else []
             planned.update(zip(lacking, places, strict=True))
             nbytes += sum(place.stored for place in places if place is not None)
         return planned, False
 
-    def _lacking(self, batch: list[Digest], rely_on: RelyOn, planned: Planned) -> list[Digest]:
+    def _lacking(self, batch: list[Digest], reuse_at: RelyOn, planned: Planned) -> list[Digest]:
         lacking = []
-        for digest, place in zip(batch, rely_on(batch), strict=True):
+        for digest, place in zip(batch, reuse_at(batch), strict=True):
             if place is None:
                 if digest not in planned:
                     lacking.append(digest)
@@ -137,17 +137,17 @@ class SnapshotCopy:
         Args:
             destination: The store that it would be sent to; None if that is to be made.
         """
-        rely_on: RelyOn = lambda digests: [None] * len(digests)  # noqa: E731
+        reuse_at: RelyOn = lambda digests: [None] * len(digests)  # noqa: E731
         if destination is not None:
-            rely_on = ReliedPacks(destination, destination.recent_view()).rely_on
+            reuse_at = ReusedPacks(destination, destination.recent_view()).reuse_at
         is_last = False
         while not is_last:
-            planned, is_last = self._plan(rely_on)
+            planned, is_last = self._plan(reuse_at)
             # A second look would find the same.
             self._found = bytearray()
             self._count_would(planned)
         for digests in _batches([digest_in(node) for node in self._tree.nodes]):
-            there = zip(digests, rely_on(digests), strict=True)
+            there = zip(digests, reuse_at(digests), strict=True)
             lacking = [digest for digest, place in there if place is None]
             places = self._source.index.find(self._source.recent_view(), lacking)
             self._count_would(dict(zip(lacking, places, strict=True)))
@@ -183,7 +183,7 @@ class SnapshotCopy:
         with one_at_a_time():
             transaction = Transaction(destination, crew)
             try:
-                planned, is_last = self._plan(transaction.relied.rely_on)
+                planned, is_last = self._plan(transaction.reused.reuse_at)
                 sent = self._send(transaction, planned, crew)
                 if len(sent) < len(planned):  # its time is over
                     rest = planned.keys() - {digest for digest, _ in sent}
@@ -278,7 +278,7 @@ class SnapshotCopy:
         # The manifest last, as a take writes it.
         for digests in _batches([digest_in(node) for node in reversed(self._tree.nodes)]):
             lacking = []
-            for digest, place in zip(digests, transaction.relied.rely_on(digests), strict=True):
+            for digest, place in zip(digests, transaction.reused.reuse_at(digests), strict=True):
                 if place is None:
                     lacking.append(digest)
                 else:

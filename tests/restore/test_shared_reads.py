@@ -28,10 +28,10 @@ from casnap.ranks import joining
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, undisturbed
+from casnap.storage.chunk_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.commit import publish
 from casnap.storage.index import Index
 from casnap.storage.objects import Objects
-from casnap.storage.place_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.transaction import Transaction
 from tests.support.examples import FEW
 from tests.support.faulty import FaultyBackend
@@ -424,7 +424,7 @@ class OtherPlaces(Index):
         self.__dict__ = known.__dict__
         self._blind = blind
 
-    def find(self, view: Any, digests: list[Digest], *, to_rely: bool = False) -> list[Any]:
+    def find(self, view: Any, digests: list[Digest], *, only_live: bool = False) -> list[Any]:
         if self._blind:
             self._blind = False
             return [None] * len(digests)

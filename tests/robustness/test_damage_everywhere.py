@@ -115,7 +115,7 @@ class Sample:
         self.survey = survey
 
     def open(self, **options: bool) -> Store:
-        casnap.storage.index._distrusted.clear()
+        casnap.storage.index._damaged.clear()
         return Store(self.folder, create=False, **options)
 
     def layouts(self, kind: str) -> list[Layout]:

@@ -68,7 +68,7 @@ def test_a_process_that_may_open_no_more_files(path: Path, what: str) -> None:
         with no_more_files(), unavailable("exhausted", match="too many files open"):
             ASKED[what](store)
         before = len(files(path, "packs"))
-        # All is known still, and nothing is distrusted.
+        # All is known still.
         assert take(store, 3).stats.new_bytes < 120_000
         assert len(files(path, "packs")) == before + 2
         assert store.check(data=True).ok

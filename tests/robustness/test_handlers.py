@@ -12,7 +12,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.runtime import threads
 from casnap.runtime.threads import Worker
-from casnap.storage import place_reads
+from casnap.storage import chunk_reads
 from tests.support.faults import system_faults
 
 CHUNK = 64 << 10
@@ -95,7 +95,7 @@ def test_while_a_thread_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is not taken for a system that starts no more threads, and no thread works on after it."""
-    for module in (threads, place_reads):
+    for module in (threads, chunk_reads):
         monkeypatch.setattr(module, "cores", lambda: 4)
     store = Store(tmp_path / "store", chunk_size=CHUNK, codec=codec)
     store.take({"s": StateDict(x=numbers())}, "step")

@@ -5,23 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-import casnap.storage.index
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError, UnavailableError
-from casnap.format.digest import digest_of
 from casnap.format.records import PackId, id_from_name, pack_key
 from casnap.runtime.threads import Crew
-from casnap.storage.cache import MemoryCache
 from casnap.storage.commit import publish
-from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import put_next_root
 from casnap.storage.transaction import Transaction
 from tests.support.damaged import change, flip, record_of
@@ -138,34 +133,6 @@ def test_what_a_process_found_damaged_it_stores_anew(path: Path) -> None:
     take(path, 4)
     assert places(path) == 2
     whole_elsewhere(path, 4)
-
-
-def test_damage_in_a_pack_that_was_collected_is_forgotten(path: Path) -> None:
-    objects = Store(path).objects
-    record = record_of(path, FROZEN)
-    objects.index.distrust(objects.view(), [record])
-    objects.index.distrust(replace(objects.view(), packs=PackSet([])), [])
-    take(path, 2)
-    assert places(path) == 1
-
-
-def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One in a file would wait half a minute for its own lock.
-    monkeypatch.setattr(casnap.storage.index, "open_cache", lambda _: MemoryCache())
-    objects = Store(path).objects
-    view = objects.view()
-    digest, place = record_of(path, FROZEN)
-    found = [(digest_of(bytes([n])), place) for n in range(20)]
-
-    class Meanwhile(PackSet):
-        def __contains__(self, pack: object) -> bool:
-            if found:
-                objects.index.distrust(view, [found.pop()])
-            return super().__contains__(pack)
-
-    packs = Meanwhile(view.segments.values())
-    objects.index.distrust(replace(view, packs=packs), [(digest, place)])
-    assert objects.index.find(view, [digest], to_rely=True) == [None]
 
 
 @pytest.mark.parametrize("error", [EXHAUSTED, BackendError])

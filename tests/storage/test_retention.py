@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from casnap import Retention
 from casnap.format.records import NodeRef, Row, Stats
-from casnap.storage.retention import judged
+from casnap.storage.retention import judge_runs
 
 NOW = 1e9
 
@@ -24,11 +24,11 @@ def row(seq: int, age: float = 0.0, tags: tuple[str, ...] = (), **metadata: Any)
 
 
 def kept(rows: dict[str, Row], **rules: Any) -> list[str]:
-    return [v.name for v in judged(rows.items(), Retention(**rules), NOW) if v.kept]
+    return [v.name for v in judge_runs(rows.items(), Retention(**rules), NOW) if v.kept]
 
 
 def reasons(rows: dict[str, Row], **rules: Any) -> dict[str, list[str]]:
-    return {v.name: list(v.reasons) for v in judged(rows.items(), Retention(**rules), NOW)}
+    return {v.name: list(v.reasons) for v in judge_runs(rows.items(), Retention(**rules), NOW)}
 
 
 def test_keep_last_goes_by_commits_and_counts_in_each_run() -> None:
@@ -212,7 +212,7 @@ def test_pruning_again_forgets_nothing_more(rows: dict[str, Row], rules: dict[st
 def test_tagged_and_just_taken_are_kept(rows: dict[str, Row], rules: dict[str, Any]) -> None:
     assert {n for n, r in rows.items() if r.tags} <= set(kept(rows, **rules))
     for name, each in rows.items():
-        verdicts = judged(rows.items(), Retention(**rules), NOW, each.commit)
+        verdicts = judge_runs(rows.items(), Retention(**rules), NOW, each.commit)
         assert name in {v.name for v in verdicts if v.kept}
 
 

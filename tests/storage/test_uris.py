@@ -10,7 +10,7 @@ import pytest
 
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError, CasnapError, InvalidNameError, NotAStoreError
+from casnap.errors import CasnapError, InvalidNameError, NotAStoreError, StoreError
 from casnap.storage.uris import snapshot_uri, store_uri
 from tests.support.remote import RemoteDouble
 
@@ -138,7 +138,7 @@ def test_a_wrong_option_is_no_damage() -> None:
     """Neither the first time, nor later, when another call may be the first one that fails."""
     options = {"key": "key", "secret": "secret", "no_such_option": 1}
     for _ in range(4):
-        with pytest.raises(BackendError, match=r"wrong storage_options.*no_such_option"):
+        with pytest.raises(StoreError, match=r"wrong storage_options.*no_such_option"):
             Store("s3://bucket/run", storage_options=options).make()
 
 

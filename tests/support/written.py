@@ -29,7 +29,7 @@ from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
 from casnap.storage import commit
-from casnap.storage.table import setting
+from casnap.storage.table import row_setter
 from casnap.storage.transaction import Transaction
 from casnap.storage.tree import build
 
@@ -77,7 +77,7 @@ def write(
                 return Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)
 
             uri = store.objects.backend.uri
-            commit.publish(transaction, setting(name, row, overwrite=False, uri=uri))
+            commit.publish(transaction, row_setter(name, row, overwrite=False, uri=uri))
         finally:
             transaction.close()
     return store[name]

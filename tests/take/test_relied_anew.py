@@ -14,8 +14,8 @@ from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import publish
-from casnap.storage.handover import OtherRanks, hand_over
 from casnap.storage.index import Index
+from casnap.storage.rank_parts import OtherRanks, finish_rank_part
 from casnap.storage.transaction import Transaction
 from tests.support.faults import CHUNK
 
@@ -100,7 +100,7 @@ def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.Mon
 def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
     """Asked to move, a rank looks at a newer root than the one that rank 0 is about to follow."""
     with writer(store) as (transaction, repack), Crew() as crew:
-        handover = hand_over(transaction, 2)
+        handover = finish_rank_part(transaction, 2)
         store.take({"s": StateDict(x=torch.randn(CHUNK))}, "scratch")
         store.delete("scratch")
         store.gc(grace=0, repack=0)
@@ -110,7 +110,7 @@ def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
             asked.append(seq)
             if len(asked) == 1:
                 repack()
-            return [hand_over(transaction, 2, seq)]
+            return [finish_rank_part(transaction, 2, seq)]
 
         leader = Transaction(store.objects, crew)
         publish(leader, lambda table, seq: {}, OtherRanks([handover], move))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ COLLECTED = (
 )
 
 
-class ReliedPacks:
+class ReusedPacks:
     """The packs that one change relies on, and for which digests.
 
     Args:
@@ -48,27 +48,27 @@ class ReliedPacks:
         """The packs."""
         return self._digests.keys()
 
-    def rely(self, digests: list[Digest]) -> list[bool]:
+    def reuse(self, digests: list[Digest]) -> list[bool]:
         """Rely on the digests that are in live, existing packs; return which are in none."""
-        return [place is None for place in self.rely_on(digests)]
+        return [place is None for place in self.reuse_at(digests)]
 
-    def rely_on(self, digests: list[Digest]) -> list[Place | None]:
+    def reuse_at(self, digests: list[Digest]) -> list[Place | None]:
         """Rely on the digests that are in live, existing packs; return a place of each, or None."""
-        found = self._find(digests)
+        places = self._find(digests)
         with self._lock:
-            for digest, place in zip(digests, found, strict=True):
+            for digest, place in zip(digests, places, strict=True):
                 if place is not None:
                     self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
-        return found
+        return places
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist; drop from the view those that do not."""
         while True:
             view = self._view
-            found = self._objects.index.find(view, digests, to_rely=True)
-            bad = self._bad(found)
+            places = self._objects.index.find(view, digests, only_live=True)
+            bad = self._bad(places)
             if not bad:
-                return found
+                return places
             if self._objects.newest() == view.root:
                 _log.warning(
                     "%s: %d packs are gone or cut off, such as %s; the needed chunks are "
@@ -81,10 +81,10 @@ class ReliedPacks:
                 self._lost |= bad
                 self._view = replace(self._view, live=self._view.live.without(bad))
 
-    def _bad(self, found: Iterable[Place | None]) -> set[PackId]:
+    def _bad(self, places: Iterable[Place | None]) -> set[PackId]:
         """Return the packs that are too short or missing; look at each file only once."""
         ends: dict[PackId, int] = {}
-        for place in found:
+        for place in places:
             if place is not None:
                 pack, end = PackId(place.pack), place.offset + place.stored
                 ends[pack] = max(end, ends.get(pack, 0))
@@ -102,11 +102,11 @@ class ReliedPacks:
             FencedError: A digest is in no live pack any more.
         """
         self._view = replace(latest, live=latest.live.without(self._lost))
-        gone = latest.packs.lacking(self._digests)
-        lacking = self.rely(
-            list(dict.fromkeys(split_digests(b"".join(self._digests[p] for p in gone))))
+        missing_packs = latest.packs.lacking(self._digests)
+        lacking = self.reuse(
+            list(dict.fromkeys(split_digests(b"".join(self._digests[p] for p in missing_packs))))
         )
         if any(lacking):
             raise FencedError(COLLECTED)
-        for pack in gone:
+        for pack in missing_packs:
             del self._digests[pack]

@@ -17,9 +17,9 @@ from casnap.errors import BackendError, DamagedError, StoreError, UnavailableErr
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import Row
 from casnap.runtime.typing import override
-from casnap.storage.mirrored import in_order, is_unmirrored, was_taken_here
+from casnap.storage.mirror_notes import in_commit_order, is_unmirrored, was_taken_here
 from casnap.storage.objects import Objects
-from casnap.storage.retention import Judging, Verdict
+from casnap.storage.retention import PruneChange, Verdict
 from casnap.storage.table import Table, commit_in, snapshots_in
 
 _OWN = {STORE_FOLDER}
@@ -45,8 +45,8 @@ class _Listing(NamedTuple):
 
     def markers(self) -> set[bytes]:
         """Return the commits that the markers in all folders here name."""
-        found = map(self.marked, self.names)
-        return {commit for commit in found if commit is not None}
+        commits = map(self.marked, self.names)
+        return {commit for commit in commits if commit is not None}
 
 
 def check_has_folders(backend: Backend) -> Path:
@@ -63,7 +63,7 @@ def check_has_folders(backend: Backend) -> Path:
     return backend.folder
 
 
-class MissingFolders(Judging):
+class MissingFoldersChange(PruneChange):
     """The change of a table that removes the snapshots whose folders were deleted.
 
     Args:
@@ -92,7 +92,9 @@ class MissingFolders(Judging):
         for run, rows_of_run in runs.items():
             for last, reason in self._judge_run(run, rows_of_run).items():
                 reasons[f"{run}/{last}".lstrip("/")] = reason
-        return [Verdict(n, row, tuple(filter(None, [reasons[n]]))) for n, row in in_order(rows)]
+        return [
+            Verdict(n, row, tuple(filter(None, [reasons[n]]))) for n, row in in_commit_order(rows)
+        ]
 
     def _judge_run(self, run: str, rows: dict[str, Row]) -> dict[str, str]:
         """Return why each snapshot of a run is kept, by the name of its folder; "" if it is not."""
@@ -154,7 +156,7 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
     base = check_has_folders(backend)
     top = _listed(backend, str(base), "")
     runs = {name.rpartition("/")[0] for name in rows} | {""} | (top.names if top else set())
-    found: dict[str, bytes] = {}
+    marked: dict[str, bytes] = {}
     for run in sorted(runs - _OWN):
         try:
             listing = _listed(backend, str(base / run), run)
@@ -167,7 +169,7 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
         for name in sorted(listing.names):
             commit = listing.marked(name)
             if commit is not None:
-                found[f"{run}/{name}".strip("/")] = commit
+                marked[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.
-    known = {row.commit for _, row in snapshots_in(objects.table(objects.newest()))}
-    return {name: commit for name, commit in found.items() if commit not in known}
+    commits = {row.commit for _, row in snapshots_in(objects.table(objects.newest()))}
+    return {name: commit for name, commit in marked.items() if commit not in commits}

@@ -27,7 +27,7 @@ class _Note(msgspec.Struct, array_like=True):
     commit: bytes
 
 
-class LastSeen:
+class RememberedRoot:
     """The root that this host saw last at one place, of any store there.
 
     Args:

@@ -16,7 +16,7 @@ from casnap.format.records import (
     decode_segment,
     encode_segment,
 )
-from casnap.storage.pack_set import PackSet
+from casnap.storage.index import PackSet
 from casnap.storage.segments import write_segments
 from casnap.storage.transaction import Transaction
 
@@ -24,11 +24,11 @@ from casnap.storage.transaction import Transaction
 _MOST_RECORDS = 1 << 16
 
 
-class Handover(Struct, array_like=True):
+class RankPart(Struct, array_like=True):
     """The packs that one rank has written and relies on, for a root that another rank puts.
 
     Attributes:
-        relied: The ids of the packs that it relies on, one behind the other.
+        reused: The ids of the packs that it relies on, one behind the other.
         base: The root number that the ids of its own packs begin with.
         new_bytes: Bytes of chunks and nodes that it added, as stored.
         records: Where these lie, as a sealed segment that is not written yet. Empty if there are
@@ -38,7 +38,7 @@ class Handover(Struct, array_like=True):
         requests: How many requests it has made, by kind.
     """
 
-    relied: bytes
+    reused: bytes
     base: int
     new_bytes: int
     records: bytes = b""
@@ -47,7 +47,7 @@ class Handover(Struct, array_like=True):
     requests: dict[str, int] = {}
 
 
-def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
+def finish_rank_part(transaction: Transaction, world: int, seq: int = 0) -> RankPart:
     """Finish the packs of this rank, and return what the publishing rank needs to know of them.
 
     From here on a root may stand that names the packs, until ``transaction.withdraw()``.
@@ -65,14 +65,14 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     # publishing rank compares what all rely on with the newest root.
     base_does = objects.backend.is_remote and not seq
     latest = transaction.base if base_does else objects.view()
-    transaction.relied.confirm(latest)
-    if not transaction.may_stand:
+    transaction.reused.confirm(latest)
+    if not transaction.may_be_referenced:
         packs.finish(partial(objects.index.find, latest) if objects.backend.is_remote else None)
         transaction.cache_nodes()
     if seq > packs.base:
         transaction.move(seq)
-    relied = b"".join(sorted(transaction.relied.packs))
-    handover = Handover(relied, packs.base, packs.stored_bytes)
+    reused = b"".join(sorted(transaction.reused.packs))
+    handover = RankPart(reused, packs.base, packs.stored_bytes)
     segment = packs.segment()
     if len(segment.records) * world > _MOST_RECORDS:
         transaction.delete_segments()
@@ -84,7 +84,7 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     # The publishing rank can sync only what it wrote itself.
     objects.backend.sync()
     handover.requests = dict(transaction.requests)
-    transaction.announce()
+    transaction.publish_started()
     return handover
 
 
@@ -101,7 +101,7 @@ class OtherRanks:
         base: The least base of their packs.
         new_bytes: Bytes that they added to the store.
         requests: How many requests they have made, by kind.
-        relied: The packs that they rely on.
+        reused: The packs that they rely on.
         segments: The segments that they wrote.
         packs: Their packs that no segment lists yet.
         samples: One of these packs of each rank.
@@ -111,35 +111,37 @@ class OtherRanks:
 
     def __init__(
         self,
-        handovers: Sequence[Handover] = (),
-        move: Callable[[int], Sequence[Handover]] = lambda _: (),
+        handovers: Sequence[RankPart] = (),
+        move: Callable[[int], Sequence[RankPart]] = lambda _: (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._move = move
         self.check = check
         self._take_over(handovers)
 
-    def _take_over(self, handovers: Sequence[Handover]) -> None:
+    def _take_over(self, handovers: Sequence[RankPart]) -> None:
         self.base = min((h.base for h in handovers), default=1 << 62)
         self.new_bytes = sum(h.new_bytes for h in handovers)
         self.requests = sum((Counter(h.requests) for h in handovers), Counter[str]())
-        self.relied = {
-            PackId(h.relied[at : at + ID_SIZE])
+        self.reused = {
+            PackId(h.reused[at : at + ID_SIZE])
             for h in handovers
-            for at in range(0, len(h.relied), ID_SIZE)
+            for at in range(0, len(h.reused), ID_SIZE)
         }
         self.segments = tuple(ref for h in handovers for ref in h.segments)
-        given = [decode_segment(h.records, "what a rank wrote") for h in handovers if h.records]
-        self.packs = tuple(pack for segment in given for pack in segment.packs)
-        self.samples = tuple(segment.packs[0] for segment in given if segment.packs)
-        self.records = [record for segment in given for record in segment.records]
+        segments_of_ranks = [
+            decode_segment(h.records, "what a rank wrote") for h in handovers if h.records
+        ]
+        self.packs = tuple(pack for segment in segments_of_ranks for pack in segment.packs)
+        self.samples = tuple(segment.packs[0] for segment in segments_of_ranks if segment.packs)
+        self.records = [record for segment in segments_of_ranks for record in segment.records]
 
-    def move_past(self, root: Root, named: PackSet) -> None:
+    def move_past_fence(self, root: Root, named: PackSet) -> None:
         """Move their packs, if the fence of a root is past them or it lacks a pack relied on.
 
         Args:
             root: The root.
             named: The packs that it names.
         """
-        if root.fence > self.base or not named.issuperset(self.relied):
+        if root.fence > self.base or not named.issuperset(self.reused):
             self._take_over(self._move(root.seq))

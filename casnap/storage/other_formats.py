@@ -56,12 +56,12 @@ def check_no_other_form(folder: Path) -> None:
     Raises:
         SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
     """
-    found = None
+    form = None
     with suppress(OSError):
-        found = _folder_form(folder)
-    if found is not None:
+        form = _folder_form(folder)
+    if form is not None:
         raise SnapshotExistsError(
-            f"{folder} holds a checkpoint of {found}, and one name is not for two states: take "
+            f"{folder} holds a checkpoint of {form}, and one name is not for two states: take "
             f"under another name, or remove that one. `casnap import {folder} NAME` imports it as "
             "a snapshot"
         )
@@ -91,11 +91,13 @@ def hint_in(folder: Path) -> str:
         )
     except OSError:
         return ""
-    found = [(path, form) for path in map(Path, entries) if (form := form_of(path)) is not None]
-    if not found:
+    checkpoints = [
+        (path, form) for path in map(Path, entries) if (form := form_of(path)) is not None
+    ]
+    if not checkpoints:
         return ""
-    path, form = found[-1]
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    path, form = checkpoints[-1]
+    more = f", and {len(checkpoints) - 1} more" if len(checkpoints) > 1 else ""
     return (
         f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form}{more}: "
         f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
@@ -106,18 +108,18 @@ def no_store_error(folder: Path) -> NotAStoreError:
     """Return the error for a folder that is in no store: it says what is there instead."""
     if narrow := narrow_hint(folder):
         return NotAStoreError(f"{folder} is not a casnap store, nor in one{narrow}")
-    none = f"{folder} is not a casnap store, nor is any folder above it"
-    below = _stores_below(folder)
-    if below:
-        more = ", …" if len(below) > _SHOWN else ""
+    base = f"{folder} is not a casnap store, nor is any folder above it"
+    stores = _stores_below(folder)
+    if stores:
+        more = ", …" if len(stores) > _SHOWN else ""
         return NotAStoreError(
-            f"{none}, but there {'are stores' if len(below) > 1 else 'is a store'} right below: "
-            f"{', '.join(below[:_SHOWN])}{more}. Name one, like {folder / below[0]}"
+            f"{base}, but there {'are stores' if len(stores) > 1 else 'is a store'} right below: "
+            f"{', '.join(stores[:_SHOWN])}{more}. Name one, like {folder / stores[0]}"
         )
     if hint := hint_in(folder):
-        return NotAStoreError(f"{none}. {hint}")
+        return NotAStoreError(f"{base}. {hint}")
     return NotAStoreError(
-        f"{none}{hint_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
+        f"{base}{hint_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
     )
 
 
@@ -133,5 +135,5 @@ def _stores_below(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as found:
-        return list(islice(found, _MOST))
+    with os.scandir(folder) as entries:
+        return list(islice(entries, _MOST))

@@ -39,11 +39,11 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
             f"{scheme}:// (it does on s3:// and gs://), so of two writers at once one can "
             f"overwrite the other's commit, and snapshots are lost. Use one of those, {_ALONE}"
         )
-    kept = backend.versioning
+    state = backend.versioning
     hint = (
-        f", or a bucket that never kept versions (here versioning is {kept}; some servers honour "
+        f", or a bucket that never kept versions (here versioning is {state}; some servers honour "
         "it only without)"
-        if kept
+        if state
         else ""
     )
     return StoreError(
@@ -53,7 +53,7 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
     )
 
 
-def check_kept_apart(backend: Backend, config: StoreConfig) -> None:
+def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
     """Check that other writers cannot harm this one, nor this one them.
 
     Args:
@@ -71,8 +71,8 @@ def check_kept_apart(backend: Backend, config: StoreConfig) -> None:
         raise no_put_if_absent_error(backend)
 
 
-def check_still_apart(backend: Backend) -> None:
-    """Check, right before or after a root is put, what :func:`check_kept_apart` has checked.
+def recheck_put_if_absent(backend: Backend) -> None:
+    """Check, right before or after a root is put, what :func:`check_put_if_absent` has checked.
 
     It costs nothing unless the last put told that the bucket begins, or ceases, to keep versions.
 
@@ -83,7 +83,7 @@ def check_still_apart(backend: Backend) -> None:
         raise no_put_if_absent_error(backend)
 
 
-def doubts(backend: Backend) -> list[str]:
+def put_if_absent_warnings(backend: Backend) -> list[str]:
     """Return, in words, why writers may not be kept apart, as far as this host knows.
 
     Nothing is put: this is for readers, too.
@@ -126,8 +126,8 @@ def honours_put_if_absent(backend: Backend) -> bool:
 def _place(backend: Backend) -> str:
     """Return what a verdict is about; empty where none is needed."""
     endpoint = backend.endpoint
-    kept = backend.versioning if endpoint and backend.is_remote else ""
-    return f"{endpoint} versioning {kept}" if kept else endpoint
+    versioning = backend.versioning if endpoint and backend.is_remote else ""
+    return f"{endpoint} versioning {versioning}" if versioning else endpoint
 
 
 def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:

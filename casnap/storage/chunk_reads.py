@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -11,14 +12,12 @@ from casnap.backends.base import Backend, Target
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
-from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
+from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, whole_pages
 from casnap.runtime.threads import Crew, SharedItems, beside, cores
 from casnap.storage.pack import Room
-from casnap.storage.pack_runs import PackRun, coalesced, extents, gap_of, is_possible
 
 _READ_BYTES = 16 << 20
-_BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
 # At least so many bytes of a file are read by one thread, which opens it once.
@@ -29,6 +28,9 @@ _SHARE_BYTES = 4 << 20
 _SHARING = 3
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
+# To read over a gap takes less time than another read.
+_GAP, _REMOTE_GAP = 64 << 10, 1 << 20
+_MAX_OFFSET = 1 << 62
 
 Sink = Callable[[memoryview], None]
 """Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
@@ -72,7 +74,7 @@ class ReadOptions(NamedTuple):
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
-    keep: Callable[[bytes, Sequence[Target]], None] | None = None
+    keep: Callable[[bytes, Sequence[Target]], None] = lambda pack, runs: None
     room: Callable[[int, int], Room | None] | None = None
 
 
@@ -81,6 +83,8 @@ DEFAULT_READ = ReadOptions()
 WITHOUT_POOL = ReadOptions(readers=0)
 
 
+Located: TypeAlias = tuple[Place, list[Want]]
+"""Where a chunk lies, and who wants it."""
 _Laid: TypeAlias = tuple[Place, list[Want], memoryview]
 
 
@@ -95,7 +99,7 @@ class Reason(Enum):
     CHANGED = "its bytes differ from what was written"
 
 
-class Why(NamedTuple):
+class Failure(NamedTuple):
     """Why a chunk cannot be read, with the words of the backend or the decoder, if any."""
 
     reason: Reason
@@ -106,12 +110,12 @@ class Why(NamedTuple):
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
 
-class Unread(NamedTuple):
+class FailedRead(NamedTuple):
     """A place where a chunk could not be read, the wants for that chunk, and why it failed."""
 
     place: Place
     wants: list[Want]
-    why: Why
+    failure: Failure
 
 
 def _readers(backend: Backend) -> int:
@@ -122,102 +126,116 @@ def _readers(backend: Backend) -> int:
 def read_places(
     backend: Backend,
     chunk_size: int,
-    places: list[tuple[Place, list[Want]]],
-    how: ReadOptions = DEFAULT_READ,
-) -> list[Unread]:
+    places: list[Located],
+    options: ReadOptions = DEFAULT_READ,
+) -> list[FailedRead]:
     """Read the chunks at these places; return the places that failed, and why."""
-    found, failed = [], []
+    located, failures = [], []
     for place, wants in places:
-        if _plausible(place, wants[0], chunk_size):
-            found.append((place, wants))
+        if _is_plausible(place, wants[0], chunk_size):
+            located.append((place, wants))
         else:
-            failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
-    direct, rest = _divided(backend, found, how)
-    in_place = partial(_read_in_place, backend, direct, how)
-    if direct and rest and backend.is_remote and how.readers:
+            failures.append(FailedRead(place, wants, Failure(Reason.IMPOSSIBLE)))
+    direct, joined = _split_direct(backend, located, options)
+    read_direct = partial(_read_in_place, backend, direct, options)
+    if direct and joined and backend.is_remote and options.readers:
         # A few small chunks would take a round trip more after the others, or before.
-        again, bad = beside(in_place, partial(_read_joined, backend, chunk_size, rest, how))
-        return failed + bad + _read_joined(backend, chunk_size, again, how)
-    return failed + _read_joined(backend, chunk_size, rest + in_place(), how)
+        read_joined = partial(_read_joined, backend, chunk_size, joined, options)
+        retried, bad = beside(read_direct, read_joined)
+        return failures + bad + _read_joined(backend, chunk_size, retried, options)
+    return failures + _read_joined(backend, chunk_size, joined + read_direct(), options)
 
 
 def _read_joined(
-    backend: Backend, chunk_size: int, found: list[tuple[Place, list[Want]]], how: ReadOptions
-) -> list[Unread]:
+    backend: Backend, chunk_size: int, located: list[Located], options: ReadOptions
+) -> list[FailedRead]:
     """Read chunks into buffers, neighbours together; return those that failed, and why."""
-    failed: list[Unread] = []
-    total = sum(place.stored for place, _ in found)
-    largest = max((place.stored for place, _ in found), default=0)
+    failures: list[FailedRead] = []
+    total = sum(place.stored for place, _ in located)
+    largest = max((place.stored for place, _ in located), default=0)
     readers = _readers(backend)
     share = max(_SMALL_BYTES, total // readers)
-    unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
-    reads = list(coalesced(found, max(largest + 2 * PAGE, unit), gap_of(backend)))
+    unit = min(_READ_BYTES, share, _READ_BYTES if options.budget is None else options.budget)
+    reads = list(coalesce(located, max(largest + 2 * PAGE, unit), max_gap(backend)))
     most = whole_pages(max((read.stop - read.start for read in reads), default=0) + PAGE)
-    if total <= _SMALL_BYTES or how.readers == 0:
-        return _read_small(backend, reads, most, how)
-    pool = shared_pool(max(most, chunk_size + (64 << 10)))
-    affordable = SLOTS if how.budget is None else max(1, how.budget // most)
+    if not reads:
+        return []
+    is_small = total <= _SMALL_BYTES or options.readers == 0
+    if is_small:
+        at_once = min(backend.in_flight, _SMALL_IN_ALL // most) if backend.is_remote else 1
+    else:
+        pool = shared_pool(max(most, chunk_size + (64 << 10)))
+        at_once = min(
+            readers, options.readers, SLOTS if options.budget is None else options.budget // most
+        )
     with Crew() as crew:
         source = SharedItems(reads, crew)
 
         def read_into(buffer: memoryview) -> None:
             for read in source:
-                failed.extend(_read_run(backend, read, buffer, how))
+                failures.extend(_read_run(backend, read, buffer, options))
 
         def work() -> None:
+            if is_small:
+                read_into(memoryview(bytearray(most)))
+                return
             # A thread that has ended keeps no slot, since other reads may wait for one.
             with pool.lease() as slot:
-                if how.prepare is not None:
-                    how.prepare(slot)
-                if how.budget is not None or not backend.is_remote:
+                if options.prepare is not None:
+                    options.prepare(slot)
+                if options.budget is not None or not backend.is_remote:
                     read_into(slot.view)
                     return
                 parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
                 parts = parts[:_SHARING]
                 crew.run(lambda: read_into(parts.pop()), len(parts))
 
-        crew.run(work, min(len(reads), readers, affordable, how.readers))
-    return failed
+        at_once = max(1, min(at_once, len(reads)))
+        if is_small and at_once == 1:
+            work()
+        else:
+            crew.run(work, at_once)
+    return failures
 
 
-def _divided(
-    backend: Backend, found: list[tuple[Place, list[Want]]], how: ReadOptions
-) -> tuple[list[tuple[Place, list[Want]]], list[tuple[Place, list[Want]]]]:
+def _split_direct(
+    backend: Backend, located: list[Located], options: ReadOptions
+) -> tuple[list[Located], list[Located]]:
     """Return the chunks that are read straight into the memory that wants them, and the others."""
-    direct: list[tuple[Place, list[Want]]] = []
-    rest: list[tuple[Place, list[Want]]] = []
-    for place, wants in found:
+    in_place: list[Located] = []
+    rest: list[Located] = []
+    for place, wants in located:
         large = place.codec == Codec.RAW and place.raw >= _LARGE_BYTES
-        in_room = how.room is not None and not wants[0].is_node
+        in_room = options.room is not None and not wants[0].is_node
         has_place = in_room or _target(wants) is not None
-        (direct if large and has_place else rest).append((place, wants))
-    return direct, rest
+        (in_place if large and has_place else rest).append((place, wants))
+    return in_place, rest
 
 
 def _read_in_place(
-    backend: Backend, direct: list[tuple[Place, list[Want]]], how: ReadOptions
-) -> list[tuple[Place, list[Want]]]:
+    backend: Backend, in_place: list[Located], options: ReadOptions
+) -> list[Located]:
     """Read straight into the memory that wants the chunks, and prove them there.
 
     Returns:
         Those that failed: read again into a buffer, a chunk shows whether it is damaged, or the
         memory was written to meanwhile.
     """
-    total = sum(place.stored for place, _ in direct)
+    total = sum(place.stored for place, _ in in_place)
     if backend.is_remote:
         least, readers = _SMALL_BYTES, backend.in_flight
     else:
-        readers = min(_readers(backend), how.readers, total // _SHARE_BYTES)
+        readers = min(_readers(backend), options.readers, total // _SHARE_BYTES)
         least = _IN_PLACE_BYTES if readers > 1 else SLOT_BYTES
     # Of up to a whole pack: by several requests, or in the order of the file, which the kernel then
     # reads ahead, in large pages.
     most = min(SLOT_BYTES, max(least, total // SLOTS))
     # A file is read chunk by chunk, so a run of it may have any gaps.
-    gap = gap_of(backend) if backend.is_remote else most
-    if how.room is not None:
+    gap = max_gap(backend) if backend.is_remote else most
+    if options.room is not None:
         gap = PAGE  # what lies in a gap would be kept, in room for all
-    runs = list(coalesced(direct, most + PAGE, gap))
-    failed: list[tuple[Place, list[Want]]] = []
+    runs = list(coalesce(in_place, most + PAGE, gap))
+    failures: list[Located] = []
     with Crew() as crew:
         source = SharedItems(enumerate(runs), crew)
 
@@ -225,16 +243,16 @@ def _read_in_place(
             for number, run in source:
                 # What lies behind a gap the kernel does not read ahead by itself.
                 for later in runs[number + bool(number) : number + 2]:
-                    parts = list(extents(later, gap_of(backend)))
+                    parts = list(data_extents(later, max_gap(backend)))
                     if len(parts) > 1:
                         backend.will_read(pack_key(later.pack), parts)
-                failed.extend(_fill(backend, run, how))
+                failures.extend(_fill(backend, run, options))
 
         if len(runs) < 2 or readers < 2:
             work()
         else:
             crew.run(work, min(len(runs), readers))
-    return failed
+    return failures
 
 
 def _target(wants: list[Want]) -> memoryview | None:
@@ -242,72 +260,43 @@ def _target(wants: list[Want]) -> memoryview | None:
     return next((want.target for want in wants if want.target is not None), None)
 
 
-def _fill(
-    backend: Backend, run: PackRun[list[Want]], how: ReadOptions
-) -> list[tuple[Place, list[Want]]]:
+def _fill(backend: Backend, run: PackRun, options: ReadOptions) -> list[Located]:
     """Read a run of chunks into their places; return those that are not whole there."""
     room = None
-    if how.room is not None:
-        room = how.room(run.stop - run.start, len(run.chunks))
+    if options.room is not None:
+        room = options.room(run.stop - run.start, len(run.chunks))
         if room is None:
             return run.chunks
-    chunks, failed = _laid_out(run, room)
-    whole: dict[int, _Laid] = {}
-    keeping = _Keeping(run.pack, how)
+    chunks, failures = _lay_out(run, room)
+    verified: dict[int, _Laid] = {}
 
     def prove(number: int) -> None:
         place, wants, target = chunks[number]
         if place.raw == len(target) and digest_of(target) == wants[0].digest:
-            whole[number] = chunks[number]
-            keeping.add(place.offset, target)
+            verified[number] = chunks[number]
 
     try:
         # Hashed at once: while the core has it in its cache, or a server sends the others.
         backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks], prove)
-        keeping.keep()
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
         pass  # Read into a buffer, those that failed show why.
     finally:
+        options.keep(run.pack, [(place.offset, target) for place, _, target in verified.values()])
         if room is not None:
-            found = whole.values()
-            room.keep([(w[0].digest, p.offset - run.start, p.raw) for p, w, _ in found])
-    for _, wants, target in whole.values():
+            located = verified.values()
+            room.keep([(w[0].digest, p.offset - run.start, p.raw) for p, w, _ in located])
+    for _, wants, target in verified.values():
         for want in wants:
             want.sink(target)
-    return failed + [chunk[:2] for number, chunk in enumerate(chunks) if number not in whole]
+    return failures + [chunk[:2] for number, chunk in enumerate(chunks) if number not in verified]
 
 
-class _Keeping:
-    """Has whole chunks of a pack kept, several at a time, while others are on their way."""
-
-    def __init__(self, pack: bytes, how: ReadOptions) -> None:
-        self._pack = pack
-        self._how = how
-        self._chunks: list[Target] = []
-        self._nbytes = 0
-
-    def add(self, offset: int, chunk: memoryview) -> None:
-        if self._how.keep is None:
-            return
-        self._chunks.append((offset, chunk))
-        self._nbytes += len(chunk)
-        if self._nbytes >= _READ_BYTES:
-            self.keep()
-
-    def keep(self) -> None:
-        if self._how.keep is not None and self._chunks:
-            self._how.keep(self._pack, self._chunks)
-        self._chunks, self._nbytes = [], 0
-
-
-def _laid_out(
-    run: PackRun[list[Want]], room: Room | None
-) -> tuple[list[_Laid], list[tuple[Place, list[Want]]]]:
+def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located]]:
     """Return the chunks of a run with the memory that each is read into; and those without any."""
     laid: list[_Laid] = []
-    without: list[tuple[Place, list[Want]]] = []
+    without: list[Located] = []
     end = 0
     for place, wants in run.chunks:
         begin = place.offset - run.start
@@ -322,68 +311,109 @@ def _laid_out(
     return laid, without
 
 
-def _read_small(
-    backend: Backend, reads: list[PackRun[list[Want]]], most: int, how: ReadOptions
-) -> list[Unread]:
-    """Read without the pool: in the calling thread, or on a remote store on a few threads."""
-    failed: list[Unread] = []
-
-    def work() -> None:
-        buffer = memoryview(bytearray(most))
-        for read in source:
-            failed.extend(_read_run(backend, read, buffer, how))
-
-    with Crew() as crew:
-        source: Iterable[PackRun[list[Want]]] = reads
-        at_once = min(len(reads), backend.in_flight, _SMALL_IN_ALL // most)
-        if not backend.is_remote or at_once < 2:
-            work()
-        else:
-            source = SharedItems(reads, crew)
-            crew.run(work, at_once)
-    return failed
-
-
 def _read_run(
-    backend: Backend, read: PackRun[list[Want]], buffer: memoryview, how: ReadOptions
-) -> list[Unread]:
+    backend: Backend, read: PackRun, buffer: memoryview, options: ReadOptions
+) -> list[FailedRead]:
     target = buffer[: whole_pages(read.stop - read.start)]
     try:
         [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])
     except FileNotFoundError:
-        return [Unread(*chunk, Why(Reason.MISSING)) for chunk in read.chunks]
+        return [FailedRead(*chunk, Failure(Reason.MISSING)) for chunk in read.chunks]
     except UnavailableError:
         raise
     except BackendError as e:
-        return [Unread(*chunk, Why(Reason.UNREADABLE, str(e))) for chunk in read.chunks]
-    failed = []
+        return [FailedRead(*chunk, Failure(Reason.UNREADABLE, str(e))) for chunk in read.chunks]
+    failures = []
     for place, wants in read.chunks:
         start = place.offset - read.start
         stored = target[start : min(start + place.stored, n)]
-        raw = _proven(wants[0].digest, place, stored)
-        if isinstance(raw, Why):
-            failed.append(Unread(place, wants, raw))
+        raw = _verify(wants[0].digest, place, stored)
+        if isinstance(raw, Failure):
+            failures.append(FailedRead(place, wants, raw))
             continue
         for want in wants:
             want.sink(raw)
-    if how.keep is not None and not failed:
-        how.keep(read.pack, [(read.start, target[:n])])
-    return failed
+    if not failures:
+        options.keep(read.pack, [(read.start, target[:n])])
+    return failures
 
 
-def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
+def _is_plausible(place: Place, want: Want, chunk_size: int) -> bool:
     """Whether a place fits the wanted length. Checked before memory is taken for it."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
     return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
 
 
-def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview | Why:
+def _verify(digest: Digest, place: Place, stored: memoryview) -> memoryview | Failure:
     """Return the raw bytes if they have this digest, else why not."""
     if len(stored) != place.stored:
-        return Why(Reason.CUT_OFF)
+        return Failure(Reason.CUT_OFF)
     try:
         raw = decompress(place.codec, stored, place.raw)
     except DamagedError as e:
-        return Why(Reason.CHANGED, str(e))
+        return Failure(Reason.CHANGED, str(e))
     intact = len(raw) == place.raw and digest_of(raw) == digest
-    return raw if intact else Why(Reason.CHANGED)
+    return raw if intact else Failure(Reason.CHANGED)
+
+
+# --- runs of neighbours in a pack ---
+
+
+@dataclass
+class PackRun:
+    """A run of bytes of a pack, and the chunks in it."""
+
+    pack: bytes
+    start: int
+    stop: int
+    chunks: list[Located]
+
+
+def max_gap(backend: Backend) -> int:
+    """Return over how many bytes to read rather than read twice."""
+    return _REMOTE_GAP if backend.is_remote else _GAP
+
+
+def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
+    """Join places that are neighbours in a pack into runs of at most ``most`` bytes.
+
+    Args:
+        places: The places.
+        most: The bytes of a run at most, and a page.
+        gap: How many bytes between two places a run may have.
+    """
+    run: PackRun | None = None
+    for place, wants in sorted(places, key=lambda each: (each[0].pack, each[0].offset)):
+        stop = place.offset + place.stored
+        if (
+            run is not None
+            and run.pack == place.pack
+            and place.offset - run.stop <= gap
+            and stop - run.start <= most - PAGE
+        ):
+            run.stop = max(run.stop, stop)
+            run.chunks.append((place, wants))
+            continue
+        if run is not None:
+            yield run
+        # It begins on a page: a cache of chunks keeps whole pages.
+        run = PackRun(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
+    if run is not None:
+        yield run
+
+
+def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
+    """Yield where the chunks of a run lie, start and length, joined over gaps of so many bytes."""
+    start = stop = run.start
+    for place, _ in run.chunks:
+        if place.offset - stop > gap:
+            yield start, stop - start
+            start = place.offset
+        stop = max(stop, place.offset + place.stored)
+    yield start, stop - start
+
+
+def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
+    """Whether a place makes sense; ask before taking memory for what lies there."""
+    sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
+    return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE

@@ -17,13 +17,11 @@ from casnap.format.records import INTERNAL, Root, Row
 from casnap.storage.objects import Objects
 from casnap.storage.roots import read_root
 from casnap.storage.settings import change_settings
-from casnap.storage.table import Table, change_table
+from casnap.storage.table import Table, change_table, snapshots_in
 
 SETTING = "mirror"
 UNMIRRORED = f"{INTERNAL}unmirrored"
 """The tag of a snapshot that the mirror lacks."""
-# Nodes of tables.
-_MOST_KNOWN = 1 << 16
 _FROM = f"{INTERNAL}from:"
 
 
@@ -58,12 +56,12 @@ def origin_of(row: Row) -> str:
 
 def _origin(row: Row) -> tuple[str, int]:
     """Return the id of that store, and the number of the root there; -1 if unknown."""
-    said = next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
-    store_id, _, seq = said.partition(":")
+    text = next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
+    store_id, _, seq = text.partition(":")
     return store_id, int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 20 else -1
 
 
-def is_copy_of_own(objects: Objects, row: Row) -> bool:
+def is_copy_from_here(objects: Objects, row: Row) -> bool:
     """Whether a snapshot at a mirror is the copy of one that was taken in this store.
 
     The number of its root here, and the commit id of that, prove it: roots are never removed, and
@@ -85,7 +83,7 @@ def _committed(objects: Objects, seq: int, row: Row) -> bool:
         return False
 
 
-def in_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
+def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
     """Return snapshots in the order of their commits.
 
     A mirror may get an old snapshot late, such as one that was damaged, or whose name was taken. So
@@ -104,11 +102,11 @@ def in_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
     return ordered
 
 
-def _settled(row: Row) -> Row:
+def _without_note(row: Row) -> Row:
     return msgspec.structs.replace(row, tags=tuple(t for t in row.tags if t != UNMIRRORED))
 
 
-def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
+def mark_mirrored(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
     """Note that the mirror holds some snapshots, in one commit.
 
     Args:
@@ -122,39 +120,30 @@ def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
             row = table.get(name)
             # It may have been taken anew meanwhile.
             if row is not None and row.commit == commit and is_unmirrored(row):
-                changed[name] = _settled(row)
+                changed[name] = _without_note(row)
         return changed
 
     change_table(objects, change)
 
 
-class Lacking:
-    """Looks for what the mirror lacks, in one table after the other.
-
-    What stays the same from one table to the next is read once.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[tuple[str, Row], ...]] = {}
-
-    def look(self, table: Table) -> dict[str, Row]:
-        """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
-        if len(self._known) > _MOST_KNOWN:
-            self._known = {}
-        found = table.chosen(lambda _, row: is_unmirrored(row), self._known)
-        return dict(sorted(found, key=lambda item: item[1].seq))
+def unmirrored_in(table: Table) -> dict[str, Row]:
+    """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
+    rows = [(name, row) for name, row in snapshots_in(table) if is_unmirrored(row)]
+    return dict(sorted(rows, key=lambda item: item[1].seq))
 
 
-def place_of(root: Root, uri: str) -> MirrorPlace | None:
+def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
     """Return which store is the mirror; None if there is none yet.
 
     Raises:
         MirrorError: The setting cannot be understood.
     """
-    said = root.settings.get(SETTING)
-    if said is None:
+    setting = root.settings.get(SETTING)
+    if setting is None:
         return None
-    fields = [said.get(field) for field in MirrorPlace._fields] if isinstance(said, dict) else []
+    fields = (
+        [setting.get(field) for field in MirrorPlace._fields] if isinstance(setting, dict) else []
+    )
     texts = [field for field in fields if isinstance(field, str)]
     if len(texts) != len(MirrorPlace._fields):
         raise MirrorError(
@@ -164,23 +153,23 @@ def place_of(root: Root, uri: str) -> MirrorPlace | None:
     return MirrorPlace(*texts)
 
 
-def attach(objects: Objects, place: MirrorPlace) -> None:
+def attach_mirror(objects: Objects, place: MirrorPlace) -> None:
     """Note which store is the mirror; the first time, note that it lacks all snapshots.
 
     Raises:
         MirrorError: Another store is the mirror.
     """
     uri = objects.backend.uri
-    known = place_of(objects.newest(), uri)
+    known = mirror_place(objects.newest(), uri)
     if known is None:
         change_settings(objects, lambda s: {SETTING: place._asdict(), **s}, _tag_all)
-        known = place_of(objects.newest(), uri)
+        known = mirror_place(objects.newest(), uri)
     if known is not None and (known.store, known.prefix) != (place.store, place.prefix):
-        found = f"at {place.uri} there is the store {place.store}{_below(place)}"
-        raise not_that_mirror(objects, known, found)
+        reality = f"at {place.uri} there is the store {place.store}{_below(place)}"
+        raise wrong_mirror_error(objects, known, reality)
 
 
-def not_that_mirror(objects: Objects, known: MirrorPlace, found: str) -> MirrorError:
+def wrong_mirror_error(objects: Objects, known: MirrorPlace, found: str) -> MirrorError:
     """Return the error for another store, or none, in place of the mirror."""
     uri = objects.backend.uri
     return MirrorError(
@@ -203,10 +192,10 @@ def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
 
 
 def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: _settled(row) for name, row in rows if is_unmirrored(row)}
+    return {name: _without_note(row) for name, row in rows if is_unmirrored(row)}
 
 
-def detach(objects: Objects) -> bool:
+def detach_mirror(objects: Objects) -> bool:
     """Forget the mirror, and which snapshots it lacks; return whether there was any of that."""
 
     def without(settings: dict[str, Any]) -> dict[str, Any]:
