@@ -20,7 +20,7 @@ try:
     import click
 
     import casnap
-    from casnap.cli.output import CommandError, quoted, safe
+    from casnap.cli.output import CommandError, quote, say
     from casnap.errors import CasnapError, nearest
 except KeyboardInterrupt:
     # These imports take most of a short command's time, and main() cannot catch it yet.
@@ -94,7 +94,7 @@ class Commands(click.Group):
         """Return the command that the arguments name; a misspelled one names the nearest."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            raise click.UsageError(f"No such command {quoted(name)}{nearest(name, COMMANDS)}", ctx)
+            raise click.UsageError(f"No such command {quote(name)}{nearest(name, COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -111,7 +111,7 @@ class Commands(click.Group):
         except OSError as e:
             if e.errno == errno.EPIPE:
                 raise
-            where = f"{quoted(os.fsdecode(e.filename))}: " if e.filename else ""
+            where = f"{quote(os.fsdecode(e.filename))}: " if e.filename else ""
             raise CommandError(f"{where}{e.strerror or e}") from e
 
     def _with_flags(self, ctx: click.Context, message: str) -> str:
@@ -124,8 +124,8 @@ class Commands(click.Group):
         flags = {o.name: o.opts[0] for o in options if o.opts[0].startswith("--")}
         message = re.sub(r"\b[a-z_]+=\w* \((--[a-z-]+[^)]*)\)", r"\1", message)
 
-        def flag(found: re.Match[str]) -> str:
-            return flags.get(found[1], found[0])
+        def flag(match: re.Match[str]) -> str:
+            return flags.get(match[1], match[0])
 
         return re.sub(r"(?<=[ (])([a-z_]+)=(?:True\b|(?=[ ,;)]|$))", flag, message)
 
@@ -156,7 +156,7 @@ def run(arguments: Sequence[str]) -> int:
         e.show()
         return e.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("casnap: interrupted", err=True)
+        say("casnap: interrupted", err=True)
         return 130
     except BrokenPipeError:
         # The reader is gone. Drop the rest of the buffer, so that exit does not fail again.
@@ -165,7 +165,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as e:
         if os.environ.get("CASNAP_TRACEBACK"):
             raise
-        what = safe(f"{type(e).__name__}: {e}")
-        click.echo(f"casnap: unexpected {what} (CASNAP_TRACEBACK=1 says more)", err=True)
+        error = f"{type(e).__name__}: {e}"
+        say(f"casnap: unexpected {error} (CASNAP_TRACEBACK=1 says more)", err=True)
         return 1
     return status if isinstance(status, int) else 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from casnap.backends import Backend
-from casnap.cli.output import CommandError, counted, json_time, kinds, quoted
+from casnap.cli.output import CommandError, json_option, json_time, quote
 from casnap.errors import (
     CasnapError,
     DamagedError,
@@ -26,28 +25,40 @@ from casnap.storage.mirror_notes import is_unmirrored
 from casnap.storage.uris import joined, store_uri
 from casnap.store import Store
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 _ELSEWHERE = re.compile(r"~?/|\.{1,2}/|[A-Za-z0-9+]+://")
 _ENDPOINT, _EXCLUSIVE = "casnap.endpoint_url", "casnap.exclusive"
 
 
-def _note(ctx: click.Context, param: click.Parameter, value: object) -> None:
+def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
     ctx.meta[f"casnap.{param.name}"] = value
 
 
-endpoint_option = click.option(
+_endpoint_option = click.option(
     "--endpoint-url",
     metavar="URL",
     expose_value=False,
-    callback=_note,
+    callback=_remember,
     help="The server of an s3:// or gs:// store, if it is not the usual one.",
 )
-exclusive_option = click.option(
+_exclusive_option = click.option(
     "--exclusive",
     is_flag=True,
     expose_value=False,
-    callback=_note,
+    callback=_remember,
     help="No other process writes to the store: for servers that cannot tell writers apart.",
 )
+
+
+def reading_options(command: Command) -> Command:
+    """Add the options of a command that reads a store."""
+    return _endpoint_option(json_option(command))
+
+
+def writing_options(command: Command) -> Command:
+    """Add the options of a command that writes to a store."""
+    return _exclusive_option(reading_options(command))
 
 
 def options_for(uri: str) -> dict[str, Any] | None:
@@ -71,19 +82,19 @@ def is_exclusive() -> bool:
     return bool(click.get_current_context().meta.get(_EXCLUSIVE))
 
 
-def open_store(store: str | None, **how: Any) -> Store:
+def open_store(store: str | None, **options: Any) -> Store:
     """Return the store at, or above, a folder, or at a URI; by default the current folder.
 
     Args:
         store: The folder or URI.
-        how: Further arguments of :class:`casnap.Store`.
+        options: Further arguments of :class:`casnap.Store`.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
     """
     uri = store or "."
-    how = {"create": False, **how}
-    return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **how)
+    options = {"create": False, **options}
+    return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
 
 
 def open_snapshot(path: str) -> Snapshot:
@@ -105,7 +116,7 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
     place, rest = path, list[str]()
     while True:
         try:
-            found = open_store(place)
+            store = open_store(place)
             break
         except NotAStoreError:
             uri = store_uri(place)
@@ -113,8 +124,8 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
                 raise
             place = uri.above[0]
             rest.insert(0, uri.above[1])
-    whole = found.whole()
-    parts = [*(found.prefix.split("/") if found.prefix else []), *rest]
+    whole = store.whole()
+    parts = [*(store.prefix.split("/") if store.prefix else []), *rest]
     for count in range(1, len(parts) + 1):
         name = "/".join(parts[:count])
         if name in whole:
@@ -148,18 +159,19 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     Raises:
         CommandError: The store has snapshots, but none of them matches.
     """
-    found = store.snapshots(prefix)
+    snapshots = store.snapshots(prefix)
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
-    if found or not outer:
-        return found
+    if snapshots or not outer:
+        return snapshots
     whole = store.whole()
-    every = whole.snapshots()
-    named = [snapshot for snapshot in every if snapshot.name == outer]
-    if named or not every:
-        return named
-    folders = {name.rpartition("/")[0] for name in (s.name for s in every)} - {""}
-    hint = nearest(outer, [*folders, *(s.name for s in every)])
-    raise CommandError(f"{whole.uri} holds no snapshot below {quoted(outer)}{hint}")
+    names = [snapshot.name for snapshot in whole.snapshots()]
+    if outer in names:
+        return [whole[outer]]
+    if not names:
+        return []
+    folders = {name.rpartition("/")[0] for name in names} - {""}
+    hint = nearest(outer, [*folders, *names])
+    raise CommandError(f"{whole.uri} holds no snapshot below {quote(outer)}{hint}")
 
 
 def second_snapshot(path: str, first: Snapshot) -> Snapshot:
@@ -168,7 +180,7 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot.
     """
-    failed: CasnapError | None = None
+    error: CasnapError | None = None
     elsewhere = _ELSEWHERE.match(path)
     try:
         if store_uri(path) is not None:
@@ -178,33 +190,19 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
     except CasnapError as e:
         if elsewhere:
             raise
-        failed = e
+        error = e
     beside = f"{first.name.rpartition('/')[0]}/{path}".strip("/")
     for name in dict.fromkeys((beside, path)):
         if name in first.store:
             return first.store[name]
-    if isinstance(failed, SnapshotNotFoundError):
-        raise failed
+    if isinstance(error, SnapshotNotFoundError):
+        raise error
     return first.store[beside]
 
 
 def store_fields(store: Store) -> dict[str, Any]:
     """Return the whole store and the folder in it, for JSON."""
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
-
-
-def request_fields(*stores: Store) -> dict[str, Any]:
-    """Return how many requests were made so far, for JSON; nothing for stores on this machine."""
-    backends = {id(store.objects.backend): store.objects.backend for store in stores}
-    made = sum((Counter(backend.requests) for backend in backends.values()), Counter[str]())
-    return {"requests": dict(made)} if made else {}
-
-
-def print_requests(requests: Mapping[str, int]) -> None:
-    """Print how many requests were made, by kind, if any were."""
-    if requests:
-        total = counted(sum(requests.values()), "request")
-        click.echo(f"{total}: {kinds(requests)}")
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -215,7 +213,7 @@ def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
         return None
 
 
-def named(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
+def identity(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
     """Return which snapshot it is, for JSON.
 
     Args:
@@ -227,17 +225,17 @@ def named(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
     return {"store": backend.uri, "name": full, "path": path, "commit": commit}
 
 
-def named_fields(snapshot: Snapshot) -> dict[str, Any]:
+def identity_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
     store = snapshot.store
     full = store.outer_name(snapshot.name)
-    return named(store.objects.backend, full, snapshot.commit_id)
+    return identity(store.objects.backend, full, snapshot.commit_id)
 
 
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
     """Return the row of a snapshot, for JSON."""
     return {
-        **named_fields(snapshot),
+        **identity_of(snapshot),
         "root": snapshot.seq,
         "time": json_time(snapshot.time),
         "world_size": snapshot.world_size,

@@ -15,8 +15,8 @@ from casnap.cli.output import (
     json_option,
     json_time,
     moment,
-    quoted,
-    safe,
+    quote,
+    say,
     size,
     table,
 )
@@ -38,9 +38,9 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     """
     base = cache_folder()
     folder = None if base is None else base / FOLDER
-    why = None if folder is None or not folder.exists() else why_refused(folder)
-    if why is not None:
-        raise CommandError(f"{quoted(str(folder))} {why}, so casnap does not use it")
+    reason = None if folder is None or not folder.exists() else why_refused(folder)
+    if reason is not None:
+        raise CommandError(f"{quote(str(folder))} {reason}, so casnap does not use it")
     packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))
     stores = [_fields(list(group)) for _, group in groupby(packs, key=attrgetter("store_id"))]
     if store is not None:
@@ -59,7 +59,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     if stores:
         rows = [
             (
-                safe(s["store"]),
+                s["store"],
                 size(s["cached_bytes"]),
                 f"{s['pack_count']:,}",
                 moment(s["used_time"]),
@@ -68,8 +68,8 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
             for s in stores
         ]
         table(("STORE", "BYTES", "PACKS", "USED", "ID"), rows, numbers={"BYTES", "PACKS"})
-    what = "cleared" if clear else "cached"
-    click.echo(f"{size(total)} {what} in {safe(str(folder)) if folder else 'no folder'}")
+    state = "cleared" if clear else "cached"
+    say(f"{size(total)} {state} in {str(folder) if folder else 'no folder'}")
 
 
 def _fields(packs: list[CachedPack]) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def _uri(folder: Path) -> str:
 
 
 def _named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
-    if not found:
+    named = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
+    if not named:
         hint = nearest(store, [fields["store"] for fields in stores])
-        raise CommandError(f"nothing of {quoted(store)} is cached on this host{hint}")
-    return found
+        raise CommandError(f"nothing of {quote(store)} is cached on this host{hint}")
+    return named

@@ -7,24 +7,17 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    open_snapshot,
-    open_store,
-    open_whole_store,
-    print_requests,
-    request_fields,
-)
+from casnap.cli.arguments import open_snapshot, open_store, open_whole_store, reading_options
 from casnap.cli.option_types import positive_share
 from casnap.cli.output import (
     CommandError,
-    counted,
-    counts,
+    amount,
     emit,
-    json_option,
-    phases,
+    print_requests,
     print_warnings,
-    safe,
+    progress_bars,
+    report_fields,
+    say,
     size,
 )
 from casnap.errors import NotAStoreError, nearest
@@ -47,8 +40,7 @@ BEYOND_REPAIR = {"lost", "malformed"}
     "--sample", type=positive_share, metavar="SHARE", help="Read a random share, like 5%."
 )
 @click.option("--seed", type=int, help="Choose the same share as an earlier check.")
-@endpoint_option
-@json_option
+@reading_options
 def check(
     store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
 ) -> None:
@@ -65,17 +57,17 @@ def check(
     place, name = _place(store)
     if sample is not None and seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
-    with phases(lambda: place.requests) as report:
-        found = check_store(
-            place.objects, data=data, sample=sample, seed=seed, name=name, progress=report
+    with progress_bars(lambda: place.requests) as progress:
+        report = check_store(
+            place.objects, data=data, sample=sample, seed=seed, name=name, progress=progress
         )
     uri = place.objects.backend.uri
     if as_json:
-        emit({**_document(uri, found), "name": name, **request_fields(place)})
+        emit({**_document(uri, report), "name": name}, place)
     else:
-        _print(uri, found)
+        _print(uri, report)
         print_requests(place.requests)
-    if not found.ok:
+    if not report.ok:
         raise click.exceptions.Exit(1)
 
 
@@ -97,27 +89,24 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         except CommandError as e:  # there is no such folder
             hint = nearest(place.prefix, (s.name for s in whole.snapshots()))
             raise CommandError(f"{e.message}{hint}") from e
-        uri = safe(place.objects.backend.uri)
-        click.echo(f"{safe(text)} is a folder of {uri}: the whole store is checked", err=True)
+        uri = place.objects.backend.uri
+        say(f"{text} is a folder of {uri}: the whole store is checked", err=True)
     return place, None
 
 
-def _document(uri: str, found: CheckReport) -> dict[str, Any]:
-    rest = {key: value for key, value in vars(found).items() if key not in _THINGS}
+def _document(uri: str, report: CheckReport) -> dict[str, Any]:
+    numbers = ("snapshots", "packs", "chunks", "orphans", "orphan_segments", "temporary")
     return {
         "store": uri,
-        "ok": found.ok,
-        "hurts": list(map(_hurt_fields, found.hurts)),
-        **rest,
-        **counts(found, *_THINGS),
-        **{key: list(map(document_of, getattr(found, key))) for key in ("damages", "history")},
+        "ok": report.ok,
+        "hurts": list(map(_hurt_fields, report.hurts)),
+        **report_fields(report, *numbers),
+        "damages": list(map(damage_fields, report.damages)),
+        "history": list(map(damage_fields, report.history)),
     }
 
 
-_THINGS = ("snapshots", "packs", "chunks", "orphans", "orphan_segments", "temporary")
-
-
-def document_of(damage: Damage) -> dict[str, Any]:
+def damage_fields(damage: Damage) -> dict[str, Any]:
     """Return a damage for JSON."""
     return {**vars(damage), "hurts": list(map(_hurt_fields, damage.hurts))}
 
@@ -126,72 +115,71 @@ def _hurt_fields(hurt: Hurt) -> dict[str, Any]:
     return {"name": hurt.snapshot, "entry": hurt.path}
 
 
-def _print(uri: str, found: CheckReport) -> None:
-    print_damages(found.damages)
-    if found.root >= 0:
-        _print_counts(uri, found)
-    if found.history:
-        older = counted(len(found.history), "older root")
-        click.echo(f"{older} damaged or lost (--json): no snapshot needs them")
-    print_warnings(found.warnings)
-    if found.ok:
-        click.echo("no damage found")
+def _print(uri: str, report: CheckReport) -> None:
+    print_damages(report.damages)
+    if report.root >= 0:
+        _print_counts(uri, report)
+    if report.history:
+        older = amount(len(report.history), "older root")
+        say(f"{older} damaged or lost (--json): no snapshot needs them")
+    print_warnings(report.warnings)
+    if report.ok:
+        say("no damage found")
         return
-    hurt = found.hurts
-    what = "all snapshots" if ALL in hurt else counted(len({h.snapshot for h in hurt}), "snapshot")
-    click.echo(f"{counted(len(found.damages), 'damage')}; hurt: {what}")
-    if found.root >= 0:
-        _print_advice(safe(uri), found)
+    hurt = report.hurts
+    names = {h.snapshot for h in hurt}
+    snapshots = "all snapshots" if ALL in hurt else amount(len(names), "snapshot")
+    say(f"{amount(len(report.damages), 'damage')}; hurt: {snapshots}")
+    if report.root >= 0:
+        _print_advice(uri, report)
 
 
-def _print_advice(uri: str, found: CheckReport) -> None:
-    kinds = {damage.kind for damage in found.damages}
+def _print_advice(uri: str, report: CheckReport) -> None:
+    kinds = {damage.kind for damage in report.damages}
     if kinds - BEYOND_REPAIR:
-        click.echo(f"`casnap repair {uri}` saves what can be saved (--yes in a script)")
+        say(f"`casnap repair {uri}` saves what can be saved (--yes in a script)")
     if "lost" in kinds:
-        click.echo(f"`casnap repair {uri} --from STORE` heals what that store has")
-    if kinds & BEYOND_REPAIR and ALL not in found.hurts:
-        click.echo("`casnap rm` of the hurt snapshots gives up what cannot be repaired")
+        say(f"`casnap repair {uri} --from STORE` heals what that store has")
+    if kinds & BEYOND_REPAIR and ALL not in report.hurts:
+        say("`casnap rm` of the hurt snapshots gives up what cannot be repaired")
 
 
-def _print_counts(uri: str, found: CheckReport) -> None:
+def _print_counts(uri: str, report: CheckReport) -> None:
     # Without the table the number of snapshots is not known.
-    known = found.snapshots or ALL not in found.hurts
-    snapshots = f"{counted(found.snapshots, 'snapshot')}, " if known else ""
-    click.echo(
-        f"{safe(uri)}, root {found.root}: {snapshots}"
-        f"{counted(found.chunks, 'chunk')} in {counted(found.packs, 'pack')}, "
-        f"{size(found.stored_bytes)}"
+    known = report.snapshots or ALL not in report.hurts
+    snapshots = f"{amount(report.snapshots, 'snapshot')}, " if known else ""
+    say(
+        f"{uri}, root {report.root}: {snapshots}"
+        f"{amount(report.chunks, 'chunk')} in {amount(report.packs, 'pack')}, "
+        f"{size(report.stored_bytes)}"
     )
-    if found.sample is None:
-        click.echo("the structure was checked; --data reads every byte too")
+    if report.sample is None:
+        say("the structure was checked; --data reads every byte too")
     else:
-        seed = "" if found.seed is None else f" (--seed {found.seed})"
-        what = f"{size(found.read_bytes)} of {size(found.stored_bytes)}"
-        click.echo(f"{what} were read and verified{seed}")
-    left = found.orphan_bytes + found.temporary_bytes
+        seed = "" if report.seed is None else f" (--seed {report.seed})"
+        share = f"{size(report.read_bytes)} of {size(report.stored_bytes)}"
+        say(f"{share} were read and verified{seed}")
+    left = report.orphan_bytes + report.temporary_bytes
     if left:
-        click.echo(
-            f"{counted(found.orphans, 'object')} and {counted(found.temporary, 'temporary file')} "
+        say(
+            f"{amount(report.orphans, 'object')} and {amount(report.temporary, 'temporary file')} "
             f"of {size(left)} are left over, or being written; `casnap gc` frees what is left over"
         )
-    if found.orphan_segments:
-        segments = counted(found.orphan_segments, "object")
-        click.echo(
-            f"of these, {segments} of the index: takes that merge its segments leave the old ones"
-        )
+    if report.orphan_segments:
+        segments = amount(report.orphan_segments, "object")
+        say(f"of these, {segments} of the index: takes that merge its segments leave the old ones")
 
 
 def print_damages(damages: list[Damage]) -> None:
     """Print damages, one on a line, with some of what each hurts; at most a screen of them."""
     for damage in damages[:MOST_DAMAGES]:
         where = " ".join(filter(None, (damage.object, damage.digest and f"chunk {damage.digest}")))
-        click.echo(safe(f"{damage.kind}: {where}: {damage.message}" if where else damage.message))
+        say(f"{damage.kind}: {where}: {damage.message}" if where else damage.message)
         hurts = list(damage.hurts)
         for hurt in hurts[:_MOST_HURT]:
             name = "all snapshots" if hurt == ALL else f"{hurt.snapshot} {hurt.path}"
-            click.echo(safe(f"  hurts {name}".rstrip()))
+            say(f"  hurts {name}".rstrip())
         if len(hurts) > _MOST_HURT:
-            click.echo(f"  and {counted(len(hurts) - _MOST_HURT, 'entry')} more")
+            say(f"  and {amount(len(hurts) - _MOST_HURT, 'entry')} more")
     if len(damages) > MOST_DAMAGES:
-        click.echo(f"… and {counted(len(damages) - MOST_DAMAGES, 'damage')} more (--json)")
+        say(f"… and {amount(len(damages) - MOST_DAMAGES, 'damage')} more (--json)")

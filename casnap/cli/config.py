@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_store, request_fields
-from casnap.cli.output import emit, json_option, plain, quoted, safe
+from casnap.cli.arguments import open_store, writing_options
+from casnap.cli.output import emit, plain, quote, safe, say
 from casnap.format.codec import Codec
 
 SETTINGS = ("codec", "mirror")
@@ -14,9 +14,7 @@ SETTINGS = ("codec", "mirror")
 @click.command()
 @click.argument("store")
 @click.argument("settings", metavar="[SETTING=VALUE]...", nargs=-1)
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Show the settings of a store, or change them.
 
@@ -33,29 +31,24 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
         except ValueError as e:
             raise click.UsageError(safe(str(e))) from e
     if as_json:
-        facts = {
+        document = {
+            "store": place.objects.backend.uri,
             "id": place.id,
             "format": place.objects.config.format,
             "chunk_size_bytes": place.chunk_size,
+            "settings": place.settings,
         }
-        emit(
-            {
-                "store": place.objects.backend.uri,
-                **facts,
-                "settings": place.settings,
-                **request_fields(place),
-            }
-        )
+        emit(document, place)
         return
     for key, value in sorted(place.settings.items()):
         # The mirror is known by its id, but people name it by its URI.
         shown = value.get("uri", value) if isinstance(value, dict) else value
-        click.echo(safe(f"{key}={plain(shown, json=False)}"))
+        say(f"{key}={plain(shown, json=False)}")
 
 
 def _parsed(setting: str) -> tuple[str, str]:
     key, equals, value = setting.partition("=")
     if not equals or key not in SETTINGS:
         codecs = ", ".join(f"codec={codec.name.lower()}" for codec in Codec)
-        raise click.UsageError(f"{quoted(setting)} sets nothing; write {codecs} or mirror=none")
+        raise click.UsageError(f"{quote(setting)} sets nothing; write {codecs} or mirror=none")
     return key, value

@@ -12,15 +12,18 @@ import click
 from click.core import ParameterSource
 
 from casnap.backends import Backend
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    is_exclusive,
-    options_for,
-    print_requests,
-)
+from casnap.cli.arguments import is_exclusive, options_for, writing_options
 from casnap.cli.option_types import duration
-from casnap.cli.output import CommandError, counted, counts, emit, json_option, phases, safe, size
+from casnap.cli.output import (
+    CommandError,
+    amount,
+    emit,
+    print_requests,
+    progress_bars,
+    report_fields,
+    say,
+    size,
+)
 from casnap.errors import NotAStoreError
 from casnap.storage.opening import locate, open_objects
 from casnap.storage.uris import snapshot_uri, store_uri
@@ -54,9 +57,7 @@ Examples:
     metavar="TIME",
     help="End --follow when it has failed for so long; by default never.",
 )
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def cp(
     source: str,
     destination: str,
@@ -82,27 +83,27 @@ def cp(
     if store_uri(source) is None and store_uri(destination) is None:
         options_for(destination)  # there is no server to name
     if follow:
-        how = FollowOptions(interval, give_up_after)
-        _follow(source, destination, how, as_json=as_json)
+        options = FollowOptions(interval, give_up_after)
+        _follow(source, destination, options, as_json=as_json)
         return
-    asked: dict[str, list[Backend]] = {"source": [], "destination": []}
-    here, name = _opened_or_above(source, asked["source"])
-    there, rename = _destination(destination, asked["destination"], name if name in here else None)
+    sources, destinations = list[Backend](), list[Backend]()
+    here, name = _opened_or_above(source, sources)
+    there, rename = _destination(destination, destinations, name if name in here else None)
     exclusive = is_exclusive() and not isinstance(there, Store)
-    with phases() as progress:
+    with progress_bars() as progress:
         report = here.copy(
             name,
-            to=_place(there, asked["destination"]),
+            to=_place(there, destinations),
             rename=rename,
             dry_run=dry_run,
             progress=progress,
             exclusive=exclusive,
         )
-    made = [_requests(backends) for backends in asked.values()]
+    made = [_requests(backends) for backends in (sources, destinations)]
     if as_json:
         requests = dict(sum(map(Counter, made), Counter[str]()))
-        told = {"requests": requests} if requests else {}
-        emit({"source": here.uri, "destination": _uri(there), **_facts_of(report), **told})
+        counts = {"requests": requests} if requests else {}
+        emit({"source": here.uri, "destination": _uri(there), **_facts_of(report), **counts})
         return
     _show(report, _uri(there))
     for requests in made:
@@ -118,7 +119,7 @@ def _check_usage(*, follow: bool, dry_run: bool) -> None:
         raise click.UsageError("--dry-run shows what one copy would send; --follow copies for ever")
 
 
-def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool) -> None:
+def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bool) -> None:
     """Copy until a signal ends it; then say what was copied."""
 
     def open_pair() -> Pair:
@@ -131,19 +132,19 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
         check_pair(here.objects, target.objects)
 
         def chosen() -> list[ChosenSnapshot]:
-            found = choose(here.objects, here.prefix, name, rename)
-            return [each._replace(target=target.full_name(each.target)) for each in found]
+            snapshots = choose(here.objects, here.prefix, name, rename)
+            return [s._replace(target=target.full_name(s.target)) for s in snapshots]
 
         return Pair(here.objects, target.objects, chosen, CopyOptions())
 
     copied: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    copy = ContinuousCopy(open_pair, how)
+    copy = ContinuousCopy(open_pair, follow)
     try:
         for report in copy.reports():
             copied += report.copied
             if not as_json:
-                click.echo(f"copied {', '.join(map(safe, report.copied))}: {_sent(report)}")
+                say(f"copied {', '.join(report.copied)}: {_sent(report)}")
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -151,17 +152,13 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
     if as_json:
         emit({"source": source, "destination": destination, **done})
     else:
-        click.echo(f"{counted(len(copied), 'snapshot')} copied")
+        say(f"{amount(len(copied), 'snapshot')} copied")
     if copy.refused:
-        raise CommandError("; ".join(f"{name}: {why}" for name, why in copy.refused.items()))
+        raise CommandError("; ".join(f"{name}: {reason}" for name, reason in copy.refused.items()))
 
 
 def _facts_of(report: CopyReport) -> dict[str, Any]:
-    rest = {key: value for key, value in vars(report).items() if key not in _THINGS}
-    return {**rest, **counts(report, *_THINGS)}
-
-
-_THINGS = ("sent_chunks", "present_chunks")
+    return report_fields(report, "sent_chunks", "present_chunks")
 
 
 def _requests(backends: list[Backend]) -> dict[str, int]:
@@ -178,36 +175,36 @@ def _options(uri: str) -> dict[str, Any] | None:
     return None if store_uri(uri) is None else options_for(uri)
 
 
-def _place(there: Store | str, asked: list[Backend]) -> Store | Backend | str:
+def _place(there: Store | str, backends: list[Backend]) -> Store | Backend | str:
     """Return where to copy to, so that the requests by which a store is made are counted."""
     if isinstance(there, Store) or store_uri(there) is None:
         return there
     place = locate(there, _options(there)).backend
-    asked.append(place)
+    backends.append(place)
     return place
 
 
-def _opened(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:
+def _opened(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
     """Return the store that a URI lies in, and the name or folder in it, if there is one.
 
     Args:
         uri: The URI.
-        asked: Gets the backend that is asked.
+        backends: Gets the backend that is asked.
     """
     place = locate(uri, _options(uri))
-    asked.append(place.backend)
+    backends.append(place.backend)
     objects, _ = open_objects(place, create=False, exclusive=is_exclusive())
     return store_of(objects), place.name or None
 
 
-def _opened_or_above(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:
+def _opened_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
     """Return the same; the URI of a remote snapshot may do, whose store is its parent.
 
     Raises:
         NotAStoreError: There is no store at either place.
     """
     try:
-        return _opened(uri, asked)
+        return _opened(uri, backends)
     except NotAStoreError:
         remote = store_uri(uri)
         if remote is None or remote.name or remote.is_bucket:
@@ -215,28 +212,28 @@ def _opened_or_above(uri: str, asked: list[Backend]) -> tuple[Store, str | None]
         snapshot = snapshot_uri(uri)
         assert snapshot is not None
         try:
-            return _opened(snapshot.store, asked)[0], snapshot.name
+            return _opened(snapshot.store, backends)[0], snapshot.name
         except NotAStoreError:
             pass
         raise
 
 
 def _destination(
-    uri: str, asked: list[Backend], name: str | None
+    uri: str, backends: list[Backend], name: str | None
 ) -> tuple[Store | str, str | None]:
     """Return the store to copy to, or where it is to be made; and the new name, if there is one.
 
     Args:
         uri: The destination.
-        asked: Gets the backends that are asked.
+        backends: Gets the backends that are asked.
         name: The one snapshot that is copied; None for more.
     """
     try:
-        return _opened_or_above(uri, asked)
+        return _opened_or_above(uri, backends)
     except NotAStoreError:
-        found = store_uri(uri)
-        if found is not None and found.name:
-            return found.store, found.name
+        remote = store_uri(uri)
+        if remote is not None and remote.name:
+            return remote.store, remote.name
         last = PurePosixPath(uri).name
         if name is not None and last == PurePosixPath(name).name:
             # As of a take, the path is that of the snapshot, and its parent becomes the store.
@@ -248,17 +245,17 @@ def _destination(
 def _show(report: CopyReport, uri: str) -> None:
     would = "would be " if report.dry_run else ""
     for name in report.copied:
-        click.echo(f"{would}copied {safe(name)}")
+        say(f"{would}copied {name}")
     for name in report.gone:
-        click.echo(f"{safe(name)} was deleted meanwhile, so it was not copied", err=True)
-    snapshots = counted(len(report.copied), "snapshot")
+        say(f"{name} was deleted meanwhile, so it was not copied", err=True)
+    snapshots = amount(len(report.copied), "snapshot")
     there = f", {len(report.present):,} there already" if report.present else ""
-    click.echo(f"{safe(uri)}: {snapshots} {would}copied{there}")
-    click.echo(_sent(report))
+    say(f"{uri}: {snapshots} {would}copied{there}")
+    say(_sent(report))
 
 
 def _sent(report: CopyReport) -> str:
     would = "would be " if report.dry_run else ""
-    sent = f"{size(report.sent_bytes)} in {counted(report.sent_chunks, 'chunk')} {would}sent"
-    shared = f"{size(report.present_bytes)} in {counted(report.present_chunks, 'chunk')}"
+    sent = f"{size(report.sent_bytes)} in {amount(report.sent_chunks, 'chunk')} {would}sent"
+    shared = f"{size(report.present_bytes)} in {amount(report.present_chunks, 'chunk')}"
     return f"{sent}, {shared} there already"

@@ -6,15 +6,9 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    named_fields,
-    open_snapshot,
-    request_fields,
-    second_snapshot,
-)
+from casnap.cli.arguments import identity_of, open_snapshot, reading_options, second_snapshot
 from casnap.cli.entries import entry_fields, type_text
-from casnap.cli.output import emit, json_option, print_rest, safe, size, table
+from casnap.cli.output import emit, print_rest, say, size, table
 from casnap.maintenance.diff import Change, Diff
 from casnap.maintenance.diff import diff as compare
 from casnap.snapshot import Snapshot
@@ -26,8 +20,7 @@ SIGNS = {"changed": "~", "added": "+", "removed": "-"}
 @click.argument("a", metavar="STORE/A")
 @click.argument("b", metavar="STORE/B")
 @click.option("--limit", type=click.IntRange(min=1), help="The most entries to print [50; all].")
-@endpoint_option
-@json_option
+@reading_options
 def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     """Show the differences between two snapshots: added, removed and changed entries.
 
@@ -37,21 +30,21 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     """
     first = open_snapshot(a)
     second = second_snapshot(b, first)
-    found = compare(first.contents, second.contents)
-    ordered = sorted(found.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
+    difference = compare(first.contents, second.contents)
+    ordered = sorted(difference.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
     if as_json:
-        document = _document(first, second, found, ordered[:limit])
-        emit({**document, **request_fields(first.store, second.store)})
+        document = _document(first, second, difference, ordered[:limit])
+        emit(document, first.store, second.store)
         return
     if not ordered:
-        click.echo("no difference")
+        say("no difference")
         return
-    click.echo(_summary(found))
+    say(_summary(difference))
     shown = ordered[: limit or 50]
     rows = [
         (
             SIGNS[change.kind],
-            safe(change.path),
+            change.path,
             _types(change),
             size(change.changed_bytes),
             size(change.total_bytes),
@@ -63,28 +56,28 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     print_rest(len(ordered) - len(shown), "entry")
 
 
-def _summary(found: Diff) -> str:
+def _summary(difference: Diff) -> str:
     counts = ", ".join(
-        f"{len(found.of(kind)):,} {kind}" for kind in ("changed", "added", "removed")
+        f"{len(difference.of(kind)):,} {kind}" for kind in ("changed", "added", "removed")
     )
-    return f"{counts}; {size(found.changed_bytes)} differ"
+    return f"{counts}; {size(difference.changed_bytes)} differ"
 
 
 def _types(change: Change) -> str:
     old, new = (None if e is None else type_text(e) for e in (change.old, change.new))
-    return safe(" → ".join(dict.fromkeys(text for text in (old, new) if text is not None)))
+    return " → ".join(dict.fromkeys(text for text in (old, new) if text is not None))
 
 
 def _document(
-    first: Snapshot, second: Snapshot, found: Diff, changes: list[Change]
+    first: Snapshot, second: Snapshot, difference: Diff, changes: list[Change]
 ) -> dict[str, Any]:
     return {
-        "a": named_fields(first),
-        "b": named_fields(second),
-        "changed_count": len(found.of("changed")),
-        "added_count": len(found.of("added")),
-        "removed_count": len(found.of("removed")),
-        "changed_bytes": found.changed_bytes,
+        "a": identity_of(first),
+        "b": identity_of(second),
+        "changed_count": len(difference.of("changed")),
+        "added_count": len(difference.of("added")),
+        "removed_count": len(difference.of("removed")),
+        "changed_bytes": difference.changed_bytes,
         "changes": [
             {
                 "entry": change.path,

@@ -80,8 +80,8 @@ def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:
     if not chunks:
         return entry.data.inline
     # So small a value is one chunk.
-    found: list[bytes] = []
+    parts: list[bytes] = []
     digest, nbytes = chunks[0]
-    want = Want(digest, nbytes, lambda raw: found.append(bytes(raw)), path)
+    want = Want(digest, nbytes, lambda raw: parts.append(bytes(raw)), path)
     contents.objects.fetch([want])
-    return found[0]
+    return parts[0]

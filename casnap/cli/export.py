@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import endpoint_option, named_fields, open_part, request_fields
+from casnap.cli.arguments import identity_of, open_part, reading_options
 from casnap.cli.option_types import size_in_bytes
-from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
+from casnap.cli.output import amount, emit, print_warnings, progress_bars, say, size
 from casnap.files.report import FORMATS, ExportReport, format_of
 
 EXAMPLES = """\
@@ -44,8 +44,7 @@ Examples:
     help="Store this tensor only under another name with equal bytes. May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be written.")
-@endpoint_option
-@json_option
+@reading_options
 def export(
     part: str,
     out: str,
@@ -69,7 +68,7 @@ def export(
     if kind == "dcp" and tied:
         raise click.UsageError("--tied is for safetensors and torch")
     snapshot, path = open_part(part)
-    with phases() as progress:
+    with progress_bars() as progress:
         report = snapshot.export(
             out,
             path=path,
@@ -81,8 +80,8 @@ def export(
             progress=progress,
         )
     if as_json:
-        where = {**named_fields(snapshot), "entry": path, "output": out}
-        emit({**where, **_facts_of(report), **request_fields(snapshot.store)})
+        where = {**identity_of(snapshot), "entry": path, "output": out}
+        emit({**where, **_facts_of(report)}, snapshot.store)
     else:
         _show(report, out)
 
@@ -103,10 +102,10 @@ def _facts_of(report: ExportReport) -> dict[str, Any]:
 
 def _show(report: ExportReport, out: str) -> None:
     would = "would be " if report.dry_run else ""
-    tensors, files = counted(report.tensors, "tensor"), counted(len(report.files), "file")
-    click.echo(f"{safe(out)}: {tensors}, {size(report.nbytes)}, {would}exported to {files}")
+    tensors, files = amount(report.tensors, "tensor"), amount(len(report.files), "file")
+    say(f"{out}: {tensors}, {size(report.nbytes)}, {would}exported to {files}")
     if report.left_out:
-        click.echo(f"{counted(len(report.left_out), 'value')} left out")
+        say(f"{amount(len(report.left_out), 'value')} left out")
     print_warnings(
         [
             f"{same} and {name} have the same bytes; if they are tied, --tied with one of the two "

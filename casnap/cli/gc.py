@@ -6,16 +6,18 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    open_whole_store,
-    print_requests,
-    request_fields,
-    store_fields,
-)
+from casnap.cli.arguments import open_whole_store, store_fields, writing_options
 from casnap.cli.option_types import duration_or_none, share
-from casnap.cli.output import counted, counts, emit, json_option, phases, print_warnings, safe, size
+from casnap.cli.output import (
+    amount,
+    emit,
+    print_requests,
+    print_warnings,
+    progress_bars,
+    report_fields,
+    say,
+    size,
+)
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
@@ -49,9 +51,7 @@ grace_option = click.option(
     help="Repack packs of which less than this share is needed (0: never).",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def gc(
     store: str | None,
     grace: float,
@@ -68,7 +68,7 @@ def gc(
     place = open_whole_store(store)
     report = collect_garbage(place, GcOptions(grace=grace, repack=repack, dry_run=dry_run))
     if as_json:
-        emit({**store_fields(place), **garbage_fields(report), **request_fields(place)})
+        emit({**store_fields(place), **garbage_fields(report)}, place)
     else:
         show(place, report)
         print_requests(place.requests)
@@ -76,17 +76,16 @@ def gc(
 
 def collect_garbage(place: Store, options: GcOptions) -> GcReport:
     """Collect the garbage of a store, with a progress bar on a terminal."""
-    with phases(lambda: place.requests) as report:
+    with progress_bars(lambda: place.requests) as report:
         return collect(place.objects, options, report)
 
 
 def garbage_fields(report: GcReport) -> dict[str, Any]:
     """Return what was done, or would be, for JSON."""
-    rest = {name: value for name, value in vars(report).items() if name not in _THINGS}
-    return {**counts(report, *_THINGS), **rest}
+    return report_fields(report, *_NUMBERS)
 
 
-_THINGS = (
+_NUMBERS = (
     "snapshots",
     "live_chunks",
     "condemned_packs",
@@ -103,32 +102,32 @@ _THINGS = (
 def show(place: Store, report: GcReport) -> None:
     """Print what was done, or would be."""
     r, would = report, "would be " if report.dry_run else ""
-    needed = f"{counted(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
-    uri = safe(place.objects.backend.uri)
-    click.echo(f"{uri}: {counted(r.snapshots, 'snapshot')} marked, {needed} needed")
+    needed = f"{amount(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
+    uri = place.objects.backend.uri
+    say(f"{uri}: {amount(r.snapshots, 'snapshot')} marked, {needed} needed")
     if r.lost_chunks:
-        click.echo(f"{counted(r.lost_chunks, 'chunk')} known to be lost; see `casnap check`")
+        say(f"{amount(r.lost_chunks, 'chunk')} known to be lost; see `casnap check`")
     if r.repacked_packs:
-        packs = counted(r.repacked_packs, "pack")
-        click.echo(f"{packs} {would}repacked: {size(r.copied_bytes)} copied")
+        packs = amount(r.repacked_packs, "pack")
+        say(f"{packs} {would}repacked: {size(r.copied_bytes)} copied")
     if r.rescued_packs:
-        click.echo(f"{counted(r.rescued_packs, 'condemned pack')} {would}rescued")
+        say(f"{amount(r.rescued_packs, 'condemned pack')} {would}rescued")
     if r.condemned_packs:
-        packs = counted(r.condemned_packs, "pack")
-        click.echo(f"{packs} of {size(r.condemned_bytes)} {would}condemned")
+        packs = amount(r.condemned_packs, "pack")
+        say(f"{packs} of {size(r.condemned_bytes)} {would}condemned")
     if r.merged_segments > 0:
-        click.echo(f"the index is {counted(r.merged_segments, 'segment')} shorter")
+        say(f"the index is {amount(r.merged_segments, 'segment')} shorter")
     if r.fence is not None:
-        click.echo(f"the fence was raised to root {r.fence:,}")
-    packs, segments = counted(r.deleted_packs, "pack"), counted(r.deleted_segments, "segment")
-    click.echo(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
+        say(f"the fence was raised to root {r.fence:,}")
+    packs, segments = amount(r.deleted_packs, "pack"), amount(r.deleted_segments, "segment")
+    say(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
     if r.refused:
-        files, first = counted(len(r.refused), "file"), min(r.refused)
-        click.echo(
+        files, first = amount(len(r.refused), "file"), min(r.refused)
+        say(
             f"{files} could not be deleted: only their owners may do that, by running gc; "
-            f"such as {safe(r.refused[first])}"
+            f"such as {r.refused[first]}"
         )
     print_warnings(r.warnings)
     if r.waiting_packs:
-        packs = counted(r.waiting_packs, "condemned pack")
-        click.echo(f"{packs} of {size(r.waiting_bytes)} to go when the grace is over: run gc again")
+        packs = amount(r.waiting_packs, "condemned pack")
+        say(f"{packs} of {size(r.waiting_bytes)} to go when the grace is over: run gc again")

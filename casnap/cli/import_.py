@@ -6,15 +6,8 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    is_exclusive,
-    named,
-    options_for,
-    request_fields,
-)
-from casnap.cli.output import counted, counts, emit, json_option, phases, safe, size
+from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
+from casnap.cli.output import amount, emit, progress_bars, say, size
 from casnap.files.report import ImportReport
 from casnap.snapshot import store_above
 from casnap.storage.location import locate_snapshot
@@ -42,9 +35,7 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace a snapshot of this name.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be imported.")
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def import_(
     source: str,
     snapshot: str,
@@ -68,34 +59,35 @@ def import_(
         )
         return opened[-1]
 
-    with phases() as progress:
+    with progress_bars() as progress:
         options = {"overwrite": overwrite, "progress": progress}
         place = None if dry_run else find
         report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
     if as_json:
-        emit({**_which(snapshot, reach, *opened), **_facts_of(report)})
+        document = {**_identity(snapshot, reach, *opened), **_facts_of(report)}
+        emit(document, *(store for store, _ in opened))
         return
     would = "would be " if dry_run else ""
-    values = f" and {counted(report.values, 'value')}" if report.values else ""
-    files = counted(report.files, "file")
-    click.echo(
-        f"{safe(snapshot)}: {counted(report.tensors, 'tensor')}{values} of {files} "
+    values = f" and {amount(report.values, 'value')}" if report.values else ""
+    files = amount(report.files, "file")
+    say(
+        f"{snapshot}: {amount(report.tensors, 'tensor')}{values} of {files} "
         f"({report.format}) {would}imported"
     )
     new = "" if dry_run else f", {size(report.new_bytes)} new"
-    click.echo(f"{size(report.logical_bytes)}{new}, below {', '.join(map(safe, report.keys[:8]))}")
+    say(f"{size(report.logical_bytes)}{new}, below {', '.join(report.keys[:8])}")
 
 
-def _which(
+def _identity(
     path: str, reach: dict[str, Any] | None, opened: tuple[Store, str] | None = None
 ) -> dict[str, Any]:
-    """Return which snapshot it is, and the requests that were made; none by a dry run."""
+    """Return which snapshot it is, for JSON."""
     if opened is None:
-        found = locate_snapshot(path, reach)
-        return named(found.backend, found.name, None)
+        location = locate_snapshot(path, reach)
+        return identity(location.backend, location.name, None)
     store, name = opened
     full, commit = store.outer_name(name), store.row(name).commit.hex()
-    return {**named(store.objects.backend, full, commit), **request_fields(store)}
+    return identity(store.objects.backend, full, commit)
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:
@@ -103,7 +95,9 @@ def _facts_of(report: ImportReport) -> dict[str, Any]:
         "dry_run": report.dry_run,
         "format": report.format,
         "key_names": report.keys,
-        **counts(report, "files", "tensors", "values"),
+        "file_count": report.files,
+        "tensor_count": report.tensors,
+        "value_count": report.values,
         "logical_bytes": report.logical_bytes,
         "new_bytes": report.new_bytes,
         "metadata": report.metadata,

@@ -6,14 +6,8 @@ import re
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    open_store,
-    options_for,
-    request_fields,
-)
-from casnap.cli.output import CommandError, emit, json_option, quoted, safe
+from casnap.cli.arguments import open_store, options_for, writing_options
+from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import (
     DEFAULT_CHUNK_SIZE,
     MAX_CHUNK_SIZE,
@@ -33,7 +27,7 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     match = re.fullmatch(r"(\d{1,10})\s*([km]?)i?b?", text.strip().lower())
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     if not MIN_CHUNK_SIZE <= nbytes <= MAX_CHUNK_SIZE or nbytes & (nbytes - 1):
-        raise click.BadParameter(f"{quoted(text)} is not a power of two from 64KiB to 64MiB")
+        raise click.BadParameter(f"{quote(text)} is not a power of two from 64KiB to 64MiB")
     return nbytes
 
 
@@ -50,51 +44,48 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     type=click.Choice(["raw", "zstd"]),
     help="How new chunks are stored; `casnap config` changes it later [raw].",
 )
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -> None:
     """Make a store.
 
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
     this store and share equal chunks. An existing store is left as it is, but for that.
     """
-    found = locate_store(store, options_for(store))
-    if found.name:
+    location = locate_store(store, options_for(store))
+    if location.name:
+        uri = location.backend.uri
         raise CommandError(
-            f"{found.backend.uri}/{found.name} lies in the store {found.backend.uri}, which keeps "
-            "all snapshots below it; there is nothing to make"
+            f"{uri}/{location.name} lies in the store {uri}, which keeps all snapshots below it; "
+            "there is nothing to make"
         )
     size = chunk_size or DEFAULT_CHUNK_SIZE
     place = open_store(store, create=True, chunk_size=size, codec=codec).make()
     change_settings(place.objects, serving_below)
-    kept = place.settings[CODEC]
+    stored_codec = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):
         raise CommandError(
             f"{place.uri} is a store already, of {binary(place.chunk_size)} chunks, which cannot "
             "be changed"
         )
-    if codec not in (None, kept):
+    if codec not in (None, stored_codec):
         raise CommandError(
-            f"{place.uri} is a store already, whose codec is {kept!s:.80}; `casnap config "
+            f"{place.uri} is a store already, whose codec is {stored_codec!s:.80}; `casnap config "
             f"{place.uri} codec={codec}` changes it"
         )
     # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
     check_put_if_absent(place.objects.backend, place.objects.config)
     if as_json:
-        emit(
-            {
-                "store": place.uri,
-                "id": place.id,
-                "chunk_size_bytes": place.chunk_size,
-                CODEC: kept,
-                "created": place.is_new,
-                **request_fields(place),
-            }
-        )
+        document = {
+            "store": place.uri,
+            "id": place.id,
+            "chunk_size_bytes": place.chunk_size,
+            CODEC: stored_codec,
+            "created": place.is_new,
+        }
+        emit(document, place)
         return
-    what = "is a store already" if not place.is_new else "is a store now"
-    click.echo(f"{safe(place.uri)} {what}, of {binary(place.chunk_size)} chunks")
+    since = "now" if place.is_new else "already"
+    say(f"{place.uri} is a store {since}, of {binary(place.chunk_size)} chunks")
 
 
 def binary(nbytes: int) -> str:

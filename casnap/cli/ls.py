@@ -5,15 +5,14 @@ from __future__ import annotations
 import click
 
 from casnap.cli.arguments import (
-    endpoint_option,
     metadata_of,
     open_store,
-    request_fields,
+    reading_options,
     snapshot_fields,
     snapshots_of,
     store_fields,
 )
-from casnap.cli.output import described, emit, json_option, moment, safe, size, table
+from casnap.cli.output import emit, moment, say, size, summary, table
 from casnap.storage.mirror_notes import is_unmirrored
 from casnap.storage.other_formats import hint_in
 
@@ -21,8 +20,7 @@ from casnap.storage.other_formats import hint_in
 @click.command()
 @click.argument("store", required=False)
 @click.argument("prefix", required=False)
-@endpoint_option
-@json_option
+@reading_options
 def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     """List the snapshots of a store, the newest last.
 
@@ -30,26 +28,25 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     run. LOGICAL is the size of the state, NEW how much the snapshot added to the store.
     """
     place = open_store(store)
-    found = snapshots_of(place, prefix)
+    snapshots = snapshots_of(place, prefix)
     if as_json:
-        listed = [snapshot_fields(s) for s in found]
-        emit({**store_fields(place), "snapshots": listed, **request_fields(place)})
+        emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
         return
-    if not found:
+    if not snapshots:
         folder = place.objects.backend.folder
         hint = "" if folder is None else hint_in(folder / place.folder(prefix))
-        click.echo(safe(hint or f"{place.uri} holds no snapshot yet"), err=True)
+        say(hint or f"{place.uri} holds no snapshot yet", err=True)
         return
     rows = [
         (
-            safe(s.name),
+            s.name,
             moment(s.time),
             size(s.stats.logical_bytes),
             size(s.stats.new_bytes),
             f"{s.stats.entries:,}",
-            described(metadata_of(s), s.tags, unmirrored=is_unmirrored(s.row)),
+            summary(metadata_of(s), s.tags, unmirrored=is_unmirrored(s.row)),
         )
-        for s in found
+        for s in snapshots
     ]
     header = ("NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA")
     table(header, rows, numbers={"LOGICAL", "NEW", "ENTRIES"})

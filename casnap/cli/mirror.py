@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import endpoint_option, named, open_whole_store, request_fields
-from casnap.cli.output import (
-    CommandError,
-    counted,
-    emit,
-    json_option,
-    json_time,
-    moment,
-    safe,
-    size,
-    table,
-)
+from casnap.cli.arguments import identity, open_whole_store, reading_options
+from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
 from casnap.storage.mirror_notes import mirror_place, unmirrored_in
 from casnap.transfer.mirror_report import HostFiles, HostStatus
 
 
 @click.command()
 @click.argument("store", required=False)
-@endpoint_option
-@json_option
+@reading_options
 def mirror(store: str | None, as_json: bool) -> None:
     """Show which snapshots the mirror of a store lacks, and why.
 
@@ -44,7 +33,7 @@ def mirror(store: str | None, as_json: bool) -> None:
     if as_json:
         snapshots = [
             {
-                **named(objects.backend, name, row.commit.hex()),
+                **identity(objects.backend, name, row.commit.hex()),
                 "time": json_time(row.time),
                 "new_bytes": row.stats.new_bytes,
                 "refused": status.refused.get(name),
@@ -56,25 +45,25 @@ def mirror(store: str | None, as_json: bool) -> None:
             "error": status.error or None,
             "failing_since_time": json_time(status.since or None),
         }
-        totals = {"lacking_bytes": nbytes, **state, **request_fields(place)}
-        emit({"store": uri, "mirror": there.uri, "snapshots": snapshots, **totals})
+        document = {"store": uri, "mirror": there.uri, "snapshots": snapshots}
+        emit({**document, "lacking_bytes": nbytes, **state}, place)
         return
     if lacking:
         rows = [
             (
-                safe(name),
+                name,
                 moment(row.time),
                 size(row.stats.new_bytes),
-                safe(status.refused.get(name, "")),
+                status.refused.get(name, ""),
             )
             for name, row in lacking.items()
         ]
         table(("NAME", "TIME", "NEW", "REFUSED"), rows, numbers={"NEW"})
     lag = (
-        f"lacks {counted(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
+        f"lacks {amount(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
     )
-    click.echo(f"{safe(there.uri)} {lag}")
+    say(f"{there.uri} {lag}")
     if status.error:
-        click.echo(f"it fails since {moment(status.since)}: {safe(status.error)}")
+        say(f"it fails since {moment(status.since)}: {status.error}")
     if running is None and lacking:
-        click.echo("no process of this host copies to it; a Store with this mirror= does")
+        say("no process of this host copies to it; a Store with this mirror= does")

@@ -6,7 +6,7 @@ import re
 
 import click
 
-from casnap.cli.output import quoted
+from casnap.cli.output import quote
 from casnap.runtime.sizes import parsed_size
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])")
@@ -23,7 +23,7 @@ def duration(text: str) -> float:
     """
     seconds = _seconds(text)
     if not seconds:
-        raise click.BadParameter(f"{quoted(text)} is not a duration; {_WAYS} or 1.5h")
+        raise click.BadParameter(f"{quote(text)} is not a duration; {_WAYS} or 1.5h")
     return seconds
 
 
@@ -35,13 +35,13 @@ def duration_or_none(text: str) -> float:
     """
     seconds = 0.0 if text == "0" else _seconds(text)
     if seconds is None:
-        raise click.BadParameter(f"{quoted(text)} is not a duration; {_WAYS}, 1.5h or 0")
+        raise click.BadParameter(f"{quote(text)} is not a duration; {_WAYS}, 1.5h or 0")
     return seconds
 
 
 def _seconds(text: str) -> float | None:
-    found = _DURATION.fullmatch(text)
-    return float(found[1]) * _SECONDS[found[2]] if found else None
+    match = _DURATION.fullmatch(text)
+    return float(match[1]) * _SECONDS[match[2]] if match else None
 
 
 def size_in_bytes(text: str) -> int:
@@ -52,7 +52,7 @@ def size_in_bytes(text: str) -> int:
     """
     nbytes = parsed_size(text)
     if not nbytes:
-        raise click.BadParameter(f"{quoted(text)} is not a size; write 500MB, 5GB or 4GiB")
+        raise click.BadParameter(f"{quote(text)} is not a size; write 500MB, 5GB or 4GiB")
     return nbytes
 
 
@@ -62,10 +62,10 @@ def share(text: str) -> float:
     Raises:
         click.BadParameter: The text is not a share.
     """
-    found = _SHARE.fullmatch(text)
-    value = float(found[1]) / (100 if found[2] else 1) if found else 2
+    match = _SHARE.fullmatch(text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else 2
     if value > 1:
-        raise click.BadParameter(f"{quoted(text)} is not a share; write it like 5% or 0.05")
+        raise click.BadParameter(f"{quote(text)} is not a share; write it like 5% or 0.05")
     return value
 
 
@@ -77,5 +77,5 @@ def positive_share(text: str) -> float:
     """
     value = share(text)
     if not value:
-        raise click.BadParameter(f"{quoted(text)} is nothing; write it like 5% or 0.05")
+        raise click.BadParameter(f"{quote(text)} is nothing; write it like 5% or 0.05")
     return value

@@ -10,15 +10,19 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size as size
+
+if TYPE_CHECKING:
+    from casnap.store import Store
 
 JSON_VERSION = 1
 """The version of what ``--json`` prints: docs/json.md. A key that goes or changes makes another."""
@@ -27,6 +31,7 @@ PATIENCE = 0.5
 """Seconds that work may take before a progress bar appears."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
 class CommandError(click.ClickException):
@@ -35,6 +40,16 @@ class CommandError(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message on stderr."""
         click.echo(f"casnap: {safe(self.message)}", file=file, err=True)
+
+
+def say(line: str = "", *, err: bool = False) -> None:
+    """Print one line, escaped, on stdout or stderr. All text of commands is printed here or below.
+
+    Args:
+        line: The line.
+        err: Whether it goes to stderr.
+    """
+    click.echo(safe(line), err=err)
 
 
 # --- text -------------------------------------------------------------------------------------
@@ -51,7 +66,7 @@ def _escaped(char: str) -> str:
     return char.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return a text escaped and in quotes."""
     return f"'{safe(text)}'"
 
@@ -64,19 +79,19 @@ def moment(seconds: float) -> str:
         return "?"
 
 
-def counted(count: int, thing: str) -> str:
+def amount(count: int, thing: str) -> str:
     """Return a number and a noun, in the plural unless the number is 1."""
     if count != 1:
         thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
     return f"{count:,} {thing}"
 
 
-def kinds(requests: Mapping[str, int]) -> str:
+def requests_text(requests: Mapping[str, int]) -> str:
     """Return numbers of requests by kind in one line; empty if there are none."""
     return ", ".join(f"{count:,} {kind}" for kind, count in sorted(requests.items()))
 
 
-def described(
+def summary(
     metadata: dict[str, Any] | None, tags: Sequence[str] = (), *, unmirrored: bool = False
 ) -> str:
     """Return tags and metadata (None if they are damaged) in one line."""
@@ -96,9 +111,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
 
     Args:
         header: The titles of the columns.
-        rows: The cells, escaped.
+        rows: The cells.
         numbers: The titles of the columns to align right.
     """
+    rows = [tuple(map(safe, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     right = [title in numbers for title in header]
     most = _width()
@@ -126,46 +142,64 @@ def _width() -> int:
 def print_rest(count: int, thing: str) -> None:
     """Say how many things were not printed, if any, because of ``--limit``."""
     if count > 0:
-        click.echo(f"… and {counted(count, thing)} more (--limit)")
+        say(f"… and {amount(count, thing)} more (--limit)")
 
 
 def print_warnings(warnings: Sequence[str]) -> None:
     """Print what is not wrong now, but will hurt."""
     for text in warnings:
-        click.echo(f"warning: {safe(text)}")
+        say(f"warning: {text}")
+
+
+def print_requests(requests: Mapping[str, int]) -> None:
+    """Print how many requests were made, by kind, if any were."""
+    if requests:
+        say(f"{amount(sum(requests.values()), 'request')}: {requests_text(requests)}")
 
 
 # --- questions --------------------------------------------------------------------------------
 
 
-def check_can_ask(instead: str) -> None:
-    """Check that there is a terminal to ask on.
+def confirm(question: str, instead: str, lines: Sequence[str] = ()) -> None:
+    """Ask a question, and end the command with status 1 unless the answer is yes.
+
+    Args:
+        question: The question.
+        instead: What to pass where there is no terminal to ask on.
+        lines: What the question is about, printed above it.
 
     Raises:
-        click.UsageError: There is no terminal; the message says what to pass instead.
+        click.UsageError: There is no terminal.
     """
     if not sys.stdin.isatty():
         raise click.UsageError(f"there is no terminal to ask on; pass {instead}")
-
-
-def confirm(question: str) -> None:
-    """Ask a question, and end the command with status 1 unless the answer is yes."""
-    if not click.confirm(question, err=True):
+    for line in lines:
+        say(line, err=True)
+    if not click.confirm(safe(question), err=True):
         raise CommandError("nothing was done")
 
 
 # --- JSON -------------------------------------------------------------------------------------
 
 
-def emit(document: dict[str, Any]) -> None:
+def emit(document: dict[str, Any], *stores: Store) -> None:
     """Print one JSON document, in ASCII, so that it holds no control sequences.
 
     docs/json.md lists its keys, and has the rules for their names.
+
+    Args:
+        document: The document.
+        stores: Those that it is about. It says how many requests were made to them; nothing if
+            they are on this machine.
     """
     import json
 
     import msgspec
 
+    backends = {id(store.objects.backend): store.objects.backend for store in stores}
+    requests = sum((Counter(b.requests) for b in backends.values()), Counter[str]())
+    if requests:
+        document = {**document, "requests": dict(requests)}
     # json's own indentation is several times slower.
     whole = {"version": JSON_VERSION, **plain(document)}
     click.echo(msgspec.json.format(json.dumps(whole), indent=2))
@@ -176,20 +210,22 @@ def json_time(seconds: float | None) -> str | None:
     if seconds is None:
         return None
     try:
-        found = datetime.fromtimestamp(seconds, timezone.utc)
+        utc = datetime.fromtimestamp(seconds, timezone.utc)
     except (OverflowError, ValueError, OSError):
         return None
-    return found.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return utc.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def counts(report: object, *things: str) -> dict[str, int]:
-    """Return attributes of a report that are numbers of things, for JSON.
+def report_fields(report: object, *numbers: str) -> dict[str, Any]:
+    """Return all attributes of a report, for JSON.
 
     Args:
         report: The report.
-        things: The attributes, such as ``packs``, which JSON calls ``pack_count``.
+        numbers: The attributes that are numbers of things, such as ``packs``, which JSON calls
+            ``pack_count``.
     """
-    return {f"{_singular(thing)}_count": getattr(report, thing) for thing in things}
+    names = {name: f"{_singular(name)}_count" for name in numbers}
+    return {names.get(name, name): value for name, value in vars(report).items()}
 
 
 def _singular(thing: str) -> str:
@@ -213,10 +249,10 @@ def plain(value: Any, *, json: bool = True) -> Any:
 
 
 @contextmanager
-def phases(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progress | None]:
-    """Give what long work reports to: on a terminal, a bar on stderr for each phase; else None.
+def progress_bars(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progress | None]:
+    """Give the callback for the progress of long work; None unless stderr is a terminal.
 
-    A bar appears only where the phase is not done within :data:`PATIENCE`.
+    It shows a bar for each phase that is not done within :data:`PATIENCE`.
 
     Args:
         requests: Returns how many requests were made so far, by kind, for the bars to show.
@@ -226,11 +262,11 @@ def phases(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progres
         return
     bars: dict[str, _Bar] = {}
 
-    def report(what: str, done: int, total: int) -> None:
-        if what not in bars:
+    def report(phase: str, done: int, total: int) -> None:
+        if phase not in bars:
             close()
-            bars[what] = _Bar(what, requests, of_bytes=what in _OF_BYTES)
-        bars[what](done, total)
+            bars[phase] = _Bar(phase, requests, of_bytes=phase in _OF_BYTES)
+        bars[phase](done, total)
 
     def close() -> None:
         while bars:
@@ -249,9 +285,9 @@ class _Bar:
     """A progress bar that appears after :data:`PATIENCE`."""
 
     def __init__(
-        self, what: str, requests: Callable[[], Mapping[str, int]], *, of_bytes: bool
+        self, phase: str, requests: Callable[[], Mapping[str, int]], *, of_bytes: bool
     ) -> None:
-        self._what = what
+        self._phase = phase
         self._requests = requests
         self._of_bytes = of_bytes
         self._started = time.monotonic()
@@ -263,7 +299,7 @@ class _Bar:
             if time.monotonic() - self._started < PATIENCE:
                 return
             self._open(total)
-        made = kinds(self._requests())
+        made = requests_text(self._requests())
         self._bar.update(self._task, completed=done, total=total, requests=made)
 
     def _open(self, total: int) -> None:
@@ -289,7 +325,7 @@ class _Bar:
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task(self._what, total=total, requests="")
+        self._task = self._bar.add_task(self._phase, total=total, requests="")
         self._bar.start()
 
     def close(self) -> None:

@@ -10,29 +10,20 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    named,
-    open_store,
-    request_fields,
-    snapshots_of,
-    store_fields,
-)
+from casnap.cli.arguments import identity, open_store, snapshots_of, store_fields, writing_options
 from casnap.cli.gc import collect_garbage, garbage_fields, grace_option, show
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
     CommandError,
-    check_can_ask,
+    amount,
     confirm,
-    counted,
-    described,
     emit,
-    json_option,
     json_time,
     moment,
-    quoted,
+    quote,
     safe,
+    say,
+    summary,
     table,
 )
 from casnap.errors import CasnapError
@@ -52,10 +43,10 @@ _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?", re.DOTALL)
 
 
 def _best_rule(text: str) -> tuple[str, int, str]:
-    found = _BEST.fullmatch(text)
-    if found is None:
-        raise click.BadParameter(f"{quoted(text)} is not a rule; write loss:3 or accuracy:3:max")
-    return found[1], int(found[2]), found[3] or "min"
+    match = _BEST.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{quote(text)} is not a rule; write loss:3 or accuracy:3:max")
+    return match[1], int(match[2]), match[3] or "min"
 
 
 @click.command(epilog=EXAMPLES)
@@ -78,11 +69,9 @@ def _best_rule(text: str) -> tuple[str, int, str]:
 )
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
-@exclusive_option
 @click.option("--dry-run", is_flag=True, help="Only show what would be forgotten.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@endpoint_option
-@json_option
+@writing_options
 def prune(
     store: str | None,
     prefix: str | None,
@@ -114,7 +103,7 @@ def prune(
     }
     retention = _retention(rules, missing_folders=missing_folders)
     options = GcOptions(grace=grace, dry_run=dry_run)
-    _check_usage(collect=collect, may_ask=not (dry_run or yes))
+    _check_grace(collect=collect)
     place = open_store(store)
     if collect:
         check_allowed(place.objects, options)
@@ -136,8 +125,9 @@ def prune(
             emit({**document, "error": str(e) or "interrupted"})
         raise
     if as_json:
-        collected_too = {} if garbage is None else {"gc": garbage_fields(garbage)}
-        emit({**document, **collected_too, **request_fields(place)})
+        if garbage is not None:
+            document["gc"] = garbage_fields(garbage)
+        emit(document, place)
     elif garbage is not None:
         show(place, garbage)
 
@@ -154,12 +144,10 @@ def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | N
         raise click.UsageError(safe(message)) from e
 
 
-def _check_usage(*, collect: bool, may_ask: bool) -> None:
+def _check_grace(*, collect: bool) -> None:
     source = click.get_current_context().get_parameter_source
     if not collect and source("grace") is not ParameterSource.DEFAULT:
         raise click.UsageError("--grace is for collecting garbage; it needs --gc")
-    if may_ask:
-        check_can_ask("--yes, or --dry-run to look")
 
 
 def _collect_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
@@ -173,23 +161,23 @@ def _check_folder(place: Store, prefix: str | None) -> None:
     folder = (prefix or place.prefix).strip("/")
     if snapshots_of(place, prefix) and not place.snapshots(prefix):
         raise CommandError(
-            f"{quoted(folder)} is a snapshot, not a folder of them; `casnap rm` deletes"
+            f"{quote(folder)} is a snapshot, not a folder of them; `casnap rm` deletes"
         )
 
 
 def _ask(plan: PruneReport) -> None:
-    for verdict in plan.forgotten:
-        described_row = described(verdict.row.metadata, verdict.row.user_tags)
-        click.echo(f"{safe(verdict.name)}  {described_row}".rstrip(), err=True)
-    count = len(plan.forgotten)
-    if count:
-        confirm(f"Forget {counted(count, 'snapshot')}?")
+    if plan.forgotten:
+        lines = [
+            f"{verdict.name}  {summary(verdict.row.metadata, verdict.row.user_tags)}".rstrip()
+            for verdict in plan.forgotten
+        ]
+        confirm(f"Forget {amount(len(lines), 'snapshot')}?", "--yes, or --dry-run to look", lines)
 
 
 def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
     snapshots = [
         {
-            **named(place.objects.backend, place.outer_name(v.name), v.row.commit.hex()),
+            **identity(place.objects.backend, place.outer_name(v.name), v.row.commit.hex()),
             "root": v.row.seq,
             "time": json_time(v.row.time),
             "metadata": v.row.metadata,
@@ -205,16 +193,16 @@ def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
 def _show(report: PruneReport) -> None:
     rows = [
         (
-            safe(v.name),
+            v.name,
             moment(v.row.time),
-            safe("; ".join(v.reasons)) or "- forgotten",
-            described(v.row.metadata, v.row.user_tags),
+            "; ".join(v.reasons) or "- forgotten",
+            summary(v.row.metadata, v.row.user_tags),
         )
         for v in report.verdicts
     ]
     if rows:
         table(("NAME", "TIME", "KEEP", "METADATA"), rows, numbers=set())
     would = "would be " if report.dry_run else ""
-    gone = f"{counted(len(report.forgotten), 'snapshot')} {would}forgotten"
+    gone = f"{amount(len(report.forgotten), 'snapshot')} {would}forgotten"
     then = "; `casnap gc` frees the bytes" if report.forgotten and not report.dry_run else ""
-    click.echo(f"{gone}, {len(report.kept):,} kept{then}")
+    say(f"{gone}, {len(report.kept):,} kept{then}")

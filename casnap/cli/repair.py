@@ -8,27 +8,18 @@ from typing import Any
 import click
 
 from casnap.backends import LocalBackend, backend_at
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    open_store,
-    open_whole_store,
-    options_for,
-    print_requests,
-    request_fields,
-)
-from casnap.cli.check import document_of, print_damages
+from casnap.cli.arguments import open_store, open_whole_store, options_for, writing_options
+from casnap.cli.check import damage_fields, print_damages
 from casnap.cli.output import (
     CommandError,
-    check_can_ask,
     confirm,
-    counts,
     emit,
-    json_option,
-    phases,
+    print_requests,
     print_warnings,
-    quoted,
-    safe,
+    progress_bars,
+    quote,
+    report_fields,
+    say,
 )
 from casnap.errors import DamagedError, NotAStoreError
 from casnap.format.records import CONFIG_KEY
@@ -44,7 +35,7 @@ from casnap.store import Store
 def _source(text: str) -> str:
     path = local_path(text)
     if "://" not in path and not Path(path).exists():
-        raise click.BadParameter(f"{quoted(text)} does not exist")
+        raise click.BadParameter(f"{quote(text)} does not exist")
     return text
 
 
@@ -60,9 +51,7 @@ def _source(text: str) -> str:
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def repair(
     store: str | None, sources: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -82,30 +71,29 @@ def repair(
     if not (yes or dry_run or made_anew):
         _ask(uri)
     places = [open_store(s) if store_uri(s) is not None else s for s in sources]
-    with phases(lambda: place.requests) as report:
-        done = place.repair(sources=places, progress=report, dry_run=dry_run)
+    with progress_bars(lambda: place.requests) as progress:
+        report = place.repair(sources=places, progress=progress, dry_run=dry_run)
     if made_anew:
-        done.found.insert(0, Damage("missing", CONFIG_KEY, "made anew from the newest root"))
+        report.found.insert(0, Damage("missing", CONFIG_KEY, "made anew from the newest root"))
     if as_json:
-        emit({"store": uri, **_document(done), **request_fields(place)})
+        emit({"store": uri, **_document(report)}, place)
     else:
-        _print(uri, done)
+        _print(uri, report)
         print_requests(place.requests)
-    if not done.ok:
+    if not report.ok:
         raise click.exceptions.Exit(1)
 
 
 def _ask(uri: str) -> None:
-    check_can_ask("--yes to repair, or --dry-run to look")
-    confirm(f"Repair {safe(uri)}?")
+    confirm(f"Repair {uri}?", "--yes to repair, or --dry-run to look")
 
 
 def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: bool) -> Store:
     """Make the record of a store anew, without which it cannot be opened; return the store."""
     uri = store or "."
-    found = store_uri(uri)
+    remote = store_uri(uri)
     folder = Path(local_path(uri)).resolve()
-    backend = LocalBackend(folder) if found is None else backend_at(found.store, options_for(uri))
+    backend = LocalBackend(folder) if remote is None else backend_at(remote.store, options_for(uri))
     try:
         read_config(backend)
     except DamagedError:
@@ -123,13 +111,16 @@ def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: 
     return open_whole_store(store)
 
 
-def _document(done: RepairReport) -> dict[str, Any]:
-    lists = {key: list(map(document_of, getattr(done, key))) for key in ("found", "remaining")}
-    rest = {key: value for key, value in vars(done).items() if key not in _THINGS}
-    return {"ok": done.ok, **rest, **counts(done, *_THINGS), **lists}
+def _document(report: RepairReport) -> dict[str, Any]:
+    return {
+        "ok": report.ok,
+        **report_fields(report, *_NUMBERS),
+        "found": list(map(damage_fields, report.found)),
+        "remaining": list(map(damage_fields, report.remaining)),
+    }
 
 
-_THINGS = (
+_NUMBERS = (
     "dropped_segments",
     "adopted_packs",
     "replaced_packs",
@@ -139,35 +130,33 @@ _THINGS = (
 )
 
 
-def _print(uri: str, done: RepairReport) -> None:
-    if not done.found:
-        click.echo(f"{safe(uri)}: no damage found")
-        print_warnings(done.warnings)
+def _print(uri: str, report: RepairReport) -> None:
+    if not report.found:
+        say(f"{uri}: no damage found")
+        print_warnings(report.warnings)
         return
-    for why in done.skipped:
-        click.echo(f"skipped: {safe(why)}", err=True)
+    for reason in report.skipped:
+        say(f"skipped: {reason}", err=True)
     steps = {
-        "unreadable index segments replaced": done.dropped_segments,
-        "packs listed in the index again": done.adopted_packs,
-        "damaged packs replaced": done.replaced_packs,
-        "chunks saved from damaged packs": done.saved_chunks,
-        "lost chunks found elsewhere": done.healed_chunks,
-        "condemned packs rescued": done.rescued_packs,
+        "unreadable index segments replaced": report.dropped_segments,
+        "packs listed in the index again": report.adopted_packs,
+        "damaged packs replaced": report.replaced_packs,
+        "chunks saved from damaged packs": report.saved_chunks,
+        "lost chunks found elsewhere": report.healed_chunks,
+        "condemned packs rescued": report.rescued_packs,
     }
-    for what, count in steps.items():
+    for step, count in steps.items():
         if count:
-            click.echo(f"{what}: {count:,}")
-    if any(damage.object == CONFIG_KEY for damage in done.found):
-        click.echo(f"{CONFIG_KEY} {'would be ' if done.dry_run else ''}made anew")
-    if any(damage.object.startswith("roots/") for damage in done.found):
-        click.echo("roots are damaged or lost (see `casnap check`): no snapshot needs them")
-    if done.ok:
-        click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
-        print_warnings(done.warnings)
+            say(f"{step}: {count:,}")
+    if any(damage.object == CONFIG_KEY for damage in report.found):
+        say(f"{CONFIG_KEY} {'would be ' if report.dry_run else ''}made anew")
+    if any(damage.object.startswith("roots/") for damage in report.found):
+        say("roots are damaged or lost (see `casnap check`): no snapshot needs them")
+    if report.ok:
+        say("nothing would stay lost" if report.dry_run else "everything is whole")
+        print_warnings(report.warnings)
         return
-    click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
-    print_damages(done.remaining)
-    click.echo(
-        "a take or import of the same bytes, or --from with a store of them, restores the lost;"
-    )
-    click.echo("`casnap rm` of the hurt snapshots gives it up")
+    say("what may stay lost:" if report.dry_run else "what stays lost:")
+    print_damages(report.remaining)
+    say("a take or import of the same bytes, or --from with a store of them, restores the lost;")
+    say("`casnap rm` of the hurt snapshots gives it up")

@@ -9,24 +9,17 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    open_store,
-    print_requests,
-    request_fields,
-    snapshots_of,
-    store_fields,
-)
+from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
 from casnap.cli.output import (
     CommandError,
-    counted,
-    counts,
+    amount,
     emit,
-    json_option,
     json_time,
-    phases,
-    quoted,
-    safe,
+    print_requests,
+    progress_bars,
+    quote,
+    report_fields,
+    say,
 )
 from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
@@ -52,8 +45,7 @@ from casnap.runtime.environment import local_path
     metavar="N",
     help="Compare the last N snapshots of each run with the one before.",
 )
-@endpoint_option
-@json_option
+@reading_options
 def report(store: str | None, prefix: str | None, output: Path, last: int, as_json: bool) -> None:
     """Write a page about a store: snapshots over time, what changed where, and what takes up space.
 
@@ -64,14 +56,14 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     if not as_json:
         _check_replaceable(output)
     place = open_store(store)
-    found = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
-    with phases(lambda: place.requests) as progress:
-        facts = gather(place.objects, found, last, progress)
+    contents = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
+    with progress_bars(lambda: place.requests) as progress:
+        facts = gather(place.objects, contents, last, progress)
     if as_json:
-        emit({**store_fields(place), **_document(facts), **request_fields(place)})
+        emit({**store_fields(place), **_document(facts)}, place)
         return
     _write(output, page(facts, time.time()))
-    click.echo(f"{safe(str(output))}: {counted(len(found), 'snapshot')}")
+    say(f"{output!s}: {amount(len(contents), 'snapshot')}")
     print_requests(place.requests)
 
 
@@ -90,7 +82,7 @@ def _document(facts: Facts) -> dict[str, Any]:
 def _run_fields(run: Run) -> dict[str, Any]:
     return {
         "folder": run.folder,
-        "snapshots": list(map(_taken_fields, run.snapshots)),
+        "snapshots": list(map(_snapshot_fields, run.snapshots)),
         "changes": {
             "names": run.changes.snapshots,
             "modules": run.changes.modules,
@@ -100,9 +92,8 @@ def _run_fields(run: Run) -> dict[str, Any]:
     }
 
 
-def _taken_fields(taken: SnapshotFacts) -> dict[str, Any]:
-    rest = {key: value for key, value in vars(taken).items() if key != "entries"}
-    return {**rest, **counts(taken, "entries"), "time": json_time(taken.time)}
+def _snapshot_fields(snapshot: SnapshotFacts) -> dict[str, Any]:
+    return {**report_fields(snapshot, "entries"), "time": json_time(snapshot.time)}
 
 
 def _check_replaceable(output: Path) -> None:
@@ -116,11 +107,11 @@ def _check_replaceable(output: Path) -> None:
             begins = file.read(len(HEAD))
     except FileNotFoundError:
         if not output.absolute().parent.is_dir():
-            raise CommandError(f"{quoted(str(output.parent))} is not a folder") from None
+            raise CommandError(f"{quote(str(output.parent))} is not a folder") from None
         return
     if begins != HEAD.encode():
         raise CommandError(
-            f"{quoted(str(output))} exists and is not a report; choose another with -o"
+            f"{quote(str(output))} exists and is not a report; choose another with -o"
         )
 
 

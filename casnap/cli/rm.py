@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    named_fields,
-    open_snapshot,
-    request_fields,
-)
-from casnap.cli.output import (
-    CommandError,
-    check_can_ask,
-    confirm,
-    counted,
-    described,
-    emit,
-    json_option,
-    safe,
-    size,
-)
+from casnap.cli.arguments import identity_of, open_snapshot, writing_options
+from casnap.cli.output import CommandError, amount, confirm, emit, say, size, summary
 from casnap.snapshot import Snapshot
 
 
@@ -30,46 +14,35 @@ from casnap.snapshot import Snapshot
 @click.option("--tagged", is_flag=True, help="Delete those that have tags, too.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete snapshots.
 
     Nothing is deleted unless all of them are found, and none has a tag; --tagged deletes those too.
     Their bytes stay on disk until `casnap gc` frees them.
     """
-    found = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
-    if not tagged:
-        _refuse_tagged(found)
-    if not (yes or dry_run):
-        check_can_ask("--yes to delete, or --dry-run to look")
-        for snapshot in found:
-            click.echo(_line(snapshot), err=True)
-        confirm(f"Delete {counted(len(found), 'snapshot')}?")
-    for snapshot in found:
-        if not dry_run:
-            snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
-        if not as_json:
-            would = "would be deleted" if dry_run else "deleted"
-            click.echo(f"{would} {_line(snapshot) if dry_run else safe(snapshot.path)}")
-    if as_json:
-        deleted = [{**named_fields(s), "tags": list(s.tags)} for s in found]
-        requests = request_fields(*(s.store for s in found))
-        emit({"dry_run": dry_run, "deleted": deleted, **requests})
-    elif not dry_run:
-        click.echo("`casnap gc` frees the bytes")
-
-
-def _refuse_tagged(found: list[Snapshot]) -> None:
-    for snapshot in found:
-        if snapshot.tags:
+    chosen = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
+    for snapshot in chosen:
+        if snapshot.tags and not tagged:
             raise CommandError(
                 f"{snapshot.path} has a tag, {', '.join(snapshot.tags)}, which protects it, so "
                 "nothing was deleted; --tagged deletes it, `casnap tag --remove` removes the tag"
             )
+    if not (yes or dry_run):
+        question = f"Delete {amount(len(chosen), 'snapshot')}?"
+        confirm(question, "--yes to delete, or --dry-run to look", list(map(_line, chosen)))
+    for snapshot in chosen:
+        if not dry_run:
+            snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
+        if not as_json:
+            say(f"would be deleted {_line(snapshot)}" if dry_run else f"deleted {snapshot.path}")
+    if as_json:
+        deleted = [{**identity_of(s), "tags": list(s.tags)} for s in chosen]
+        emit({"dry_run": dry_run, "deleted": deleted}, *(s.store for s in chosen))
+    elif not dry_run:
+        say("`casnap gc` frees the bytes")
 
 
 def _line(snapshot: Snapshot) -> str:
-    known = f"{size(snapshot.stats.logical_bytes)}  {described({}, snapshot.tags)}"
-    return f"{safe(snapshot.path)}  {known.rstrip()}"
+    tags = summary({}, snapshot.tags)
+    return f"{snapshot.path}  {size(snapshot.stats.logical_bytes)}  {tags}".rstrip()

@@ -8,24 +8,22 @@ from typing import Any
 import click
 
 from casnap.cli.arguments import (
-    endpoint_option,
+    identity_of,
     metadata_of,
-    named_fields,
     open_snapshot,
-    request_fields,
+    reading_options,
     snapshot_fields,
 )
 from casnap.cli.entries import entry_fields, small_value, type_text
 from casnap.cli.output import (
-    counted,
-    described,
+    amount,
     emit,
-    json_option,
     moment,
-    phases,
     print_rest,
-    safe,
+    progress_bars,
+    say,
     size,
+    summary,
     table,
 )
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
@@ -40,8 +38,7 @@ Facts = dict[str, Any]
 @click.argument("snapshot", metavar="STORE/NAME")
 @click.argument("path", required=False)
 @click.option("--limit", type=click.IntRange(min=1), help="The most children to print [50; all].")
-@endpoint_option
-@json_option
+@reading_options
 def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
     """Show the contents of a snapshot, or one tensor or value.
 
@@ -49,19 +46,19 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     counts the bytes of a tensor in chunks that an earlier snapshot of the store has as well: this
     snapshot did not store them again.
     """
-    found = open_snapshot(snapshot)
+    opened = open_snapshot(snapshot)
     if path is None:
-        document = {**snapshot_fields(found), "keys": list(_keys(found.contents))}
+        document = {**snapshot_fields(opened), "keys": list(_keys(opened.contents))}
         if as_json:
-            emit({**document, **request_fields(found.store)})
+            emit({**document}, opened.store)
         else:
-            _print_snapshot(found, document)
+            _print_snapshot(opened, document)
         return
-    facts, entry = _entry(found.contents, path)
+    facts, entry = _entry(opened.contents, path)
     if as_json:
         if "children" in facts:
             facts["children"] = facts["children"][:limit]
-        emit({**named_fields(found), **facts, **request_fields(found.store)})
+        emit({**identity_of(opened), **facts}, opened.store)
     else:
         _print_entry(facts, entry, limit or 50)
 
@@ -90,13 +87,13 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     facts: Facts = {"entry": path, "rank": entries.owner(inner), **entry_fields(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunk_count"] = len(contents.chunks(bare, entry))
-        with phases(lambda: contents.objects.backend.requests) as report:
+        with progress_bars(lambda: contents.objects.backend.requests) as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)
     else:
-        known, value = small_value(contents, bare, entry)
-        if known:
+        is_shown, value = small_value(contents, bare, entry)
+        if is_shown:
             facts["value"] = value
     return facts, entry
 
@@ -104,12 +101,12 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
 def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
     """Return the elements of a container, each with the totals of everything below it."""
     children: dict[str, Facts] = {}
-    for where, entry in entries.below(f"{inner}/"):
-        name = where[len(inner) + 1 :].partition("/")[0]
+    for inside, entry in entries.below(f"{inner}/"):
+        name = inside[len(inner) + 1 :].partition("/")[0]
         child = children.setdefault(
             name, {"entry": f"{path}/{name}", "what": "", "entry_count": 0, "logical_bytes": 0}
         )
-        if len(where) == len(inner) + 1 + len(name):
+        if len(inside) == len(inner) + 1 + len(name):
             child["what"] = type_text(entry)
         child["entry_count"] += 1
         child["logical_bytes"] += payload_of(entry).nbytes
@@ -125,39 +122,38 @@ def _print_facts(facts: dict[str, str]) -> None:
     width = max(map(len, facts)) + 2
     for name, text in facts.items():
         if text:
-            click.echo(f"{name:<{width}}{text}")
+            say(f"{name:<{width}}{text}")
 
 
 def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
     stats = snapshot.stats
     _print_facts(
         {
-            "snapshot": safe(snapshot.path),
+            "snapshot": snapshot.path,
             "taken": f"{moment(snapshot.time)}, in {stats.seconds:.3f} s",
             "commit": f"{snapshot.commit_id} (root {snapshot.seq})",
             "ranks": f"{snapshot.world_size}",
-            "logical": f"{size(stats.logical_bytes)} in {counted(stats.entries, 'entry')}",
+            "logical": f"{size(stats.logical_bytes)} in {amount(stats.entries, 'entry')}",
             "new": size(stats.new_bytes),
-            "metadata": described(metadata_of(snapshot), snapshot.tags),
+            "metadata": summary(metadata_of(snapshot), snapshot.tags),
         }
     )
-    click.echo()
+    say()
     rows = [
-        (safe(k["entry"]), f"{k['entry_count']:,}", size(k["logical_bytes"]))
-        for k in document["keys"]
+        (k["entry"], f"{k['entry_count']:,}", size(k["logical_bytes"])) for k in document["keys"]
     ]
     table(("KEY", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
 
 
 def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
-    lines = {"path": safe(facts["entry"]), "kind": safe(entry.kind)}
+    lines = {"path": facts["entry"], "kind": entry.kind}
     if facts["rank"] is not None:
         lines["scope"] = f"rank {facts['rank']}'s own"
     if isinstance(entry, TensorEntry):
-        lines["dtype"] = safe(entry.dtype)
+        lines["dtype"] = entry.dtype
         lines["shape"] = str(list(entry.shape))
         lines["gradient"] = "required" if entry.requires_grad else ""
-        lines["quantized"] = safe(facts["quantization"] or "")
+        lines["quantized"] = facts["quantization"] or ""
         lines["chunks"] = (
             f"{facts['chunk_count']:,}" if facts["chunk_count"] else "none: kept in the tree"
         )
@@ -167,7 +163,7 @@ def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
         lines["elements"] = f"{entry.count:,}"
     else:
         lines["bytes"] = _exact(facts["logical_bytes"])
-        lines["value"] = safe(repr(facts["value"])) if "value" in facts else ""
+        lines["value"] = repr(facts["value"]) if "value" in facts else ""
     _print_facts(lines)
     if facts.get("children"):
         _print_children(facts["children"], limit)
@@ -178,9 +174,9 @@ def _exact(nbytes: int) -> str:
 
 
 def _print_children(children: list[Facts], limit: int) -> None:
-    click.echo()
+    say()
     rows = [
-        (safe(c["entry"]), safe(c["what"]), f"{c['entry_count']:,}", size(c["logical_bytes"]))
+        (c["entry"], c["what"], f"{c['entry_count']:,}", size(c["logical_bytes"]))
         for c in children[:limit]
     ]
     table(("PATH", "TYPE", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import (
-    endpoint_option,
-    exclusive_option,
-    named_fields,
-    open_snapshot,
-    request_fields,
-)
-from casnap.cli.output import CommandError, described, emit, json_option, safe
+from casnap.cli.arguments import identity_of, open_snapshot, writing_options
+from casnap.cli.output import CommandError, emit, say, summary
 from casnap.snapshot import Snapshot
 
 
@@ -19,9 +13,7 @@ from casnap.snapshot import Snapshot
 @click.argument("path", metavar="STORE/NAME")
 @click.argument("tags", metavar="TAG...", nargs=-1)
 @click.option("--remove", is_flag=True, help="Remove these tags.")
-@exclusive_option
-@endpoint_option
-@json_option
+@writing_options
 def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
     """Add tags, which protect a snapshot, or remove them.
 
@@ -38,13 +30,13 @@ def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
         (store.untag if remove else store.tag)(name, *tags)
         snapshot = store[name]
     if as_json:
-        facts = {**named_fields(snapshot), "tags": list(snapshot.tags)}
-        emit({**facts, **request_fields(store)})
+        facts = {**identity_of(snapshot), "tags": list(snapshot.tags)}
+        emit({**facts}, store)
     elif tags:
-        click.echo(f"{safe(snapshot.path)}  {described({}, snapshot.tags) or 'has no tags'}")
+        say(f"{snapshot.path}  {summary({}, snapshot.tags) or 'has no tags'}")
     else:
         for each in snapshot.tags:
-            click.echo(safe(each))
+            say(each)
 
 
 def _check_has(snapshot: Snapshot, tags: tuple[str, ...]) -> None:

@@ -248,21 +248,21 @@ def test_progress_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.phases(lambda: {"put": 2, "get": 1000}) as report:
+    with output.progress_bars(lambda: {"put": 2, "get": 1000}) as report:
         assert report is not None
         report("counting", 1, 2)
         report("counting", 2, 2)
     assert "counting" in terminal.getvalue()
     assert "1,000 get, 2 put" in terminal.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with output.phases() as report:
+    with output.progress_bars() as report:
         assert report is None
 
 
 def test_short_work_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.phases() as report:
+    with output.progress_bars() as report:
         assert report is not None
         report("copying", 1, 2)
     assert terminal.getvalue() == ""
