@@ -146,8 +146,8 @@ def _print_advice(uri: str, report: CheckReport) -> None:
 
 def _print_counts(uri: str, report: CheckReport) -> None:
     # Without the table the number of snapshots is not known.
-    known = report.snapshots or ALL not in report.hurts
-    snapshots = f"{amount(report.snapshots, 'snapshot')}, " if known else ""
+    has_table = report.snapshots or ALL not in report.hurts
+    snapshots = f"{amount(report.snapshots, 'snapshot')}, " if has_table else ""
     say(
         f"{uri}, root {report.root}: {snapshots}"
         f"{amount(report.chunks, 'chunk')} in {amount(report.packs, 'pack')}, "

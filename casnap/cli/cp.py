@@ -93,20 +93,20 @@ def cp(
     with progress_bars() as progress:
         report = here.copy(
             name,
-            to=_place(there, destinations),
+            to=_target(there, destinations),
             rename=rename,
             dry_run=dry_run,
             progress=progress,
             exclusive=exclusive,
         )
-    made = [_requests(backends) for backends in (sources, destinations)]
+    by_side = [_requests(backends) for backends in (sources, destinations)]
     if as_json:
-        requests = dict(sum(map(Counter, made), Counter[str]()))
+        requests = dict(sum(map(Counter, by_side), Counter[str]()))
         counts = {"requests": requests} if requests else {}
         emit({"source": here.uri, "destination": _uri(there), **_facts_of(report), **counts})
         return
     _show(report, _uri(there))
-    for requests in made:
+    for requests in by_side:
         print_requests(requests)
 
 
@@ -175,7 +175,7 @@ def _options(uri: str) -> dict[str, Any] | None:
     return None if store_uri(uri) is None else options_for(uri)
 
 
-def _place(there: Store | str, backends: list[Backend]) -> Store | Backend | str:
+def _target(there: Store | str, backends: list[Backend]) -> Store | Backend | str:
     """Return where to copy to, so that the requests by which a store is made are counted."""
     if isinstance(there, Store) or store_uri(there) is None:
         return there
