@@ -809,7 +809,7 @@ def find_store_together(
             opened, name = find_store(path, storage_options, store, create=True)
             objects = opened.objects
             said = _SnapshotPlace(os.fspath(path), objects.backend.uri, opened.outer_name(name))
-            if objects.backend.is_remote and comm.size > 1:
+            if objects.backend.costly_requests and comm.size > 1:
                 said.config, said.root = objects.config, objects.recent()
             comm.broadcast_message(said, _SnapshotPlace)
             return opened, name

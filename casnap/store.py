@@ -207,7 +207,7 @@ class Store:
 
     def _locate(self) -> Location:
         """Return where the store is, or would be; a remote one is not asked for that."""
-        if self._objects is not None or self._place.backend.is_remote:
+        if self._objects is not None or self._place.backend.costly_requests:
             return self._place
         # One above may have been made.
         place = locate(self._uri, None)
@@ -217,10 +217,10 @@ class Store:
         """Open the store; return None if there is none yet, and it may be made."""
         if self._objects is None:
             place = self._locate()
-            if not self._create or (place.exists and not place.backend.is_remote):
+            if not self._create or place.exists:
                 # If the making of the store was cut off, this finishes it.
                 self._open(place, create=self._create)
-            elif place.backend.is_remote:
+            elif place.backend.costly_requests:
                 with suppress(NotAStoreError):
                     self._open(place, create=False)
         return self._objects

@@ -49,9 +49,15 @@ class Backend(ABC):
 
     Attributes:
         uri: The URI of this place, as the user would write it.
-        is_remote: Whether each call is a request to another machine. Then callers list a folder
-            rather than look at each object.
+        costly_requests: Whether each call takes a round trip, and may be paid for. Then callers
+            list a folder rather than look at each object, ask for much at once, and remember it.
         in_flight: How many calls at once are worth it.
+        has_page_cache: Whether this machine's memory keeps what was read. Then reads need no cache
+            of ours, and as many threads as there are cores.
+        syncs_folders: Whether each folder that was written to takes time to sync. Then a take
+            writes its packs in one.
+        needs_probe: Whether each host that writes has to find out whether put-if-absent is
+            honoured: another server, or another state of the bucket, may ignore it.
         max_chunk_bytes: The largest chunks that a store here may have.
         keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.
         exclusive: Whether the user vouches that no other process writes here. A backend that has
@@ -60,8 +66,11 @@ class Backend(ABC):
     """
 
     uri: str
-    is_remote: bool = False
-    in_flight: int = 4
+    costly_requests: bool = False
+    in_flight: int = 1
+    has_page_cache: bool = True
+    syncs_folders: bool = False
+    needs_probe: bool = False
     max_chunk_bytes: int = 64 << 20
     keeps_copies: bool = False
     exclusive: bool = False
@@ -137,8 +146,9 @@ class Backend(ABC):
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Create an object unless the key is taken; return whether it was created.
 
-        A remote backend also says so of an object with these very bytes: the answer to an earlier
-        attempt may have been lost. So if it matters which writer won, the bytes must differ.
+        It may also say so of an object with these very bytes, as remote backends do: the answer to
+        an earlier attempt may have been lost. So if it matters which writer won, the bytes must
+        differ.
         """
 
     @abstractmethod

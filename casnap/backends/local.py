@@ -70,6 +70,7 @@ class LocalBackend(Backend):
     """
 
     keeps_copies = True
+    syncs_folders = True
     folder: Path
     inner = f"/{STORE_FOLDER}"
     """Where the objects are in the folder."""

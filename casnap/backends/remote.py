@@ -70,8 +70,10 @@ class RemoteBackend(Backend):
         retries: How patient this is.
     """
 
-    is_remote = True
+    costly_requests = True
     in_flight = 16
+    has_page_cache = False
+    needs_probe = True
     max_chunk_bytes = 32 << 20
 
     def __init__(

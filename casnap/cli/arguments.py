@@ -144,7 +144,7 @@ def open_whole_store(store: str | None) -> Store:
     """
     place = open_store(store)
     backend = place.objects.backend
-    is_local_path = store and place.prefix and not backend.is_remote
+    is_local_path = store and place.prefix and backend.folder
     if is_local_path and not Path(local_path(str(store))).exists():
         uri = backend.uri
         raise CommandError(
@@ -185,7 +185,7 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
     try:
         if store_uri(path) is not None:
             return open_snapshot(path)
-        if elsewhere or not first.store.objects.backend.is_remote:
+        if elsewhere or first.store.objects.backend.folder:
             return Snapshot(path)
     except CasnapError as e:
         if elsewhere:

@@ -103,10 +103,10 @@ class AutomaticCollector:
                 self._worker.start()
 
     def _run(self) -> None:
-        is_remote = self._objects.backend.is_remote
+        costly = self._objects.backend.costly_requests
         try:
             with self._collecting:
-                if is_remote:
+                if costly:
                     report = self._collect(GcOptions(grace=DAY))
                 else:
                     report = self._collect(
@@ -118,7 +118,7 @@ class AutomaticCollector:
             self._ready_at = time.monotonic() + _FAILURE_REST
             _log.warning("%s: its garbage is not collected: %s", self._objects.backend.uri, e)
             return
-        self._ready_at = time.monotonic() + (_REMOTE_REST if is_remote else 0.0)
+        self._ready_at = time.monotonic() + (_REMOTE_REST if costly else 0.0)
         self._processor_ready_at = time.process_time() + _SHARE * report.processor_seconds
         _log.info(
             "%s: collected garbage in %.3f s: %d bytes freed, %d bytes wait for the next time",

@@ -111,5 +111,5 @@ def damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
             return Damage(kind, root_key(seq), message)
         return None
 
-    looks = mapped(look, numbers, backend.in_flight if backend.is_remote else 1)
+    looks = mapped(look, numbers, backend.in_flight)
     return [damage for _, damage in looks if damage is not None]

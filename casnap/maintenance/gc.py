@@ -420,7 +420,7 @@ class _Collector:
         self.report.refused |= refused
         self.report.freed_bytes += sum(sizes.values())
         # At a remote place, a collection with nothing to do asks nothing.
-        if orphans or not self._backend.is_remote:
+        if orphans or not self._backend.costly_requests:
             self.report.freed_bytes += self._backend.tidy(self._options.grace)
 
     def _note_deleted(self, files: Iterable[str]) -> None:

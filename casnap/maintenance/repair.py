@@ -450,7 +450,7 @@ class _Repair:
 
 def _store_at(source: str) -> Backend:
     location = locate_store(source)
-    if not location.exists:
+    if location.backend.folder and not location.exists:
         raise NotAStoreError(
             "it is no casnap store. Take or import the tensors of a file into the damaged store: "
             "that heals the chunks that it has"

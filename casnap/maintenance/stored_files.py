@@ -41,7 +41,7 @@ class StoredFiles:
 
     def __init__(self, objects: Objects, root: Root) -> None:
         self._backend = backend = objects.backend
-        many = backend.is_remote and sum(ref.count for ref in root.segments) > _MANY_RECORDS
+        many = backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
         self._sizes = listed_packs(backend, many=many)
         self.packs = set(self._sizes)
         names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
@@ -71,7 +71,7 @@ class StoredFiles:
             The bytes of each deleted file; and the reason for each file that this user may not
             delete, such as another user's file in a sticky folder.
         """
-        most = _REMOTE_BATCH if self._backend.is_remote else _LOCAL_BATCH
+        most = _REMOTE_BATCH if self._backend.costly_requests else _LOCAL_BATCH
         keys = list(files)
         batches = [keys[at : at + most] for at in range(0, len(keys), most)]
         sizes: dict[str, int] = {}

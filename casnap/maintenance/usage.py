@@ -78,7 +78,7 @@ def usage(
 def stored_bytes(objects: Objects) -> int:
     """Return the bytes of all live packs: nearly all that the store takes up."""
     live = objects.view().live
-    if objects.backend.is_remote:
+    if objects.backend.costly_requests:
         sizes = listed_packs(objects.backend, many=False)
         return sum(sizes.get(pack, 0) for pack in live)
     keys = map(pack_key, live)

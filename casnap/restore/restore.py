@@ -207,17 +207,17 @@ def _agree(
     Reading and loading a state may itself be a collective, so the order must be the same.
     """
     backend = contents.objects.backend
-    is_remote = backend.is_remote and comm.size > 1
+    costly = backend.costly_requests and comm.size > 1
     asked = _Asked([component_of(key) for key in random_states_first(app_state)])
-    if is_remote:
+    if costly:
         asked.cache = contents.objects.index.cache.identity
     elif comm.size > 1 and (boot := boot_id()):
         asked.cache = f"{boot} {backend.identity}".encode()
     everyone = comm.gather_messages(asked, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
-    root = contents.objects.recent() if is_remote and comm.rank == 0 else None
+    root = contents.objects.recent() if costly and comm.rank == 0 else None
     caches = {of_rank.cache for of_rank in everyone}
-    has_one_cache = not is_remote and len(caches) == 1 and b"" not in caches
+    has_one_cache = not costly and len(caches) == 1 and b"" not in caches
     own = _Agreed(contents.row.commit, options.read_once, has_one_cache, order, root)
     agreed = comm.broadcast_message(own, _Agreed)
     commit = agreed.commit.hex()

@@ -158,7 +158,7 @@ class _SharedFetch:
             # Of this memory each rank has its part, and it is the same for all.
             window = min(window, _LEAST_WINDOW)
             share = max(window // size, chunk_size)
-            if not self._objects.backend.is_remote:
+            if not self._objects.backend.costly_requests:
                 # Small units are shared out more evenly. From a server, long runs are asked for, or
                 # each rank would also get the units of others in between.
                 unit = chunk_size

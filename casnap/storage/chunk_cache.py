@@ -299,7 +299,7 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
     given: object = nbytes
     if given is not None and (not isinstance(given, int) or given < 0):
         raise ValueError(f"cache_bytes is a number of bytes, 0 or more; got {nbytes!r}")
-    if not backend.is_remote:
+    if backend.has_page_cache:
         if nbytes:
             raise ValueError(
                 f"cache_bytes is for a store on a server, but {backend.uri} is on this machine; "

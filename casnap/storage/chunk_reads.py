@@ -120,7 +120,7 @@ class FailedRead(NamedTuple):
 
 def _readers(backend: Backend) -> int:
     """Return how many threads read: some wait for the disk, or a server, while all cores verify."""
-    return SLOTS if backend.is_remote else min(cores() + 2, SLOTS)
+    return min(cores() + 2, SLOTS) if backend.has_page_cache else SLOTS
 
 
 def read_places(
@@ -138,7 +138,7 @@ def read_places(
             failures.append(FailedRead(place, wants, Failure(Reason.IMPOSSIBLE)))
     direct, joined = _split_direct(backend, located, options)
     read_direct = partial(_read_in_place, backend, direct, options)
-    if direct and joined and backend.is_remote and options.readers:
+    if direct and joined and backend.costly_requests and options.readers:
         # A few small chunks would take a round trip more after the others, or before.
         read_joined = partial(_read_joined, backend, chunk_size, joined, options)
         retried, bad = beside(read_direct, read_joined)
@@ -162,7 +162,7 @@ def _read_joined(
         return []
     is_small = total <= _SMALL_BYTES or options.readers == 0
     if is_small:
-        at_once = min(backend.in_flight, _SMALL_IN_ALL // most) if backend.is_remote else 1
+        at_once = min(backend.in_flight, _SMALL_IN_ALL // most)
     else:
         pool = shared_pool(max(most, chunk_size + (64 << 10)))
         at_once = min(
@@ -183,7 +183,7 @@ def _read_joined(
             with pool.lease() as slot:
                 if options.prepare is not None:
                     options.prepare(slot)
-                if options.budget is not None or not backend.is_remote:
+                if options.budget is not None or not backend.costly_requests:
                     read_into(slot.view)
                     return
                 parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
@@ -222,7 +222,7 @@ def _read_in_place(
         memory was written to meanwhile.
     """
     total = sum(place.stored for place, _ in in_place)
-    if backend.is_remote:
+    if backend.costly_requests:
         least, readers = _SMALL_BYTES, backend.in_flight
     else:
         readers = min(_readers(backend), options.readers, total // _SHARE_BYTES)
@@ -231,7 +231,7 @@ def _read_in_place(
     # reads ahead, in large pages.
     most = min(SLOT_BYTES, max(least, total // SLOTS))
     # A file is read chunk by chunk, so a run of it may have any gaps.
-    gap = max_gap(backend) if backend.is_remote else most
+    gap = most if backend.has_page_cache else max_gap(backend)
     if options.room is not None:
         gap = PAGE  # what lies in a gap would be kept, in room for all
     runs = list(coalesce(in_place, most + PAGE, gap))
@@ -371,7 +371,7 @@ class PackRun:
 
 def max_gap(backend: Backend) -> int:
     """Return over how many bytes to read rather than read twice."""
-    return _REMOTE_GAP if backend.is_remote else _GAP
+    return _REMOTE_GAP if backend.costly_requests else _GAP
 
 
 def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:

@@ -120,7 +120,7 @@ class _Publishing:
             return None
         new_table = self._write_table(m)
         like = self._serving_all(self._become(m))
-        if self._objects.backend.is_remote:
+        if self._objects.backend.costly_requests:
             find = partial(self._objects.index.find, latest)
             self._packs.finish(find, self._upper_lists(new_table))
         else:

@@ -57,7 +57,7 @@ def not_a_store_error(backend: Backend) -> NotAStoreError:
     )
     return NotAStoreError(
         f"{uri} is not a casnap store; make one with `casnap init {uri}` or Store(...), or check "
-        f"the path{hint if backend.is_remote else ''}"
+        f"the path{hint if backend.folder is None else ''}"
     )
 
 

@@ -84,7 +84,7 @@ def create_store(
     backend.make()
     ours: StoreConfig | None = None
     # A list of a remote place shows more, and its objects are few folders.
-    names = set(backend.names("")) if backend.is_remote else None
+    names = set(backend.names("")) if backend.costly_requests else None
     is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
@@ -179,7 +179,7 @@ def _put_config(
         )
     # A maker that was killed leaves nothing but temporary files.
     others = names - {"tmp"}
-    if not backend.is_remote and "tmp" in names:
+    if not backend.costly_requests and "tmp" in names:
         others.update(f"tmp/{n}" for n in backend.names("tmp") if not TEMPORARY.fullmatch(n))
     # Another process may have just made the store: it puts the record before any root.
     if others and not has_object(backend, CONFIG_KEY):
@@ -213,7 +213,7 @@ def _is_marked(backend: Backend) -> bool:
 
 
 def _check_remote_place(backend: Backend, *, asked: bool) -> None:
-    uri = store_uri(backend.uri) if backend.is_remote else None
+    uri = store_uri(backend.uri) if backend.costly_requests else None
     if uri is not None and uri.is_bucket and not asked:
         raise StoreError(
             f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "

@@ -206,7 +206,7 @@ class Index:
         """Cache all segments of a root; of a remote store one process of this host reads them."""
         idents = [SegmentId(ref.id) for ref in root.segments]
         are_cached = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
-        if not self._backend.is_remote or all(are_cached):
+        if not self._backend.costly_requests or all(are_cached):
             return self._learn_all(cache, root)
         with cache.learning():
             return self._learn_all(cache, root)
@@ -285,7 +285,7 @@ class Index:
     def _read_some(self, missing: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
         """Take some segments off a list, and read them: on a remote store several at a time."""
         refs = [missing.pop(0)]
-        while self._backend.is_remote and missing and len(refs) < self._backend.in_flight:
+        while missing and len(refs) < self._backend.in_flight:
             if sum(ref.count for ref in refs) + missing[0].count > _TOGETHER_RECORDS:
                 break
             refs.append(missing.pop(0))
@@ -349,12 +349,12 @@ class Index:
 
         Only those of one are kept: each commit replaces the one before.
         """
-        if self._backend.is_remote and segment_count(sealed) <= SMALL_RECORDS:
+        if self._backend.costly_requests and segment_count(sealed) <= SMALL_RECORDS:
             self.cache.keep_note(_LAST_SMALL, ident + sealed)
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
         """Return what :meth:`sealed` does, from this host's cache if it is kept there."""
-        if self._backend.is_remote:
+        if self._backend.costly_requests:
             note = self.cache.note(_LAST_SMALL) or b""
             ident, data = note[: len(ref.id)], note[len(ref.id) :]
             if ident == ref.id and segment_count(data) == ref.count:

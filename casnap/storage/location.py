@@ -40,7 +40,7 @@ class Location(NamedTuple):
     Attributes:
         backend: Where the store lives, or would.
         name: A name or prefix in the store; empty for the store itself.
-        exists: Whether the store was found. A remote one is not looked for: to read its record
+        exists: Whether the store was found. A remote one never is: to read its record then
             costs no more.
     """
 
@@ -124,7 +124,9 @@ def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
     if uri.store.startswith("memory://"):
         _check_no_options(uri.store, storage_options)
     backend = backend_at(uri.store, storage_options)
-    return Location(backend, uri.name, backend.is_remote or has_object(backend, CONFIG_KEY))
+    return Location(
+        backend, uri.name, not backend.costly_requests and has_object(backend, CONFIG_KEY)
+    )
 
 
 def _local(

@@ -194,7 +194,7 @@ class Objects:
         return known
 
     def _within(self, seconds: float, since: float) -> bool:
-        return self.backend.is_remote and time.monotonic() - since < seconds
+        return self.backend.costly_requests and time.monotonic() - since < seconds
 
     def note_newest(self, root: Root) -> None:
         """Note a root that this process has just read, or put, as the newest one."""
@@ -253,7 +253,9 @@ class Objects:
         if cached is not None:
             self._hints.use(digest)
             return cached
-        if self.backend.is_remote and (hint := hint or self._hints.find(cache, digest)) is not None:
+        if self.backend.costly_requests:
+            hint = hint or self._hints.find(cache, digest)
+        if self.backend.costly_requests and hint is not None:
             node_pack = read_node_pack(self.backend, hint)
             cache.keep_nodes(node_pack.nodes.items())
             self._hints.keep(cache, hint.pack, node_pack)
@@ -311,7 +313,7 @@ class Objects:
             BackendError: Some chunks could not be read, and may be whole.
         """
         pending = iter(wants)
-        if self.backend.is_remote:
+        if self.backend.costly_requests:
             few = list(islice(pending, _FEW + 1))
             rest = self._fetch_few(few, options) if len(few) <= _FEW else few
             if few and not rest:

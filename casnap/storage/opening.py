@@ -71,11 +71,11 @@ def open_objects(
     room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
     # If only the record of the store above is there, its making was cut off.
-    may_make = create and (not place.name or (place.exists and not backend.is_remote))
+    may_make = create and (not place.name or place.exists)
     new_objects = partial(Objects, backend, marks=markers)
     objects = new_objects(config=config) if config is not None else None
     made: CreatedStore | None = None
-    if objects is None and backend.is_remote:
+    if objects is None and backend.costly_requests:
         objects = _at(backend, or_none=may_make, ahead=ahead, marks=markers)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
@@ -84,7 +84,7 @@ def open_objects(
             level = logging.INFO if asked else logging.WARNING
             _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
         objects = new_objects(config=made.config)
-        if made.root is not None and backend.is_remote:
+        if made.root is not None and backend.costly_requests:
             objects.note_newest(made.root)
     elif objects is None and not place.exists:
         raise (
@@ -121,7 +121,7 @@ def locate(
     if storage_options:
         raise ValueError("a backend knows how it is reached; give storage_options to its maker")
     # A backend without a store is noticed when the store's record is read.
-    return Location(uri, "", True)
+    return Location(uri, "", not uri.costly_requests)
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool, marks: bool) -> Objects | None:

@@ -118,7 +118,9 @@ class PackWriter:
         self._full: queue.SimpleQueue[_Pack | None] = queue.SimpleQueue()
         self._writers: list[Worker] = []
         # Each holds a slot of the pool. Those to a remote store only wait: the limit is not theirs.
-        at_once = min(backend.in_flight, SLOTS) if backend.is_remote else crew.limited(_WRITERS)
+        at_once = crew.limited(_WRITERS)
+        if backend.costly_requests:
+            at_once = min(backend.in_flight, SLOTS)
         self._most_writers = at_once
         self.packs: list[PackId] = []
         self.records: list[Record] = []
@@ -136,7 +138,7 @@ class PackWriter:
         spreads its work by the beginnings of names.
         """
         ident = new_id(self._base)
-        return PackId(ident if self._backend.is_remote else ident[:-1] + self._folder)
+        return PackId(ident[:-1] + self._folder if self._backend.syncs_folders else ident)
 
     def begin_wait(self, pack: _Pack) -> None:
         """Have a pack not written before one more thing has ended."""
@@ -233,8 +235,7 @@ class PackWriter:
         def copy(pack: PackId) -> None:
             self._backend.copy(pack_key(pack), pack_key(new_ids[pack]))
 
-        at_once = self._backend.in_flight if self._backend.is_remote else 1
-        for _ in mapped(copy, new_ids, at_once):
+        for _ in mapped(copy, new_ids, self._backend.in_flight):
             pass
         self.packs = list(new_ids.values())
         self.lengths = {new_ids[pack]: n for pack, n in self.lengths.items()}

@@ -44,7 +44,7 @@ class PackLengths:
             packs: The packs.
             total: How many packs the store has, about.
         """
-        if not self._backend.is_remote:
+        if not self._backend.costly_requests:
             return {pack: self._length(pack) for pack in packs}
         with self._lock:
             if time.monotonic() - self._since > _BELIEVED:

@@ -67,7 +67,7 @@ def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
     """
     if backend.exclusive:
         return
-    if not config.put_if_absent or (backend.is_remote and not honours_put_if_absent(backend)):
+    if not config.put_if_absent or (backend.needs_probe and not honours_put_if_absent(backend)):
         raise no_put_if_absent_error(backend)
 
 
@@ -79,7 +79,7 @@ def recheck_put_if_absent(backend: Backend) -> None:
     Raises:
         StoreError: The place does not honour put-if-absent as it is now.
     """
-    if backend.is_remote and not backend.exclusive and not honours_put_if_absent(backend):
+    if backend.needs_probe and not backend.exclusive and not honours_put_if_absent(backend):
         raise no_put_if_absent_error(backend)
 
 
@@ -88,7 +88,7 @@ def put_if_absent_warnings(backend: Backend) -> list[str]:
 
     Nothing is put: this is for readers, too.
     """
-    if not backend.is_remote or not backend.can_put_if_absent or not backend.versioning:
+    if not backend.can_put_if_absent or not backend.versioning:
         return []
     place = _place(backend)
     if not place or place in _known or _is_fresh(_note(place)):
@@ -126,7 +126,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
 def _place(backend: Backend) -> str:
     """Return what a verdict is about; empty where none is needed."""
     endpoint = backend.endpoint
-    versioning = backend.versioning if endpoint and backend.is_remote else ""
+    versioning = backend.versioning if endpoint else ""
     return f"{endpoint} versioning {versioning}" if versioning else endpoint
 
 

@@ -63,11 +63,12 @@ def finish_rank_part(transaction: Transaction, world: int, seq: int = 0) -> Rank
     objects, packs = transaction.objects, transaction.new_packs
     # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
     # publishing rank compares what all rely on with the newest root.
-    base_does = objects.backend.is_remote and not seq
+    base_does = objects.backend.costly_requests and not seq
     latest = transaction.base if base_does else objects.view()
     transaction.reused.confirm(latest)
     if not transaction.may_be_referenced:
-        packs.finish(partial(objects.index.find, latest) if objects.backend.is_remote else None)
+        find = partial(objects.index.find, latest)
+        packs.finish(find if objects.backend.costly_requests else None)
         transaction.cache_nodes()
     if seq > packs.base:
         transaction.move(seq)

@@ -68,6 +68,6 @@ class RememberedRoot:
 
     def keep(self, config: StoreConfig, root: Root) -> None:
         """Note the newest root, for later processes of this host."""
-        if self._backend.is_remote and self._kept != (root.seq, root.commit):
+        if self._backend.costly_requests and self._kept != (root.seq, root.commit):
             self._kept = (root.seq, root.commit)
             self._cache.keep_note(_NOTE, encode(_Note(config, root.seq, root.commit)))

@@ -64,7 +64,7 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
     first_seq = root.seq
     while newer is not None:
         root = newer
-        if backend.is_remote and root.seq == first_seq + _MOST_PROBES:
+        if backend.costly_requests and root.seq == first_seq + _MOST_PROBES:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
     # This version knows none.
@@ -80,7 +80,7 @@ def _first_look(backend: Backend, known: Root | None, *, stands: bool) -> tuple[
     """
     if known is not None and stands:
         return known, _after(backend, known)
-    if not backend.is_remote:
+    if not backend.costly_requests:
         root = known if known is not None and _stands(backend, known) else last_listed(backend)
         return root, _after(backend, root)
     if known is not None:

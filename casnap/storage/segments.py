@@ -48,7 +48,7 @@ def add_segment(
     """
     *large, segment = _parts(segment)
     written = [write_segment(objects, part, base) for part in large]
-    levels = _REMOTE_LEVELS if objects.backend.is_remote else _LOCAL_LEVELS
+    levels = _REMOTE_LEVELS if objects.backend.costly_requests else _LOCAL_LEVELS
     sizes = {ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
     merged = _to_merge(sizes, len(segment.records) + len(segment.packs), levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)

@@ -209,7 +209,7 @@ def mark(objects: Objects, name: str, row: Row) -> None:
     }
     try:
         objects.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
-        now = row if objects.backend.is_remote else _row_now(objects, name, row)
+        now = row if objects.backend.costly_requests else _row_now(objects, name, row)
     except Exception as e:  # noqa: BLE001
         _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
         return

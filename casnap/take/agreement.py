@@ -79,7 +79,7 @@ def agree_on_request(
         },
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
-        root=root if objects.backend.is_remote else None,
+        root=root if objects.backend.costly_requests else None,
     )
     first = comm.broadcast_message(own, Request)
     if first.root is not None and comm.rank:

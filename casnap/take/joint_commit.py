@@ -99,15 +99,14 @@ def _check_written(objects: Objects, others: OtherRanks) -> None:
         StoreError: It does not: they write to another storage, such as a copy of the store.
     """
     # At a remote place one of each rank says where it writes; all see a put that was answered.
-    written = others.samples if objects.backend.is_remote else others.packs
+    written = others.samples if objects.backend.costly_requests else others.packs
     ends = dict.fromkeys(map(pack_key, written), 0)
     ends |= {segment_key(ref.id): 0 for ref in others.segments}
     for _, place in others.records:
         key = pack_key(place.pack)
         if key in ends:
             ends[key] = max(ends[key], place.offset + place.stored)
-    at_once = objects.backend.in_flight if objects.backend.is_remote else 1
-    sizes = mapped(objects.backend.size_if_there, ends, at_once)
+    sizes = mapped(objects.backend.size_if_there, ends, objects.backend.in_flight)
     lacking = [key for key, size in sizes if size is None or size < ends[key]]
     if lacking:
         raise StoreError(

@@ -365,7 +365,7 @@ def test_wrong_options(bucket: Bucket, options: dict[str, Any], reason: Reason |
 )
 def test_a_typo_in_the_scheme(uri: str, told: str | None) -> None:
     if told is None:
-        assert not backend_at(uri).is_remote  # a path like any other
+        assert backend_at(uri).folder  # a path like any other
         return
     with pytest.raises(NotAStoreError, match=told):
         backend_at(uri)

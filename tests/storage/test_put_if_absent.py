@@ -28,7 +28,9 @@ TINY = {"s": StateDict(x=1)}
 class Gateway(LocalBackend):
     """A folder that stands for a server: it may overwrite what is there, or refuse to delete."""
 
-    is_remote = True
+    costly_requests = True
+    has_page_cache = syncs_folders = False
+    needs_probe = True
     overwrites = False
     refuses_deletes = False
     fails_at = -1

@@ -18,7 +18,10 @@ class FarFolder(LocalBackend):
         log: Each request of this process: its kind, and the key or folder.
     """
 
-    is_remote = True
+    costly_requests = True
+    in_flight = 4
+    has_page_cache = syncs_folders = False
+    needs_probe = True
     keeps_copies = False
 
     def __init__(self, folder: Path | str) -> None:

@@ -41,8 +41,10 @@ class RemoteDouble(MemoryBackend):
         trips: How often one of them began while no other one ran.
     """
 
-    is_remote = True
+    costly_requests = True
     in_flight = 16
+    has_page_cache = False
+    needs_probe = True
     max_chunk_bytes = 32 << 20
 
     def __init__(self, name: str) -> None:

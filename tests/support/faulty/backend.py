@@ -138,7 +138,10 @@ class FaultyBackend(Backend):
     def __init__(self, inner: Backend, *faults: Fault) -> None:
         self.inner = inner
         self.uri = inner.uri
-        self.is_remote = inner.is_remote
+        self.costly_requests = inner.costly_requests
+        self.has_page_cache = inner.has_page_cache
+        self.syncs_folders = inner.syncs_folders
+        self.needs_probe = inner.needs_probe
         self.in_flight = inner.in_flight
         self.max_chunk_bytes = inner.max_chunk_bytes
         self.keeps_copies = inner.keeps_copies
