@@ -225,7 +225,7 @@ def _leave_out_conflicts(
     def content(part: tuple[str, int]) -> object:
         entry = stored[part[0]].entry
         assert isinstance(entry, TensorEntry)
-        return entry.dtype, getattr(entry, "boxes", None), entry.data
+        return entry.dtype, entry.data
 
     for group in conflicting_groups(memory_of(places), content):
         names = sorted({name for name, _ in group})

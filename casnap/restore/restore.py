@@ -281,4 +281,4 @@ def _load(
 def _value_of(entry: Entry) -> object:
     """Return everything that the values of a tensor depend on, besides its shape."""
     assert isinstance(entry, TensorEntry)
-    return entry.dtype, getattr(entry, "boxes", None), entry.data
+    return entry.dtype, entry.data
