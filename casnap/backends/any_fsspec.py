@@ -67,21 +67,21 @@ class FsspecClient(Client):
         self._renames = type(self._fs).mv is not AbstractFileSystem.mv
 
     async def _do(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        what = f"{self._uri}/{key}"
+        place = f"{self._uri}/{key}"
         try:
             return await asyncio.to_thread(self._alone, partial(call, *arguments, **named))
         except (FileNotFoundError, NotADirectoryError) as e:
-            raise FileNotFoundError(what) from e
+            raise FileNotFoundError(place) from e
         except PermissionError as e:
             raise UnavailableError(
-                f"{what}: not allowed: {without_secrets(str(e))}", reason="denied"
+                f"{place}: not allowed: {without_secrets(str(e))}", reason="denied"
             ) from e
         except IsADirectoryError as e:
-            raise BackendError(f"{what} is a folder, not an object") from e
+            raise BackendError(f"{place} is a folder, not an object") from e
         except (OSError, EOFError, asyncio.TimeoutError) as e:
             raise TransientError(f"{type(e).__name__}: {without_secrets(str(e))}") from e
         except Exception as e:  # what a library of a file system raises
-            raise BackendError(f"{what}: {type(e).__name__}: {without_secrets(str(e))}") from e
+            raise BackendError(f"{place}: {type(e).__name__}: {without_secrets(str(e))}") from e
 
     def _alone(self, call: Callable[[], T]) -> T:
         in_memory = isinstance(self._fs, MemoryFileSystem)
@@ -150,8 +150,8 @@ class FsspecClient(Client):
         skip = len(self._root) + 1
         with suppress(FileNotFoundError):
             if deep:
-                found = await self._do(prefix, self._fs.find, folder, detail=True)
-                infos = list(found.values())
+                by_path = await self._do(prefix, self._fs.find, folder, detail=True)
+                infos = list(by_path.values())
             else:
                 infos = await self._do(prefix, self._fs.ls, folder, detail=True)
             for info in infos:
@@ -177,7 +177,7 @@ class FsspecClient(Client):
             self._is_in_container = False
 
     @override
-    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
+    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
         await self._do(key, self._copy, self._path(key), self._path(to))
         return ObjectStat(None)
 

@@ -227,16 +227,16 @@ class Backend(ABC):
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the length in bytes of each object below a folder, at any depth, by its key."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name in self.names(folder):
             key = f"{folder}/{name}" if folder else name
             try:
-                found[key] = self.size(key)
+                sizes[key] = self.size(key)
             except (FileNotFoundError, BackendError) as e:
                 if isinstance(e, UnavailableError):
                     raise
-                found |= self.sizes(key)
-        return found
+                sizes |= self.sizes(key)
+        return sizes
 
     @abstractmethod
     def copy(self, key: str, to: str) -> None:

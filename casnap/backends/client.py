@@ -138,15 +138,15 @@ class Page:
         """
         skip = len(prefix)
         # Consoles make empty objects for folders, which end with a slash.
-        found = [(name[skip:], size, at) for name, size, at in objects if not name.endswith("/")]
-        sizes = {key: size for key, size, _ in found}
-        times = {key: at.timestamp() for key, _, at in found if at is not None}
+        rows = [(name[skip:], size, at) for name, size, at in objects if not name.endswith("/")]
+        sizes = {key: size for key, size, _ in rows}
+        times = {key: at.timestamp() for key, _, at in rows if at is not None}
         return cls(sizes, [folder[skip:-1] for folder in folders], after, times)
 
 
-def kept_of(told: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def kept_of(properties: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return what a copy has to be given, of what a server tells of its source."""
-    return {name: told[name] for name in names if told.get(name)}
+    return {name: properties[name] for name in names if properties.get(name)}
 
 
 class Client(ABC):
@@ -196,7 +196,7 @@ class Client(ABC):
         """List a page of the objects whose keys begin so; if not deep, one level of them."""
 
     @abstractmethod
-    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
+    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
         """Copy an object on the server, stored as it is."""
 
     @abstractmethod
@@ -256,8 +256,8 @@ def without_secrets(message: str) -> str:
     return re.sub(r"(\w*token=)[^&\s'\"]*", r"\1…", message)
 
 
-def _slashes_only(found: re.Match[str]) -> str:
-    return "//" if "//" in found[0] else ""
+def _slashes_only(match: re.Match[str]) -> str:
+    return "//" if "//" in match[0] else ""
 
 
 @contextmanager
@@ -266,7 +266,7 @@ def valid_options(uri: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError) as e:
-        told = without_secrets(str(e))
+        detail = without_secrets(str(e))
         # A traceback shows the cause, with all that its message holds.
-        cause = e if told == str(e) else None
-        raise StoreError(f"{uri}: wrong storage_options: {told}") from cause
+        cause = e if detail == str(e) else None
+        raise StoreError(f"{uri}: wrong storage_options: {detail}") from cause

@@ -78,9 +78,9 @@ class GcsClient(Client):
                 self._fs = GCSFileSystem(**options)
         except OSError as e:
             # It asks Google about some tokens, by URLs that hold them.
-            told = without_secrets(str(e))
+            detail = without_secrets(str(e))
             raise UnavailableError(
-                f"{uri}: the credentials cannot be checked: {told}", reason="unreachable"
+                f"{uri}: the credentials cannot be checked: {detail}", reason="unreachable"
             ) from None
         self._bucket, _, prefix = uri.partition("://")[2].partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
@@ -108,7 +108,7 @@ class GcsClient(Client):
         self,
         method: str,
         path: str,
-        what: str,
+        subject: str,
         *,
         headers: Mapping[str, str] | None = None,
         parameters: Mapping[str, str] | None = None,
@@ -132,7 +132,7 @@ class GcsClient(Client):
                     return content.decode(errors="replace")
                 return json.loads(content) if content else {}
         except StatusError as refusal:
-            raise await self._meant(refusal, path, what) from refusal
+            raise await self._meant(refusal, path, subject) from refusal
         except aiohttp.InvalidURL as e:
             raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError, ValueError) as e:
@@ -175,11 +175,11 @@ class GcsClient(Client):
             return {}
         return {"userProject": payer if isinstance(payer, str) else self._fs.project}
 
-    async def _meant(self, refusal: StatusError, path: str, what: str) -> Exception:
+    async def _meant(self, refusal: StatusError, path: str, subject: str) -> Exception:
         """Return the error that an answer means. A 404 may not tell what is missing."""
         if refusal.status == 401 and self._fs.credentials.credentials is None:
             return none_found_error(self._uri, refusal)
-        error = typed(refusal, what, self._uri)
+        error = typed(refusal, subject, self._uri)
         if error is not None:
             return error
         if f"{self._objects()}/" not in path:
@@ -189,7 +189,7 @@ class GcsClient(Client):
         if not self._bucket_is_there:
             await self._ask("GET", self._objects(), self._uri, parameters={"maxResults": "1"})
             self._bucket_is_there = True
-        return FileNotFoundError(what)
+        return FileNotFoundError(subject)
 
     @override
     async def endpoint(self) -> str:
@@ -204,7 +204,7 @@ class GcsClient(Client):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
             f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        told = await self._ask(
+        reply = await self._ask(
             "POST",
             f"/upload{self._objects()}",
             f"{self._uri}/{key}",
@@ -213,7 +213,7 @@ class GcsClient(Client):
             | ({"ifGenerationMatch": "0"} if if_absent else {}),
             body=Body(source, before.encode(), f"\r\n--{_BOUNDARY}--".encode()),
         )
-        if int(told.get("size", -1)) != len(source.content):
+        if int(reply.get("size", -1)) != len(source.content):
             raise TransientError("the answer to a put tells another length, or none")
         return ""
 
@@ -238,10 +238,10 @@ class GcsClient(Client):
     @override
     async def look(self, key: str) -> ObjectStat:
         fields = ",".join(("size", "md5Hash", *_KEPT))
-        told = await self._ask(
+        reply = await self._ask(
             "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": fields}
         )
-        return ObjectStat(int(told["size"]), told.get("md5Hash") or "", kept_of(told, _KEPT))
+        return ObjectStat(int(reply["size"]), reply.get("md5Hash") or "", kept_of(reply, _KEPT))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -251,23 +251,23 @@ class GcsClient(Client):
             **({} if deep else {"delimiter": "/"}),
             **({} if after is None else {"pageToken": after}),
         }
-        told = await self._ask(
+        reply = await self._ask(
             "GET", self._objects(), f"{self._uri}/{prefix}", parameters=parameters
         )
-        items = told.get("items", ())
+        items = reply.get("items", ())
         objects = [(o["name"], int(o["size"]), _moment(o.get("updated"))) for o in items]
-        after = told.get("nextPageToken")
-        return Page.of(objects, told.get("prefixes", ()), after, self._prefix)
+        after = reply.get("nextPageToken")
+        return Page.of(objects, reply.get("prefixes", ()), after, self._prefix)
 
     @override
-    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
-        kept = dict(found.kept)
+    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
+        kept = dict(source.kept)
         # Without the version of the key, which is the newest in a copy.
         kms = kept.pop("kmsKeyName", "").partition("/cryptoKeyVersions/")[0]
         parameters = {"destinationKmsKeyName": kms} if kms else {}
         path = f"{self._object(key)}/rewriteTo{self._object(to).removeprefix('/storage/v1')}"
         while True:
-            told = await self._ask(
+            reply = await self._ask(
                 "POST",
                 path,
                 f"{self._uri}/{key}",
@@ -275,11 +275,11 @@ class GcsClient(Client):
                 parameters=parameters,
                 body=json.dumps(kept).encode(),
             )
-            if told["done"]:
-                made = told["resource"]
+            if reply["done"]:
+                made = reply["resource"]
                 return ObjectStat(int(made["size"]), made.get("md5Hash") or "")
             # Between some classes it takes several requests.
-            parameters = {**parameters, "rewriteToken": told["rewriteToken"]}
+            parameters = {**parameters, "rewriteToken": reply["rewriteToken"]}
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
@@ -292,28 +292,28 @@ class GcsClient(Client):
             f"DELETE {self._object(key)}{self._query()} HTTP/1.1\r\n\r\n\r\n"
             for i, key in enumerate(keys)
         )
-        told = await self._ask(
+        reply = await self._ask(
             "POST",
             "/batch/storage/v1",
             self._uri,
             headers={"Content-Type": f'multipart/mixed; boundary="{_BOUNDARY}"'},
             body=f"{parts}--{_BOUNDARY}--\r\n".encode(),
         )
-        return self._deleted(keys, told)
+        return self._deleted(keys, reply)
 
     def _query(self) -> str:
         payer = self._payer()
         return f"?userProject={quote(payer['userProject'])}" if payer else ""
 
     def _deleted(
-        self, keys: Sequence[str], told: str
+        self, keys: Sequence[str], reply: str
     ) -> Mapping[str, TransientError | BackendError]:
         """Return the errors in the answer to a batch; its parts may come in another order."""
         errors: dict[str, TransientError | BackendError] = {
             key: TransientError("the answer does not tell of it") for key in keys
         }
-        boundary = told.lstrip().partition("\n")[0].strip()
-        for i, part in enumerate(told.split(boundary)[1:] if boundary else ()):
+        boundary = reply.lstrip().partition("\n")[0].strip()
+        for i, part in enumerate(reply.split(boundary)[1:] if boundary else ()):
             status = re.search(r"HTTP/[\d.]+ (\d+)", part)
             if status is None:
                 continue
@@ -342,9 +342,9 @@ class GcsClient(Client):
 
     @override
     async def rules(self, kind: str) -> Mapping[str, Any]:
-        what = f"the rules of {self._uri}"
-        told: dict[str, Any] = await self._ask("GET", self._objects().removesuffix("/o"), what)
-        return told
+        subject = f"the rules of {self._uri}"
+        reply: dict[str, Any] = await self._ask("GET", self._objects().removesuffix("/o"), subject)
+        return reply
 
     @override
     def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
@@ -361,10 +361,10 @@ async def _raise_refusal(answer: aiohttp.ClientResponse) -> None:
         raise StatusError(answer.status, (await answer.read()).decode(errors="replace"))
 
 
-def _moment(told: str | None) -> datetime | None:
+def _moment(text: str | None) -> datetime | None:
     try:
         # Python 3.10 reads no Z.
-        return datetime.fromisoformat(told.replace("Z", "+00:00")) if told else None
+        return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
     except ValueError:
         return None
 

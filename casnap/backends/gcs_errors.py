@@ -25,12 +25,12 @@ class StatusError(Exception):
         self.text = text
 
 
-def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
+def typed(refusal: StatusError, subject: str, uri: str) -> Exception | None:
     """Return casnap's error for an answer; None for a 404 that does not name what is missing.
 
     Args:
         refusal: The answer.
-        what: The object, for messages.
+        subject: The object, for messages.
         uri: The store, for messages.
     """
     status, text = refusal.status, refusal.text
@@ -39,9 +39,9 @@ def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
             return UnavailableError(
                 f"{uri}: the bucket does not exist ({refusal})", reason="no_bucket"
             )
-        return FileNotFoundError(what) if "No such object" in text else None
+        return FileNotFoundError(subject) if "No such object" in text else None
     if status == 416:
-        return BehindItsEndError(what)
+        return BehindItsEndError(subject)
     if status == 412:
         return TakenError(str(refusal))
     limited = status == 403 and "ateLimitExceeded" in text
@@ -61,11 +61,11 @@ def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
         )
     if status == 403:
         return UnavailableError(
-            f"{what}: the server does not allow this ({refusal}); the user needs the role Storage "
-            "Object User there",
+            f"{subject}: the server does not allow this ({refusal}); the user needs the role "
+            "Storage Object User there",
             reason="denied",
         )
-    return BackendError(f"{what}: {refusal}")
+    return BackendError(f"{subject}: {refusal}")
 
 
 def _message(text: str) -> str:

@@ -182,9 +182,9 @@ class RemoteBackend(Backend):
         """Read runs by ranges: near ones in one request, long ones in several at once."""
         sinks = runs(targets)
         key = _inside(key)
-        found = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
+        stats = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
         # A range behind the end tells only that the object is no longer.
-        size = min((f.size for f in found if f.size is not None), default=sys.maxsize)
+        size = min((stat.size for stat in stats if stat.size is not None), default=sys.maxsize)
         return [max(0, min(len(target), size - offset)) for offset, target in targets]
 
     @override
@@ -346,13 +346,13 @@ class RemoteBackend(Backend):
     async def _request(
         self,
         kind: str,
-        what: str,
+        action: str,
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
     ) -> T:
         """Make a request, again and again while it may still succeed."""
         async with self._reach().slots:
-            operation = self._operation(what)
+            operation = self._operation(action)
             while True:
                 try:
                     return await self._once(operation, kind, work, transfer)
@@ -360,11 +360,11 @@ class RemoteBackend(Backend):
                     await self._pause(operation, e)
                 except TakenError as e:
                     # No condition of ours: the user's options have one, or the server lies.
-                    raise BackendError(f"cannot {what} at {self.uri}: {e}") from e
+                    raise BackendError(f"cannot {action} at {self.uri}: {e}") from e
 
-    def _operation(self, what: str) -> Operation:
+    def _operation(self, action: str) -> Operation:
         given_up, known = self._failing, self._reach().server in _answered.value
-        return Operation(f"{what} at {self.uri}", self._retries, known=known, failing=given_up)
+        return Operation(f"{action} at {self.uri}", self._retries, known=known, failing=given_up)
 
     async def _pause(self, operation: Operation, error: TransientError) -> None:
         """Wait before the next attempt.
@@ -495,26 +495,26 @@ class RemoteBackend(Backend):
             rest = await self._pages(prefix, deep=True, after=first.after)
             return {key: n for page in (first, *rest) for key, n in page.sizes.items()}
         level = await self._pages(prefix, deep=False)
-        found = {key: n for page in level for key, n in page.sizes.items()}
+        sizes = {key: n for page in level for key, n in page.sizes.items()}
         below = [f"{folder}/" for page in level for folder in page.folders]
         for pages in await together([self._pages(folder, deep=True) for folder in below]):
-            found |= {key: n for page in pages for key, n in page.sizes.items()}
-        return found
+            sizes |= {key: n for page in pages for key, n in page.sizes.items()}
+        return sizes
 
     async def _copy(self, key: str, to: str) -> None:
-        found = await self._look(key)
+        source = await self._look(key)
         copied = await self._request(
-            "copy", f"copy {key} to {to}", lambda client: client.copy(key, to, found)
+            "copy", f"copy {key} to {to}", lambda client: client.copy(key, to, source)
         )
-        if copied.tag and copied.tag == found.tag:
+        if copied.tag and copied.tag == source.tag:
             return
         size = copied.size
         if size is None:
             size = (await self._look(to)).size
-        if size != found.size:
+        if size != source.size:
             raise BackendError(
                 f"{self.uri}/{to} has {size} bytes after it was copied from {key}, which has "
-                f"{found.size}"
+                f"{source.size}"
             )
 
     async def _delete(self, keys: Sequence[str]) -> dict[str, BackendError]:
@@ -523,12 +523,12 @@ class RemoteBackend(Backend):
             operation = self._operation(f"delete {keys[0]}" + " and others" * (len(keys) > 1))
             while True:
                 try:
-                    told = await self._once(operation, "delete", _deleting(keys))
+                    results = await self._once(operation, "delete", _deleting(keys))
                 except TransientError as e:
                     await self._pause(operation, e)
                     continue
-                errors |= {k: e for k, e in told.items() if isinstance(e, BackendError)}
-                again = {k: e for k, e in told.items() if isinstance(e, TransientError)}
+                errors |= {k: e for k, e in results.items() if isinstance(e, BackendError)}
+                again = {k: e for k, e in results.items() if isinstance(e, TransientError)}
                 if not again:
                     return errors
                 keys = list(again)
@@ -537,8 +537,8 @@ class RemoteBackend(Backend):
     async def _delete_all(self, keys: Sequence[str]) -> dict[str, BackendError]:
         step = self._reach().client.deletes
         batches = [keys[i : i + step] for i in range(0, len(keys), step)]
-        told = await together([self._delete(batch) for batch in batches])
-        return {key: error for errors in told for key, error in errors.items()}
+        results = await together([self._delete(batch) for batch in batches])
+        return {key: error for errors in results for key, error in errors.items()}
 
 
 def _inside(key: str) -> str:

@@ -63,16 +63,16 @@ class Operation:
     """One call of the backend, with all its attempts.
 
     Args:
-        what: What it does and to which object, for messages.
+        action: What it does and to which object, for messages.
         retries: How patient it is.
         known: Whether the server has ever answered.
         failing: Whether the operation before was given up.
     """
 
     def __init__(
-        self, what: str, retries: Retries, *, known: bool = True, failing: bool = False
+        self, action: str, retries: Retries, *, known: bool = True, failing: bool = False
     ) -> None:
-        self._what = what
+        self._action = action
         self._retries = retries
         self._began = time.monotonic()
         self._attempts = 0
@@ -97,7 +97,7 @@ class Operation:
             seconds = time.monotonic() - self._began
             times = f"{self._attempts} attempt{'s' * (self._attempts > 1)}"
             raise UnavailableError(
-                f"cannot {self._what}: {times} in {seconds:.1f} s; the last one failed: {error}",
+                f"cannot {self._action}: {times} in {seconds:.1f} s; the last one failed: {error}",
                 reason="unreachable",
             ) from error
         self._tell(error)
@@ -109,7 +109,7 @@ class Operation:
         now = time.monotonic()
         if now - max(self._began, _told_at) >= _PATIENCE:
             _told_at = now
-            _log.warning("still trying to %s: %s", self._what, error)
+            _log.warning("still trying to %s: %s", self._action, error)
 
     def _limit(self) -> float:
         """Return until when to go on; not long if the server has never answered."""

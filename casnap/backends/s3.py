@@ -14,9 +14,7 @@ from typing import Any
 
 import aiohttp
 import botocore.exceptions
-from aiobotocore.session import AioSession
 from botocore.handlers import add_expect_header
-from botocore.loaders import create_loader
 from s3fs import S3FileSystem
 
 from casnap.backends.bodies import Body, receive
@@ -46,9 +44,6 @@ from casnap.runtime.typing import override
 
 # Connections of one process at a time. Each store bounds its requests, so there is no wait for one.
 _CONNECTIONS = 512
-# The descriptions of services, by the folder that the user adds to botocore's. To read them takes
-# most of the time that a client is made in, 0.1 s.
-_loaders: dict[str | None, Any] = {}
 # What s3fs makes of errors, and what aiohttp raises in the middle of a body.
 _ERRORS = (
     OSError,
@@ -78,8 +73,8 @@ class S3Client(Client):
         # It would try some errors again, SlowDown among them, five times and unseen.
         self._fs.retries = 1
         # What makes two clients equal, if that can be told.
-        told = (repr(options), variables(), aws_files())
-        self._equal = told if _is_plain(options) else None
+        settings = (repr(options), variables(), aws_files())
+        self._equal = settings if _is_plain(options) else None
         self._session: _Session | None = None
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -101,8 +96,6 @@ class S3Client(Client):
     async def _made(self) -> Any:
         try:
             with valid_options(self._uri):
-                if self._fs.session is None:
-                    self._fs.session = _session(self._fs.kwargs)
                 client = await self._fs.set_session()
         except StoreError as e:
             raise self._wrong_endpoint() or e from e
@@ -126,13 +119,13 @@ class S3Client(Client):
             f"{without_secrets(named[1])!r}; write it like https://host:port"
         )
 
-    async def _call(self, method: str, what: str, **arguments: Any) -> dict[str, Any]:
+    async def _call(self, method: str, subject: str, **arguments: Any) -> dict[str, Any]:
         try:
             # Not public, but the only door that adds the user's `s3_additional_kwargs` and leaves
             # statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
-            error = typed(e, what, self._uri, method)
+            error = typed(e, subject, self._uri, method)
             if isinstance(error, UnavailableError) and error.reason in ("credentials", "denied"):
                 # There may be others by now, for the next client.
                 self._forget()
@@ -172,10 +165,10 @@ class S3Client(Client):
 
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
-        what = f"{self._uri}/{key}"
+        subject = f"{self._uri}/{key}"
         asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
-            answer = await self._call("get_object", what, Key=self._prefix + key, **asked)
+            answer = await self._call("get_object", subject, Key=self._prefix + key, **asked)
         except BehindItsEndError:
             assert run is not None
             return ObjectStat(run[0])
@@ -183,7 +176,7 @@ class S3Client(Client):
         try:
             size = await receive(body.raw_stream, body.read, run, sink)
         except _ERRORS as e:
-            raise typed(e, what, self._uri, "get_object") from e
+            raise typed(e, subject, self._uri, "get_object") from e
         finally:
             # Nothing is done if the body was read to its end; else this ends the connection.
             body.close()
@@ -199,22 +192,22 @@ class S3Client(Client):
         arguments = {} if deep else {"Delimiter": "/"}
         if after is not None:
             arguments["ContinuationToken"] = after
-        what = f"{self._uri}/{prefix}"
+        subject = f"{self._uri}/{prefix}"
         full = self._prefix + prefix
-        answer = await self._call("list_objects_v2", what, Prefix=full, **arguments)
+        answer = await self._call("list_objects_v2", subject, Prefix=full, **arguments)
         contents = answer.get("Contents", ())
-        objects = [(found["Key"], found["Size"], found.get("LastModified")) for found in contents]
-        folders = [found["Prefix"] for found in answer.get("CommonPrefixes", ())]
-        return Page.of(objects, folders, _continuation(answer, what), self._prefix)
+        objects = [(item["Key"], item["Size"], item.get("LastModified")) for item in contents]
+        folders = [item["Prefix"] for item in answer.get("CommonPrefixes", ())]
+        return Page.of(objects, folders, _continuation(answer, subject), self._prefix)
 
     @override
-    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
+    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
         answer = await self._call(
             "copy_object",
             f"{self._uri}/{key}",
             Key=self._prefix + to,
             CopySource={"Bucket": self._bucket, "Key": self._prefix + key},
-            **found.kept,
+            **source.kept,
         )
         return ObjectStat(None, answer.get("CopyObjectResult", {}).get("ETag", "").strip('"'))
 
@@ -222,8 +215,8 @@ class S3Client(Client):
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
         if len(keys) == 1:
             with suppress(FileNotFoundError):
-                what = f"{self._uri}/{keys[0]}"
-                await self._call("delete_object", what, Key=self._prefix + keys[0])
+                subject = f"{self._uri}/{keys[0]}"
+                await self._call("delete_object", subject, Key=self._prefix + keys[0])
             return {}
         objects = [{"Key": self._prefix + key} for key in keys]
         answer = await self._call(
@@ -307,13 +300,13 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (str, bytes, int, float, bool)
 
 
-def _continuation(answer: Mapping[str, Any], what: str) -> str | None:
+def _continuation(answer: Mapping[str, Any], subject: str) -> str | None:
     token: str | None = answer.get("NextContinuationToken")
     if "IsTruncated" not in answer:
         # Nor does this say that a server of S3 is there.
-        raise TransientError(f"the answer is not a listing of {what}", reached=False)
+        raise TransientError(f"the answer is not a listing of {subject}", reached=False)
     if token is None and answer["IsTruncated"]:
-        raise TransientError(f"the listing of {what} was cut off")
+        raise TransientError(f"the listing of {subject} was cut off")
     return token
 
 
@@ -343,14 +336,6 @@ def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, 
         "use_listings_cache": False,
         "skip_instance_cache": True,
     }
-
-
-def _session(arguments: Mapping[str, Any]) -> AioSession:
-    """Return a session as s3fs makes one, which shares what botocore reads of its own files."""
-    session = AioSession(**arguments)
-    path = session.get_config_variable("data_path")
-    session.register_component("data_loader", _loaders.setdefault(path, create_loader(path)))
-    return session
 
 
 class _File(Body):

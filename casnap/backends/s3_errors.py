@@ -114,60 +114,60 @@ _NOT_S3 = frozenset({400, 404, 405, 501})
 
 
 class _Request(NamedTuple):
-    what: str
+    subject: str
     uri: str
     method: str
 
 
-def typed(error: Exception, what: str, uri: str, method: str) -> Exception:
+def typed(error: Exception, subject: str, uri: str, method: str) -> Exception:
     """Return the error of ours that one of a client means.
 
     Args:
         error: What the client raised.
-        what: The object, for messages.
+        subject: The object, for messages.
         uri: The store, for messages.
         method: The request, as botocore calls it.
     """
     answer = _answer(error)
     if answer is not None:
-        return _answered(answer, _Request(what, uri, method))
-    told = f"{type(error).__name__}: {without_secrets(str(error))}"
+        return _answered(answer, _Request(subject, uri, method))
+    detail = f"{type(error).__name__}: {without_secrets(str(error))}"
     if any(isinstance(e, OSError) and e.errno in EXHAUSTED for e in _chain(error)):
         return UnavailableError(
-            f"{what}: {told}; this process or host has too many files open (`ulimit -n`), or no "
-            "memory left",
+            f"{subject}: {detail}; this process or host has too many files open (`ulimit -n`), or "
+            "no memory left",
             reason="exhausted",
         )
     if isinstance(error, _NO_CREDENTIALS):
         return UnavailableError(
-            f"{uri}: {told}. Pass key, secret and token in storage_options, or anon=True for none, "
-            "or set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            f"{uri}: {detail}. Pass key, secret and token in storage_options, or anon=True for "
+            "none, or set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             reason="credentials",
         )
-    if "CERTIFICATE_VERIFY_FAILED" in told:
+    if "CERTIFICATE_VERIFY_FAILED" in detail:
         return UnavailableError(
-            f"{what}: the server's certificate is not trusted: {told}", reason="unreachable"
+            f"{subject}: the server's certificate is not trusted: {detail}", reason="unreachable"
         )
     if (no_tls := tls_problem(_chain(error))) is not None:
         return no_tls
     if isinstance(error, _CONNECTING):
-        return TransientError(told, reached=False)
+        return TransientError(detail, reached=False)
     if isinstance(error, ResponseParserError):
         # Cut off, or no answer of S3: the server does not count as reached.
-        return TransientError(told, reached=False)
+        return TransientError(detail, reached=False)
     if isinstance(error, _BROKEN):
-        return TransientError(told)
-    return BackendError(f"{what}: {told}")
+        return TransientError(detail)
+    return BackendError(f"{subject}: {detail}")
 
 
-def delete_error(error: dict[str, Any], what: str) -> TransientError | BackendError:
+def delete_error(error: dict[str, Any], subject: str) -> TransientError | BackendError:
     """Return the error of one object of a request that deletes many."""
     code, message = str(error.get("Code")), str(error.get("Message"))
     if code in _BUSY | _MAY_PASS:
         return TransientError(f"{code}: {message}", busy=code in _BUSY)
     if code == "AccessDenied":
-        return _denied(code, message, what, "delete_objects")
-    return BackendError(f"{what} cannot be deleted: {code}: {message}")
+        return _denied(code, message, subject, "delete_objects")
+    return BackendError(f"{subject} cannot be deleted: {code}: {message}")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -186,28 +186,28 @@ def _answer(error: Exception) -> dict[str, Any] | None:
 
 
 def _answered(answer: dict[str, Any], request: _Request) -> Exception:
-    what, uri, _ = request
+    subject, uri, _ = request
     meta, error = answer.get("ResponseMetadata", {}), answer.get("Error", {})
     status, code = int(meta.get("HTTPStatusCode", 0)), str(error.get("Code", ""))
     message = without_secrets(str(error.get("Message", "")))
-    told = f"{status} {code}: {message}"
+    detail = f"{status} {code}: {message}"
     if code == "NoSuchKey":
-        return FileNotFoundError(what)
+        return FileNotFoundError(subject)
     if code == "NoSuchBucket":
-        return UnavailableError(f"{uri}: the bucket does not exist ({told})", reason="no_bucket")
+        return UnavailableError(f"{uri}: the bucket does not exist ({detail})", reason="no_bucket")
     if code == "InvalidRange" or status == 416:
-        return BehindItsEndError(what)
+        return BehindItsEndError(subject)
     if status == 412:
-        return TakenError(told)
+        return TakenError(detail)
     if code in _BUSY or status in (429, 503):
-        return TransientError(told, busy=True)
+        return TransientError(detail, busy=True)
     if code in _MAY_PASS or status in (408, 409, 500, 502, 504):
         # botocore makes a 500 of a page of HTML, which may come from a server of another kind.
-        return TransientError(told, reached=status != 500 or code not in _no_code(status))
+        return TransientError(detail, reached=status != 500 or code not in _no_code(status))
     if code == "InvalidObjectState":
         return UnavailableError(
-            f"{what} is archived ({error.get('StorageClass', 'its storage class')}); restore it in "
-            "the bucket first, and exclude stores from lifecycle rules that archive",
+            f"{subject} is archived ({error.get('StorageClass', 'its storage class')}); restore it "
+            "in the bucket first, and exclude stores from lifecycle rules that archive",
             reason="archived",
         )
     region = error.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
@@ -215,25 +215,25 @@ def _answered(answer: dict[str, Any], request: _Request) -> Exception:
         named = f"{region!r}" if region else "the bucket's region"
         return UnavailableError(
             f"{uri}: the bucket is in another region; pass storage_options="
-            f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({told})",
+            f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({detail})",
             reason="unreachable",
         )
-    return _refused(status, code, told, request)
+    return _refused(status, code, detail, request)
 
 
-def _refused(status: int, code: str, told: str, request: _Request) -> BackendError:
-    what, uri, method = request
+def _refused(status: int, code: str, detail: str, request: _Request) -> BackendError:
+    subject, uri, method = request
     if status in _NOT_S3 and code in _no_code(status):
         return BackendError(
-            f"{uri}: what answers there seems to be no S3 server ({told}); check endpoint_url in "
+            f"{uri}: what answers there seems to be no S3 server ({detail}); check endpoint_url in "
             "storage_options, AWS_ENDPOINT_URL, or --endpoint-url"
         )
-    refused = _credentials_error(status, code, told, uri)
+    refused = _credentials_error(status, code, detail, uri)
     if refused is not None:
         return refused
     if status == 403 or code.startswith("KMS.") or code == "AccessDenied":
-        return _denied(code, told, what, method)
-    return BackendError(f"{what}: {told}")
+        return _denied(code, detail, subject, method)
+    return BackendError(f"{subject}: {detail}")
 
 
 def _no_code(status: int) -> tuple[str, str]:
@@ -241,29 +241,29 @@ def _no_code(status: int) -> tuple[str, str]:
     return "", str(status)
 
 
-def _credentials_error(status: int, code: str, told: str, uri: str) -> UnavailableError | None:
+def _credentials_error(status: int, code: str, detail: str, uri: str) -> UnavailableError | None:
     if code in _EXPIRED:
         return UnavailableError(
-            f"{uri}: the credentials have expired; get new ones ({told})", reason="credentials"
+            f"{uri}: the credentials have expired; get new ones ({detail})", reason="credentials"
         )
     if code == "RequestTimeTooSkewed":
         return UnavailableError(
-            f"{uri}: the clock of this host and the server's differ; set the clock ({told})",
+            f"{uri}: the clock of this host and the server's differ; set the clock ({detail})",
             reason="credentials",
         )
     if code in _CREDENTIALS or status == 401:
         return UnavailableError(
-            f"{uri}: the server does not know these credentials ({told})", reason="credentials"
+            f"{uri}: the server does not know these credentials ({detail})", reason="credentials"
         )
     return None
 
 
-def _denied(code: str, told: str, what: str, method: str) -> UnavailableError:
+def _denied(code: str, detail: str, subject: str, method: str) -> UnavailableError:
     hint = f"the user needs {_RIGHTS[method]}"
-    if "KMS" in code or "kms" in told:
+    if "KMS" in code or "kms" in detail:
         hint = "the user needs kms:Decrypt and kms:GenerateDataKey for the bucket's key"
-    elif "requester" in told.lower() or code == "InvalidPayer":
+    elif "requester" in detail.lower() or code == "InvalidPayer":
         hint = "the requester pays for this bucket: pass storage_options={'requester_pays': True}"
     return UnavailableError(
-        f"{what}: the server does not allow this ({told}); {hint}", reason="denied"
+        f"{subject}: the server does not allow this ({detail}); {hint}", reason="denied"
     )

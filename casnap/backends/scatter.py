@@ -101,18 +101,18 @@ class Whole(Sink):
     """A whole object of unknown length.
 
     Args:
-        what: Its name, for messages.
+        name: Its name, for messages.
         most: How many bytes it may have.
     """
 
-    def __init__(self, what: str, most: int) -> None:
-        self._what = what
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
         self._most = most
         self._pieces: list[bytes] = []
 
     @override
     def expect(self, nbytes: int) -> None:
-        check_length(self._what, nbytes, self._most)
+        check_length(self._name, nbytes, self._most)
 
     @override
     def restart(self) -> None:
