@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -52,6 +52,8 @@ from casnap.storage.retention import (
 )
 from casnap.storage.settings import (
     CODEC,
+    GC,
+    GC_CHOICES,
     change_settings,
     codec_named,
     codec_settings,
@@ -473,8 +475,22 @@ class Store:
 
     def _with_settings(self, options: TakeOptions) -> TakeOptions:
         """Add the settings of the store to the options of a take."""
-        threads = options.threads or self._threads
-        return replace(options, on_commit=self.on_commit, threads=threads)
+        from casnap.maintenance.automatic import automatic_collector
+
+        collector = automatic_collector(self.objects)
+        return replace(
+            options,
+            on_commit=self.on_commit,
+            on_release=partial(collector.note, self.objects),
+            make_room=partial(collector.make_room, self.objects),
+            threads=options.threads or self._threads,
+        )
+
+    def _collect_later(self, rows: Iterable[Row]) -> None:
+        """Have the garbage of snapshots that were let go collected, once that is worth it."""
+        from casnap.maintenance.automatic import automatic_collector
+
+        automatic_collector(self.objects).note(self.objects, rows)
 
     @property
     def on_commit(self) -> Callable[[], None] | None:
@@ -617,7 +633,9 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
+        row = self.row(name)
         unmark(self.objects, dict([self._edit(name, commit_id, lambda _: None)]))
+        self._collect_later([row])
 
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.
@@ -807,17 +825,21 @@ class Store:
 
     def _pruned(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
+        if not dry_run:
+            self._collect_later(verdict.row for verdict in verdicts if not verdict.kept)
         own = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the whole store: ``codec`` is how new chunks are stored."""
+        """The settings of the whole store, as :meth:`configure` changes them."""
         settings = settings_of(self.objects.newest())
         settings.pop(RECORD, None)
         return settings
 
-    def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:
+    def configure(
+        self, *, codec: str | None = None, mirror: str | None = None, gc: str | None = None
+    ) -> bool:
         """Change settings of the whole store; return whether anything changed.
 
         Takes that begin after that obey them, in all processes. What is stored stays as it is.
@@ -826,16 +848,21 @@ class Store:
             codec: How new chunks are stored: "raw", or "zstd" where that makes them smaller.
             mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
                 ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
+            gc: "auto", the default, has each process that lets snapshots go collect their garbage
+                in the background. "off" leaves that to :meth:`gc`.
 
         Raises:
-            ValueError: There is no such codec, or ``mirror`` is another word.
+            ValueError: There is no such codec, or ``mirror`` or ``gc`` is another word.
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
+        if gc is not None and gc not in GC_CHOICES:
+            raise ValueError(f"gc is 'auto' or 'off'; got {gc!r:.80}")
         new = {} if codec is None else codec_settings(codec_named(codec))
+        new |= {} if gc is None else {GC: gc}
         self.make()
         changed = False
-        if codec is not None:
+        if new:
             changed = change_settings(self.objects, lambda settings: {**settings, **new})
         if mirror is not None:
             changed |= detach_mirror(self.objects)

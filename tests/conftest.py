@@ -16,6 +16,7 @@ from weakref import WeakSet
 import pytest
 from hypothesis import HealthCheck, settings
 
+from casnap.backends import LocalBackend
 from casnap.transfer.mirror import Mirror
 from tests.support import servers
 from tests.support.ranks import Pool, World
@@ -23,6 +24,9 @@ from tests.support.sweep import STEP
 
 # Read by torch when it is imported. Its own threads spin while they wait, and tests share cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Most tests say themselves when garbage is collected. Those of the automatic collector turn it on;
+# CASNAP_GC=auto does so for all.
+os.environ.setdefault("CASNAP_GC", "off")
 
 settings.register_profile(
     "default",
@@ -40,6 +44,12 @@ settings.load_profile(
 MEMORY = Path("/dev/shm")
 ROOM = 4 << 30
 """Bytes that all tests of a session may write."""
+
+
+@pytest.fixture
+def unannounced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have collectors see no take under way, as where a file system has no locks."""
+    monkeypatch.setattr(LocalBackend, "announced_bases", lambda *_: [])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -274,6 +274,29 @@ class Backend(ABC):
         """
         return 0
 
+    @contextmanager
+    def announced(self, base: int) -> Iterator[None]:
+        """Have collectors see, for a ``with`` block, that a take is under way.
+
+        What is not seen costs work, never data: a collector may be faster than the take.
+
+        Args:
+            base: The number of the root that the take is based on.
+        """
+        yield
+
+    def announced_bases(self, max_age: float) -> list[int]:
+        """Return the roots that takes of living processes are based on, as far as they are seen.
+
+        Args:
+            max_age: Takes that began more seconds ago do not count.
+        """
+        return []
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes this user can still write there; None if that is not known."""
+        return None
+
     def where(self, key: str) -> str:
         """Return where an object is, for messages."""
         return f"{self.uri}/{key}"

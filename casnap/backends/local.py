@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,6 +57,9 @@ _MADE = "user.casnap.made"
 # a store anew for each take would else sync them each time, as they may be another process's.
 _durable: set[tuple[str, str]] = set()
 _Inode: TypeAlias = tuple[int, int, int]
+
+# A take under way: the root that it is based on.
+_ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
 
 
 class LocalBackend(Backend):
@@ -454,6 +459,64 @@ class LocalBackend(Backend):
         return freed
 
     @override
+    @contextmanager
+    def announced(self, base: int) -> Iterator[None]:
+        """Hold a locked file in ``tmp/``; the kernel frees the lock of a process that dies."""
+        name = f"take-{base:012x}-{os.urandom(6).hex()}"
+        path = self._path(f"tmp/{name}")
+        with self._opened_base() as store, self._temporary_folder(store) as tmp:
+            with translated(path):
+                fd = self._create_locked(name, tmp, store)
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    _unlink_at(name, tmp)
+                os.close(fd)
+
+    def _create_locked(self, name: str, folder: int, store: OpenFolder) -> int:
+        """Create a file that has its name only once it is locked; return it open."""
+        for attempt in count(1):
+            temporary = os.urandom(12).hex()
+            fd = self._create(temporary, folder, self._model(store))
+            try:
+                _lock(fd)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except FileNotFoundError:
+                # A collector deleted it, before it was locked.
+                os.close(fd)
+                if attempt == _ATTEMPTS:
+                    raise
+            except BaseException:
+                os.close(fd)
+                raise
+            else:
+                return fd
+        raise AssertionError
+
+    @override
+    def announced_bases(self, max_age: float) -> list[int]:
+        bases: list[int] = []
+        path = self._path("tmp")
+        with (
+            translated(path),
+            suppress(FileNotFoundError),
+            self._opened_base(make=False) as store,
+            opened(path, listed=True, above=store) as folder,
+        ):
+            for name in os.listdir(folder):
+                found = _ANNOUNCEMENT.fullmatch(name)
+                if found is not None and _is_announced(name, folder, max_age):
+                    bases.append(int(found[1], 16))
+        return bases
+
+    @override
+    def free_bytes(self) -> int | None:
+        with translated(self.uri):
+            found = os.statvfs(self.uri)
+        return found.f_bavail * found.f_frsize
+
+    @override
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
         folders = [folder]
@@ -657,6 +720,26 @@ def _unlink_abandoned(name: str, folder: int, min_age: float) -> int:
             return 0
         # A second name: it was linked into place, so unlinking frees nothing.
         return found.st_size if found.st_nlink == 1 else 0
+    finally:
+        os.close(fd)
+
+
+def _is_announced(name: str, folder: int, max_age: float) -> bool:
+    """Whether the process lives that announced a take; unlink what a dead one has left."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return False
+        if _lock(fd):
+            with suppress(OSError):
+                _unlink_at(name, folder)
+            return False
+        return time.time() - found.st_mtime < max_age
     finally:
         os.close(fd)
 

@@ -8,7 +8,7 @@ from casnap.cli.arguments import open_store, writing_options
 from casnap.cli.output import emit, plain, quote, safe, say
 from casnap.format.codec import Codec
 
-SETTINGS = ("codec", "mirror")
+SETTINGS = ("codec", "gc", "mirror")
 
 
 @click.command()
@@ -20,6 +20,9 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
 
     codec says how new chunks are stored: raw, or zstd (where that makes them smaller). A change
     holds for later takes. Stored chunks stay as they are.
+
+    gc=off has no process collect garbage by itself; gc=auto has each one that lets snapshots go do
+    so in the background.
 
     mirror=none forgets which store is the mirror, and which snapshots it lacks.
     """
@@ -50,5 +53,7 @@ def _parsed(setting: str) -> tuple[str, str]:
     key, equals, value = setting.partition("=")
     if not equals or key not in SETTINGS:
         codecs = ", ".join(f"codec={codec.name.lower()}" for codec in Codec)
-        raise click.UsageError(f"{quote(setting)} sets nothing; write {codecs} or mirror=none")
+        raise click.UsageError(
+            f"{quote(setting)} sets nothing; write {codecs}, gc=auto, gc=off or mirror=none"
+        )
     return key, value

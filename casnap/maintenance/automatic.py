@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from casnap.errors import CasnapError
 from casnap.format.records import Row
 from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
+from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Worker
 from casnap.storage.objects import Objects
@@ -44,7 +46,6 @@ class AutomaticCollector:
     """
 
     def __init__(self, objects: Objects) -> None:
-        self._objects = objects
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
@@ -52,6 +53,7 @@ class AutomaticCollector:
         # known. And the bytes that snapshots needed then.
         self._released = math.inf
         self._needed = 0
+        self._counted = 0
         self._ready_at = self._processor_ready_at = 0.0
         # What was condemned up to this root had a whole cycle.
         self._condemned_until = objects.recent().seq
@@ -64,65 +66,71 @@ class AutomaticCollector:
             rows: The rows that the snapshots had.
         """
         rows = list(rows)
-        if not rows:
+        if not rows or not collects_by_itself():
             return
-        self._objects = objects
         self._released += sum(row.stats.new_bytes for row in rows)
         state = max(row.stats.logical_bytes for row in rows)
-        worth = min(state, self._needed / 2)
+        # So what was let go, and what waits since the last time, are at most half of what is kept.
+        worth = min(state, self._needed / 4)
         if self._released >= worth and self._is_ready():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
                 if settings_of(objects.recent())[GC] != "off":
-                    self._start()
+                    self._start(objects)
 
-    def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
+    def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> bool:
         """Collect all that nobody needs, now, if a state may not fit on the disk.
 
         Args:
             objects: The store, as the caller has it open.
             count_bytes: Returns the bytes of the state.
+
+        Returns:
+            Whether that freed anything.
         """
         free = objects.backend.free_bytes()
-        if free is None or free > 2 * self._needed + (1 << 30) or free > count_bytes():
-            return
-        root = objects.newest()
-        if (self._released or root.condemned) and settings_of(root)[GC] != "off":
-            self.sweep(objects)
-
-    def sweep(self, objects: Objects) -> int:
-        """Collect all that nobody needs, now; return how many bytes that freed."""
-        self._objects = objects
+        # To count takes long for many tensors, and states hardly ever grow by so much.
+        if free is None or (self._counted and free > 4 * self._counted):
+            return False
+        self._counted = count_bytes()
+        if free > self._counted + self._counted // 10:
+            return False
+        # A collection that is under way has not condemned yet what it will.
         with self._collecting:
-            return self._collect(GcOptions(grace=0)).freed_bytes
+            root = objects.newest()
+            is_on = collects_by_itself() and settings_of(root)[GC] != "off"
+            if not is_on or not (self._released or root.condemned):
+                return False
+            freed = self._collect(objects, GcOptions(grace=0)).freed_bytes
+        _log.info("%s: the disk is nearly full; %d bytes freed", objects.backend.uri, freed)
+        return bool(freed)
 
-    def _start(self) -> None:
+    def _start(self, objects: Objects) -> None:
         with self._lock:
             if self._worker is None or self._worker.ended:
-                self._worker = Worker(self._run, "casnap-gc", in_background=True)
+                self._worker = Worker(partial(self._run, objects), "casnap-gc", in_background=True)
                 self._worker.start()
 
-    def _run(self) -> None:
-        costly = self._objects.backend.costly_requests
+    def _run(self, objects: Objects) -> None:
+        backend = objects.backend
         try:
             with self._collecting:
-                if costly:
-                    report = self._collect(GcOptions(grace=DAY))
-                else:
-                    report = self._collect(
-                        GcOptions(condemned_until=self._condemned_until), _end_with_process
-                    )
+                options = GcOptions(condemned_until=self._condemned_until)
+                if backend.costly_requests:
+                    options = GcOptions(grace=DAY)
+                report = self._collect(objects, options, _end_with_process)
         except _ExitError:
             return
         except (CasnapError, OSError) as e:
-            self._ready_at = time.monotonic() + _FAILURE_REST
-            _log.warning("%s: its garbage is not collected: %s", self._objects.backend.uri, e)
+            rest = _REMOTE_REST if backend.costly_requests else _FAILURE_REST
+            self._ready_at = time.monotonic() + rest
+            _log.warning("%s: its garbage is not collected: %s", backend.uri, e)
             return
-        self._ready_at = time.monotonic() + (_REMOTE_REST if costly else 0.0)
+        self._ready_at = time.monotonic() + (_REMOTE_REST if backend.costly_requests else 0.0)
         self._processor_ready_at = time.process_time() + _SHARE * report.processor_seconds
         _log.info(
             "%s: collected garbage in %.3f s: %d bytes freed, %d bytes wait for the next time",
-            self._objects.backend.uri,
+            backend.uri,
             report.seconds,
             report.freed_bytes,
             report.waiting_bytes,
@@ -132,15 +140,17 @@ class AutomaticCollector:
         is_rested = time.process_time() >= self._processor_ready_at
         return is_rested and time.monotonic() >= self._ready_at
 
-    def _collect(self, options: GcOptions, progress: Progress | None = None) -> GcReport:
+    def _collect(
+        self, objects: Objects, options: GcOptions, progress: Progress | None = None
+    ) -> GcReport:
         released, self._released = self._released, 0.0
         try:
-            report = collect(self._objects, options, progress)
+            report = collect(objects, options, progress)
         except BaseException:
             self._released += released
             raise
         self._needed = report.live_bytes
-        self._condemned_until = self._objects.newest().seq
+        self._condemned_until = objects.newest().seq
         return report
 
 

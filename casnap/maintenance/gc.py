@@ -13,10 +13,10 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from casnap.backends.base import as_exclusive
 from casnap.errors import (
@@ -41,6 +41,7 @@ from casnap.storage.table import drop_stale_copies
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
+T = TypeVar("T")
 _SKEW = 60.0
 
 
@@ -58,6 +59,8 @@ class GcOptions:
         dry_run: Only report what would be done.
         exclusive: No other process writes to the store.
         forgotten: For a dry run: full names of snapshots to treat as deleted.
+        condemned_until: Free what was condemned up to the root of this number, instead of what was
+            condemned before the grace.
     """
 
     grace: float = DAY
@@ -65,6 +68,7 @@ class GcOptions:
     dry_run: bool = False
     exclusive: bool = False
     forgotten: frozenset[str] = frozenset()
+    condemned_until: int | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -102,6 +106,8 @@ class GcReport:
             a sticky folder. Their owners' collections delete them.
         warnings: Rules of the bucket that can hurt the store, or keep what was deleted.
         seconds: How long it took.
+        processor_seconds: How much time of a processor it took, besides that of the threads that
+            copy.
     """
 
     dry_run: bool = False
@@ -124,6 +130,7 @@ class GcReport:
     refused: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    processor_seconds: float = 0.0
 
 
 def collect(objects: Objects, options: GcOptions, progress: Progress | None = None) -> GcReport:
@@ -202,7 +209,26 @@ class _Collector:
         self._lacks_space = False
         self.report = GcReport(dry_run=options.dry_run)
 
+    def _gently(self, work: Callable[[], T]) -> T:
+        """Do some work at low priority; add its processor time to the report's."""
+
+        def timed_work() -> T:
+            began = time.thread_time()
+            try:
+                return work()
+            finally:
+                self.report.processor_seconds += time.thread_time() - began
+
+        return gently(timed_work)
+
     def run(self) -> None:
+        began = time.thread_time()
+        try:
+            self._run()
+        finally:
+            self.report.processor_seconds += time.thread_time() - began
+
+    def _run(self) -> None:
         self._objects.check_writable("collect the garbage of", dry_run=self._options.dry_run)
         stale = drop_stale_copies(self._objects, dry_run=self._options.dry_run)
         if self._options.dry_run:
@@ -221,7 +247,7 @@ class _Collector:
             )
 
     def _collect(self) -> None:
-        self._files = gently(lambda: StoredFiles(self._objects, self._objects.recent()))
+        self._files = self._gently(lambda: StoredFiles(self._objects, self._objects.recent()))
         while True:
             try:
                 self._objects.current(self._mark_and_condemn, self._objects.recent)
@@ -231,7 +257,7 @@ class _Collector:
                 continue
         if self.report.copied_bytes:
             # The copies came with new segments, which may be merged away again.
-            self._files = gently(lambda: StoredFiles(self._objects, self._objects.recent()))
+            self._files = self._gently(lambda: StoredFiles(self._objects, self._objects.recent()))
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:
@@ -247,7 +273,7 @@ class _Collector:
         view = self._objects.index.view(root)
         # Marking has low priority. The race for the next root has not.
         forgotten = self._options.forgotten
-        marks = gently(lambda: Marks(self._objects, root, self._progress, forgotten))
+        marks = self._gently(lambda: Marks(self._objects, root, self._progress, forgotten))
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -268,7 +294,7 @@ class _Collector:
             counter = ProgressCounter(self._progress, "copying", total)
             copies = repack(self._objects, marks, view, sparse, counter.add)
             try:
-                while (copies_of_batch := gently(lambda: next(copies, None))) is not None:
+                while (copies_of_batch := self._gently(lambda: next(copies, None))) is not None:
                     copied_to |= copies_of_batch
             except StorageFullError:
                 # Packs that are wholly dead can still be condemned.
@@ -370,7 +396,7 @@ class _Collector:
         if segments is None:
             if rewriting is not None:
                 rewriting.discard(self._objects)
-            rewriting = gently(lambda: rewrite_segments(self._objects, view, going))
+            rewriting = self._gently(lambda: rewrite_segments(self._objects, view, going))
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None
@@ -394,11 +420,20 @@ class _Collector:
         return True
 
     def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
-        """Return the highest root number that the grace allows the fence to be raised to.
+        """Return the highest root number that the fence may be raised to.
 
         Times only decide how long the collector waits. If they are wrong, it still deletes only
-        garbage.
+        garbage. Takes under way that say on which root they are based are waited for likewise.
         """
+        return max(root.fence, min([self._grace_allows(root, unnamed), *self._announced_bases()]))
+
+    def _announced_bases(self) -> list[int]:
+        # A process that was stopped for longer than a day is not waited for.
+        return self._backend.announced_bases(max(DAY, self._options.grace))
+
+    def _grace_allows(self, root: Root, unnamed: Iterable[bytes]) -> int:
+        if self._options.condemned_until is not None:
+            return min(self._options.condemned_until, root.seq)
         if self._options.grace == 0:
             return root.seq + 1
         bases = {base_of(ident) + 1 for ident in unnamed}
@@ -411,7 +446,9 @@ class _Collector:
     def _delete_orphans(self, view: View) -> None:
         """Delete files that no root names or ever will: they were written before the fence."""
         unnamed = self._files.unnamed(view)
-        orphans = {key: i for key, i in unnamed.items() if base_of(i) < view.root.fence}
+        # A take that the fence has passed moves its packs, if they are still there.
+        fence = min([view.root.fence, *self._announced_bases()])
+        orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
         if orphans:
             # Another process may have put this root. It must be durable before the deletes.
             self._backend.sync(root_key(view.root.seq))

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 from casnap.errors import StateError
 from casnap.runtime.fork import PerProcess
-from casnap.runtime.threads import works_for_mirror
+from casnap.runtime.threads import works_in_background
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
@@ -127,7 +127,7 @@ def shared_pool(at_least: int) -> Pool:
     # Few sizes, since each size keeps its slots.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
     # A mirror holds its slots for as long as a dead link stalls: takes must not wait for these.
-    slots = MIRROR_SLOTS if works_for_mirror() else SLOTS
+    slots = MIRROR_SLOTS if works_in_background() else SLOTS
     with _lock.value:
         if (nbytes, slots) not in _pools:
             _pools[nbytes, slots] = Pool(nbytes, slots)

@@ -105,6 +105,11 @@ def threads_asked() -> int | None:
     return count
 
 
+def collects_by_itself() -> bool:
+    """Whether this process may collect garbage by itself: not if ``CASNAP_GC`` is "off"."""
+    return os.environ.get("CASNAP_GC") != "off"
+
+
 def _number_asked(variable: str, what: str) -> int | None:
     """Return the value of a variable; None if it is not set.
 

@@ -52,16 +52,16 @@ class Worker(threading.Thread):
     Args:
         work: What to do.
         name: Its name.
-        for_mirror: Whether it copies to a mirror in the background, which must not hold up others;
-            so do the threads that such a thread makes.
+        in_background: Whether it copies to a mirror, or collects garbage, which must not hold up
+            others; so do the threads that such a thread makes.
     """
 
     def __init__(
-        self, work: Callable[[], None], name: str = "casnap", *, for_mirror: bool = False
+        self, work: Callable[[], None], name: str = "casnap", *, in_background: bool = False
     ) -> None:
         # Not a daemon, so the interpreter waits for its end.
         super().__init__(target=work, name=name, daemon=False)
-        self.for_mirror = for_mirror or works_for_mirror()
+        self.in_background = in_background or works_in_background()
         self._fate = threading.Lock()
         self._has_ended = False
         self._running = threading.Lock()
@@ -112,10 +112,10 @@ class Worker(threading.Thread):
             self.join()
 
 
-def works_for_mirror() -> bool:
+def works_in_background() -> bool:
     """Whether this thread copies to a mirror in the background."""
     thread = threading.current_thread()
-    return isinstance(thread, Worker) and thread.for_mirror
+    return isinstance(thread, Worker) and thread.in_background
 
 
 @contextmanager

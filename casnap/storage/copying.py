@@ -11,7 +11,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.fork import PerProcess
-from casnap.runtime.threads import works_for_mirror
+from casnap.runtime.threads import works_in_background
 from casnap.storage.chunk_reads import ReadOptions, Want
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
@@ -33,7 +33,7 @@ def one_at_a_time() -> Iterator[None]:
 
     Two threads that did so at once could each hold the buffers that the other waits for.
     """
-    with (_turn_of_mirrors if works_for_mirror() else _turn).value:
+    with (_turn_of_mirrors if works_in_background() else _turn).value:
         yield
 
 

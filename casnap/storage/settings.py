@@ -14,6 +14,8 @@ from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in
 
 CODEC = "codec"
+GC = "gc"
+GC_CHOICES = ("auto", "off")
 _CODECS = {codec.name.lower(): codec for codec in Codec}
 
 
@@ -37,7 +39,7 @@ def codec_settings(codec: Codec) -> dict[str, Any]:
 
 def settings_of(root: Root) -> dict[str, Any]:
     """Return the settings of a store, with the defaults of those that were never set."""
-    return {**codec_settings(Codec.RAW), **root.settings}
+    return {**codec_settings(Codec.RAW), GC: GC_CHOICES[0], **root.settings}
 
 
 def codec_of(root: Root, uri: str) -> Codec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
@@ -59,8 +60,11 @@ class Transaction:
         self._before = Counter(objects.backend.requests if before is None else before)
         based_on = base_root or objects.recent()
         objects.check_writable("write to", based_on, dry_run=not puts_root)
+        # Before the base is read, so that no collector frees in between what the base names.
+        self._announcement = ExitStack()
+        self._announcement.enter_context(objects.backend.announced(based_on.seq))
         self.objects = objects
-        self.base: View = objects.recent_view(based_on)
+        self.base: View = objects.recent_view(base_root)
         self.commit = os.urandom(16)
         self.reused = ReusedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
@@ -149,7 +153,8 @@ class Transaction:
 
     def close(self) -> None:
         """Give memory back, and delete the new packs unless a root may name them."""
-        self.new_packs.close()
-        if not self.may_be_referenced:
-            self.delete_segments()
-            self.new_packs.delete()
+        with self._announcement:
+            self.new_packs.close()
+            if not self.may_be_referenced:
+                self.delete_segments()
+                self.new_packs.delete()

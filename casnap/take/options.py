@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from casnap.format.records import Row
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.storage.retention import Retention, check_retention
@@ -18,6 +19,9 @@ class TakeOptions:
     Attributes:
         on_commit: Called right after the commit, on the rank that commits; the snapshot is then
             noted as one that the mirror of the store lacks. None if there is no mirror.
+        on_release: Called after the commit with the rows of snapshots that it let go.
+        make_room: Called before anything is written, with what counts the bytes of the state, and
+            where the disk is full; returns whether there is more room now.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -31,6 +35,8 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     on_commit: Callable[[], None] | None = None
+    on_release: Callable[[Sequence[Row]], None] = lambda rows: None
+    make_room: Callable[[Callable[[], int]], bool] = lambda count_bytes: False
 
     def __post_init__(self) -> None:
         if self.retention is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ from casnap.storage.mirror_notes import UNMIRRORED
 from casnap.storage.objects import Objects
 from casnap.storage.rank_parts import OtherRanks
 from casnap.storage.retention import Retention, RetentionChange, prune, unknown_metrics
-from casnap.storage.table import mark, row_setter
+from casnap.storage.table import Table, mark, row_setter
 from casnap.storage.transaction import Transaction
 from casnap.take.manifest import BuiltManifest
 from casnap.take.options import TakeOptions
@@ -83,7 +84,15 @@ class Publication:
             return made[-1]
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
-        publish(transaction, row_setter(self.name, row, overwrite=overwrite, uri=uri), others)
+        change = row_setter(self.name, row, overwrite=overwrite, uri=uri)
+        replaced: list[Row] = []
+
+        def change_and_note(table: Table, seq: int) -> Mapping[str, Row | None]:
+            replaced[:] = filter(None, [table.get(self.name)])
+            return change(table, seq)
+
+        publish(transaction, change_and_note, others)
+        self.options.on_release(replaced)
         if self.options.on_commit is not None:
             self.options.on_commit()
         mark(self.objects, self.name, made[-1])
@@ -111,6 +120,7 @@ class Publication:
                 e,
             )
             return
+        self.options.on_release([verdict.row for verdict in verdicts if not verdict.kept])
         store = self.objects.config.store_id
         unknown = unknown_metrics(retention, (v.row for v in verdicts))
         if unknown and store not in _warned:

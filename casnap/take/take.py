@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from casnap.errors import FencedError, StateError, UnavailableError
+from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
 from casnap.format.codec import Codec
 from casnap.format.names import key_of
 from casnap.format.records import Root
@@ -69,6 +69,11 @@ def take(
                 if tries == _FENCED_TRIES or comm.ended:
                     raise
                 _log.info("%s: a collector went past the take, which starts again", name)
+                work = replace(work, told=None)
+            except StorageFullError:
+                # Ranks have heard of the error. A process alone can begin again.
+                if tries > 1 or comm.size > 1 or not options.make_room(work.capture.bytes_to_hash):
+                    raise
                 work = replace(work, told=None)
     raise AssertionError
 
@@ -182,6 +187,8 @@ def _begin(
     chunk_size = objects.config.chunk_size
     keys = [key_of(component) for component in request.keys]
     capture = asked.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
+    if comm.rank == 0:
+        options.make_room(lambda: comm.size * capture.bytes_to_hash())
     comm.enter_phase("sharing out the work")
     division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
     capture.assign(division.assigned)

@@ -171,7 +171,7 @@ class Mirror:
             self._again = True
             if self._pass is not None and not self._pass.ended:
                 return
-            self._pass = Worker(self._run, "casnap-mirror-pass", for_mirror=True)
+            self._pass = Worker(self._run, "casnap-mirror-pass", in_background=True)
             self._pass.start()
 
     def due(self) -> float:

@@ -236,7 +236,8 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path)
 
     with system_faults(0, collect, names=["link"]):
         take(Store(path), 1)
-    assert seen == [3, 2]
+    # The file that is linked, and the one by which the take is announced.
+    assert seen == [4, 3]
     assert not left.exists()
     assert foreign.exists()
     assert_store(path, {0, 1})

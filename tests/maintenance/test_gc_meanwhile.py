@@ -52,6 +52,7 @@ def test_a_take_takes_back_what_was_condemned_after_it_began(path: Path) -> None
     assert_tidy(path)
 
 
+@pytest.mark.usefixtures("unannounced")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_take_that_the_fence_has_passed_goes_on(path: Path, asynchronous: bool) -> None:
     store = Store(path, chunk_size=CHUNK)
@@ -82,6 +83,7 @@ def test_a_take_that_the_fence_has_passed_goes_on(path: Path, asynchronous: bool
     assert_tidy(path)
 
 
+@pytest.mark.usefixtures("unannounced")
 def test_a_fenced_async_take_moves_its_packs(path: Path) -> None:
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)

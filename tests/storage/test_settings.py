@@ -55,14 +55,14 @@ def take_from_a_view(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("take", [take_with_snapshot, take_async, take_from_a_view])
 def test_every_writer_obeys_the_codec_of_the_store(tmp_path: Path, take: Any) -> None:
     store = Store(tmp_path / "s", chunk_size=CHUNK, codec="zstd").make()
-    assert store.settings == {"codec": "zstd"}
+    assert store.settings == {"codec": "zstd", "gc": "auto"}
     take(tmp_path / "s", "run/a")
     assert codecs(store, "run/a") == {Codec.ZSTD}
 
 
 def test_configure(tmp_path: Path) -> None:
     store = Store(tmp_path / "s", chunk_size=CHUNK).make()
-    assert store.settings == {"codec": "raw"}
+    assert store.settings == {"codec": "raw", "gc": "auto"}
     store.take(state(1), "a")
     other = Store(tmp_path / "s").make()
     assert store.configure(codec="zstd")
@@ -113,7 +113,7 @@ def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> No
     store.prune(Retention(keep_last=1))
     store.gc(grace=0)
     assert Store(tmp_path / "s").check(data=True).ok
-    assert store.settings == {"codec": codec}
+    assert store.settings == {"codec": codec, "gc": "auto"}
     assert invoke("config", tmp_path / "s").exit_code == 0
     assert store.configure(codec="raw")
     store.take(state(3), "c")
@@ -123,17 +123,17 @@ def test_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     made = document("init", folder, "--codec", "zstd")
     assert (made["codec"], made["created"]) == ("zstd", True)
-    assert invoke("config", folder).stdout == "codec=zstd\n"
-    assert invoke("config", folder, "codec=raw").stdout == "codec=raw\n"
+    assert invoke("config", folder).stdout == "codec=zstd\ngc=auto\n"
+    assert invoke("config", folder, "codec=raw").stdout == "codec=raw\ngc=auto\n"
     told = document("config", folder)
-    assert (told["store"], told["settings"]) == (str(folder), {"codec": "raw"})
+    assert (told["store"], told["settings"]) == (str(folder), {"codec": "raw", "gc": "auto"})
     assert (told["id"], told["chunk_size_bytes"]) == (made["id"], 1 << 20)
     assert "casnap config" in failure("init", folder, "--codec", "zstd")
     assert document("init", folder, "--codec", "raw")["created"] is False
     assert "write codec=raw" in failure("config", folder, "colour=red", status=2)
     for setting in ("codec", "colour=red", "codec=lz4", "=raw"):
         assert "codec" in failure("config", folder, setting, status=2)
-    assert document("config", folder)["settings"] == {"codec": "raw"}
+    assert document("config", folder)["settings"] == {"codec": "raw", "gc": "auto"}
     assert "not a casnap store" in failure("config", tmp_path / "none")
 
 
@@ -143,4 +143,4 @@ def test_on_an_object_store(bucket: Bucket) -> None:
     again.take(state(1), "a")
     assert codecs(again, "a") == {Codec.ZSTD}
     assert again.configure(codec="raw")
-    assert store.settings == {"codec": "raw"}
+    assert store.settings == {"codec": "raw", "gc": "auto"}

@@ -19,6 +19,7 @@ from casnap.storage.rank_parts import OtherRanks, finish_rank_part
 from casnap.storage.transaction import Transaction
 from tests.support.faults import CHUNK
 
+pytestmark = pytest.mark.usefixtures("unannounced")
 KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)
 
 

@@ -188,6 +188,20 @@ class FaultyBackend(Backend):
         self.inner.belong(check)
 
     @override
+    @contextmanager
+    def announced(self, base: int) -> Iterator[None]:
+        with self.inner.announced(base):
+            yield
+
+    @override
+    def announced_bases(self, max_age: float) -> list[int]:
+        return self.inner.announced_bases(max_age)
+
+    @override
+    def free_bytes(self) -> int | None:
+        return self.inner.free_bytes()
+
+    @override
     def is_object(self) -> bool:
         return self._call("is_object", lambda _: self.inner.is_object(), "")
 

@@ -1,0 +1,269 @@
+"""A run's disk is bounded by what it keeps: who lets snapshots go collects the garbage, unasked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap import Retention, Snapshot, StateDict, Store
+from casnap.errors import SnapshotNotFoundError, StorageFullError
+from casnap.maintenance import automatic
+from tests.support.faults import in_child, start, wait
+from tests.support.mounts import tmpfs
+from tests.support.ranks import World
+
+STATE = 8 << 20
+KEEP = Retention(keep_last=2)
+# The bytes of roots, tables and indexes beside those of states.
+SMALL = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def turned_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CASNAP_GC", "auto")
+    yield
+    wait_for_collectors()
+
+
+def wait_for_collectors() -> None:
+    for collector in list(automatic._collectors.values()):
+        if collector._worker is not None:
+            collector._worker.wait()
+
+
+def dense(step: int, nbytes: int = STATE) -> torch.Tensor:
+    """Return a state of which nothing equals that of another step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(-(2**62), 2**62, (nbytes // 8,), generator=generator)
+
+
+def take(store: Store, step: int, how: str = "take", nbytes: int = STATE) -> Snapshot:
+    state = {"s": StateDict(w=dense(step, nbytes))}
+    if how == "take":
+        return store.take(state, f"step_{step}", retention=KEEP)
+    return store.async_take(state, f"step_{step}", retention=KEEP).wait()
+
+
+def nbytes_of(path: Path) -> int:
+    wait_for_collectors()
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def assert_newest(path: Path, step: int) -> None:
+    snapshot = Store(path).latest()
+    assert snapshot is not None
+    assert snapshot.name == f"step_{step}"
+    assert torch.equal(snapshot.read_object("s/w"), dense(step))
+
+
+# --- a disk that holds little more than what is kept ---------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_a_disk_of_five_states(tmp_path: Path, how: str) -> None:
+    with tmpfs(tmp_path, int(5.2 * STATE) + SMALL) as disk:
+        for step in range(60):
+            take(Store(disk / "run"), step, how)
+        assert_newest(disk / "run", 59)
+        assert Store(disk / "run").check(data=True).ok
+
+
+def take_on_ranks(path: str, steps: int) -> None:
+    store = Store(path)
+    half = STATE // 16
+    for step in range(steps):
+        mine = dense(step)[dist.get_rank() * half :][:half].clone()
+        store.take({"s": StateDict(w=mine)}, f"step_{step}", retention=KEEP, per_rank=["**"])
+
+
+def test_a_disk_of_five_states_of_two_ranks(tmp_path: Path, world: World) -> None:
+    with tmpfs(tmp_path, int(5.2 * STATE) + SMALL) as disk:
+        world(2).run(take_on_ranks, str(disk / "run"), 20)
+        newest = Store(disk / "run").latest()
+        assert newest is not None
+        assert newest.name == "step_19"
+        assert torch.equal(newest.read_object("0/s/w"), dense(19)[: STATE // 16])
+
+
+def test_a_disk_that_others_fill_during_a_take(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, 4 * STATE + SMALL) as disk:
+        store = Store(disk / "run")
+        store.configure(gc="off")
+        for step in range(4):
+            take(store, step)
+        with pytest.raises(StorageFullError):
+            take(store, 4)
+        store.configure(gc="auto")
+        take(store, 4)
+        assert_newest(disk / "run", 4)
+
+
+# --- a disk with room ---------------------------------------------------------------------------
+
+
+RUN = """
+    import sys
+    from casnap import Store
+    from casnap.maintenance import automatic
+    from tests.maintenance.test_automatic import STATE, take
+
+    automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
+    store = Store(sys.argv[1])
+    for step in range(int(sys.argv[2]), int(sys.argv[3])):
+        take(store, step, sys.argv[4], 4 * STATE)
+"""
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_what_a_process_leaves_and_the_next_one_frees(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "run"
+
+    def states_after(first: int, end: int) -> float:
+        code = textwrap.dedent(RUN)
+        command = [sys.executable, "-c", code, str(path), str(first), str(end), how]
+        subprocess.run(command, check=True)
+        return nbytes_of(path) / (4 * STATE)
+
+    assert states_after(0, 30) <= 8
+    assert states_after(30, 34) <= 5
+    assert Store(path).check(data=True).ok
+
+
+def test_adapters_on_a_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    store = Store(tmp_path / "run", chunk_size=64 << 10)
+    base = dense(0)
+    for step in range(300):
+        adapter = dense(step + 1, 128 << 10)
+        state = {"s": StateDict(base=base, adapter=adapter, step=step)}
+        store.take(state, f"step_{step}", retention=Retention(keep_last=3))
+    needed = STATE + 3 * (128 << 10)
+    assert nbytes_of(tmp_path / "run/casnap-store/packs") <= 1.5 * needed
+
+
+def test_it_is_turned_off(tmp_path: Path) -> None:
+    store = Store(tmp_path / "run")
+    assert store.configure(gc="off")
+    for step in range(6):
+        take(store, step)
+    assert nbytes_of(tmp_path / "run") > 6 * STATE
+    assert not store.objects.newest().condemned
+    with pytest.raises(ValueError, match="'auto' or 'off'"):
+        store.configure(gc="sometimes")
+
+
+@pytest.mark.parametrize("let_go", ["delete", "prune", "overwrite"])
+def test_each_way_to_let_snapshots_go(tmp_path: Path, let_go: str) -> None:
+    store = Store(tmp_path / "run")
+    for step in range(3):
+        store.take({"s": StateDict(w=dense(step))}, f"step_{step}")
+    if let_go == "delete":
+        store.delete("step_0")
+    elif let_go == "prune":
+        store.prune(Retention(keep_last=2))
+    else:
+        store.take({"s": StateDict(w=dense(9))}, "step_0", overwrite=True)
+    wait_for_collectors()
+    assert store.objects.newest().condemned
+
+
+# --- beside others ------------------------------------------------------------------------------
+
+
+def test_a_reader_of_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    take(Store(path), 0)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        store = Store(path)
+        while not stop.is_set():
+            try:
+                snapshot = store.latest()
+                assert snapshot is not None
+                step = int(snapshot.name.removeprefix("step_"))
+                assert torch.equal(snapshot.read_object("s/w"), dense(step))
+            except SnapshotNotFoundError:
+                continue  # it was let go, and collected
+            except Exception as e:  # noqa: BLE001 - checked by the test
+                errors.append(e)
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for step in range(1, 25):
+            take(Store(path), step)
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []
+
+
+def test_async_takes_beside_collectors_without_grace(tmp_path: Path) -> None:
+    """Each relies on what others let go meanwhile, and a collector frees at once what it may."""
+    path = tmp_path / "store"
+    store = Store(path, chunk_size=64 << 10)
+    shared = dense(0, 1 << 20)
+    stop = threading.Event()
+
+    def collect() -> None:
+        other = Store(path)
+        while not stop.is_set():
+            other.gc(grace=0)
+
+    store.take({"s": StateDict(shared=shared)}, "first")
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        for step in range(40):
+            state = {"s": StateDict(shared=shared, own=dense(step + 1, 1 << 20))}
+            pending = store.async_take(state, f"step_{step}")
+            # What the pending take relies on, no snapshot needs any more.
+            store.delete("first" if step == 0 else f"step_{step - 1}")
+            pending.wait()
+    finally:
+        stop.set()
+        thread.join()
+    assert store.check(data=True).ok
+    assert torch.equal(store["step_39"].read_object("s/shared"), shared)
+
+
+def test_a_take_that_was_killed_holds_no_collector_up(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(w=dense(0))}, "kept")
+
+    def announce() -> None:
+        with store.objects.backend.announced(1):
+            os.kill(os.getpid(), 9)
+
+    assert wait(start(announce)) == -9
+    tmp = tmp_path / "store/casnap-store/tmp"
+    assert list(tmp.iterdir())
+    assert store.objects.backend.announced_bases(60) == []
+    assert list(tmp.iterdir()) == []
+
+
+def test_a_collector_waits_for_takes_under_way(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(w=dense(0))}, "gone")
+    with store.objects.backend.announced(store.objects.newest().seq):
+        store.delete("gone")
+        assert in_child(lambda: assert_nothing_is_freed(store)) == 0
+    assert store.gc(grace=0).freed_bytes >= STATE
+
+
+def assert_nothing_is_freed(store: Store) -> None:
+    report = Store(store.uri).gc(grace=0)
+    assert report.freed_bytes == 0
+    assert report.waiting_bytes >= STATE
