@@ -34,7 +34,6 @@ class Comm(ABC):
         operation: What the ranks do, for messages.
         timeout: Seconds that one rank waits for another.
         ended: Whether the operation has ended here, well or not.
-        neighbours: How many of the ranks are on this host, as far as that is known: at least 1.
         hosts: A number for each rank, which ranks of one host have in common; 0 if it is not known.
     """
 
@@ -44,8 +43,12 @@ class Comm(ABC):
     operation = ""
     timeout = DEFAULT_TIMEOUT
     ended = False
-    neighbours = 1
     hosts: Sequence[int] = (0,)
+
+    @property
+    def neighbours(self) -> int:
+        """How many of the ranks are on the host of this one, itself included."""
+        return self.hosts.count(self.hosts[self.rank])
 
     # --- what each kind of communicator does its own way ---
 
@@ -77,7 +80,7 @@ class Comm(ABC):
     def enter_phase(self, phase: str) -> None:
         """Note what this rank does from now on, for the messages of others if it gets lost."""
 
-    def behind(self, number: int) -> Comm:
+    def background(self, number: int) -> Comm:
         """Return these ranks for the part of the operation that goes on in the background.
 
         It meets other operations in the background alone, so this one can end before that part
@@ -120,8 +123,8 @@ class Comm(ABC):
 
     def gather(self, part: Buffer) -> list[memoryview]:
         """Return the part of every rank on rank 0, nothing elsewhere."""
-        came = self.all_to_all([part, *[b""] * (self.size - 1)])
-        return came if self.rank == 0 else []
+        received = self.all_to_all([part, *[b""] * (self.size - 1)])
+        return received if self.rank == 0 else []
 
     def scatter(self, parts: Sequence[Buffer] = ()) -> memoryview:
         """Return the one of rank 0's parts that is for this rank."""
@@ -135,14 +138,13 @@ class Comm(ABC):
 
     def exchange_messages(self, messages: Sequence[M], kind: type[M]) -> list[M]:
         """Send ``messages[i]`` to rank i; return what came from each."""
-        own = messages[self.rank]
         parts = [b"" if rank == self.rank else encode(m) for rank, m in enumerate(messages)]
-        return self._decoded(self.all_to_all(parts), own, kind)
+        return self._decoded(self.all_to_all(parts), messages[self.rank], kind)
 
     def gather_messages(self, message: M, kind: type[M]) -> list[M]:
         """Return the message of every rank on rank 0, nothing elsewhere."""
-        came = self.gather(encode(message) if self.rank else b"")
-        return self._decoded(came, message, kind)
+        received = self.gather(encode(message) if self.rank else b"")
+        return self._decoded(received, message, kind)
 
     def broadcast_message(self, message: M | None, kind: type[M]) -> M:
         """Return the message of rank 0; the other ranks need not give any."""
@@ -152,13 +154,13 @@ class Comm(ABC):
             return message
         return decoder(kind).decode(self.broadcast())
 
-    def _decoded(self, came: Sequence[memoryview], own: M, kind: type[M]) -> list[M]:
+    def _decoded(self, received: Sequence[memoryview], mine: M, kind: type[M]) -> list[M]:
         decode = decoder(kind).decode
-        return [own if rank == self.rank else decode(part) for rank, part in enumerate(came)]
+        return [mine if rank == self.rank else decode(part) for rank, part in enumerate(received)]
 
     # --- agreeing, and ending ---
 
-    def check_same(self, what: str, here: object, on_rank_0: object) -> None:
+    def check_same(self, name: str, here: object, on_rank_0: object) -> None:
         """Check that this rank was given the same as rank 0.
 
         Raises:
@@ -166,13 +168,13 @@ class Comm(ABC):
         """
         if here != on_rank_0:
             raise StateError(
-                f"{what} must be the same on all ranks: {on_rank_0} on rank 0, {here} on rank "
+                f"{name} must be the same on all ranks: {on_rank_0} on rank 0, {here} on rank "
                 f"{self.rank}"
             )
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Run the beginning of an operation; an error in it is told to all ranks and ends it."""
+        """Run the beginning of an operation; an error in it is sent to all ranks and ends it."""
         try:
             yield
         except BaseException as e:
@@ -188,7 +190,7 @@ class Comm(ABC):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """End the operation; an error is told to the other ranks first."""
+        """End the operation; an error is sent to the other ranks first."""
         try:
             if error is not None:
                 self.fail(error)

@@ -1,18 +1,31 @@
-"""Why an operation of several ranks ended early, and which ranks are at fault."""
+"""Why an operation of several ranks ended early: the ranks at fault, and their errors as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
+from casnap import errors
+from casnap.errors import CasnapError, RankError, Reason, UnavailableError
 from casnap.format.names import rank_names
-from casnap.ranks.remote_errors import ErrorText
 
 STORE_SILENT = (
     "the store of the process group does not answer: the process that keeps it, rank 0 if no "
     "launcher does, died or hangs"
 )
+
+
+class ErrorText(msgspec.Struct, array_like=True, frozen=True):
+    """An error as other ranks are sent it.
+
+    Attributes:
+        kind: The name of its type.
+        text: Its message.
+        reason: That of an UnavailableError.
+    """
+
+    kind: str
+    text: str
+    reason: Reason = "other"
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -41,12 +54,39 @@ class LinkFailedError(Exception):
         self.failure = failure
 
 
-def not_come(missing: Sequence[int], gone: Sequence[int], timeout: float) -> Failure:
-    """Return the failure of ranks that did not come to a group, of which some have died."""
-    what = "died" if set(missing) <= set(gone) else f"did not come within {timeout:g} s"
-    return Failure(tuple(missing), f"{rank_names(missing)} {what}")
+def error_text(error: BaseException) -> ErrorText:
+    """Return an error as text for other ranks, whatever its class does."""
+    try:
+        text = str(error)
+    except Exception as e:  # noqa: BLE001 - whatever it is, the others must hear of the error
+        text = f"its text cannot be told ({type(e).__name__})"
+    # A lone surrogate cannot be encoded.
+    text = text.encode("utf-8", "backslashreplace").decode()
+    reason = error.reason if isinstance(error, UnavailableError) else "other"
+    return ErrorText(type(error).__name__, text, reason)
 
 
-def parsed_ranks(text: str) -> list[int]:
-    """Return ranks that were noted as a text."""
-    return [int(rank) for rank in text.split()]
+def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:
+    """Return the error to raise here for errors of other ranks.
+
+    It is of the same type and reason if that type is one of casnap's, else a RankError.
+
+    Args:
+        operation: What the ranks do, for the message.
+        texts: The error of each rank that failed.
+    """
+    rank = min(texts)
+    sent = texts[rank]
+    kind = getattr(errors, sent.kind, None)
+    if kind is RankError:
+        return RankError(sent.text, tuple(texts))
+    if isinstance(kind, type) and issubclass(kind, CasnapError):
+        error = kind(f"rank {rank}: {sent.text}")
+        if isinstance(error, UnavailableError):
+            error.reason = sent.reason
+        return error
+    also = [r for r in texts if r != rank]
+    others = f" (and {rank_names(also)})" if also else ""
+    return RankError(
+        f"{operation}: rank {rank} failed{others}: {sent.kind}: {sent.text}", tuple(texts)
+    )

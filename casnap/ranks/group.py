@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
+from typing import TypeVar
 from zlib import crc32
 
 import torch
@@ -25,12 +26,19 @@ from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
 from casnap.ranks.comm import Buffer, Comm
-from casnap.ranks.failures import Failure, LinkFailedError
+from casnap.ranks.failures import (
+    ErrorText,
+    Failure,
+    LinkFailedError,
+    error_of_ranks,
+    error_text,
+)
 from casnap.ranks.link import PATIENCE, Link
-from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.ranks.shared_memory import Address, OwnMemory, SharedMemory, mapped
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.runtime.typing import override
+
+T = TypeVar("T")
 
 _FAILED = -1
 # Seconds in which all ranks come again that could not be connected: some notice it late.
@@ -100,13 +108,8 @@ class Group(Comm):
         return came
 
     @override
-    def behind(self, number: int) -> Group:
-        return Group(self._link.behind(), self.timeout, self.operation, number)
-
-    @property
-    @override
-    def neighbours(self) -> int:  # type: ignore[override]
-        return sum(map(self._link.is_near, range(self.size)))
+    def background(self, number: int) -> Group:
+        return Group(self._link.background(), self.timeout, self.operation, number)
 
     @property
     @override
@@ -123,26 +126,26 @@ class Group(Comm):
         return shared
 
     def _newly_shared(self, nbytes: int) -> SharedMemory:
-        own: OwnMemory | None = None
+        memory: OwnMemory | None = None
         near = [self._link.is_near(rank) for rank in range(self.size)]
         if sum(near) > 1:
             # A system may refuse it; then this rank sends by sockets.
             with suppress(OSError):
-                own = OwnMemory(nbytes)
-        mine = own.address if own is not None else Address()
-        addresses = self.exchange_messages([mine] * self.size, Address)
+                memory = OwnMemory(nbytes)
+        address = memory.address if memory is not None else Address()
+        addresses = self.exchange_messages([address] * self.size, Address)
         theirs = [
             mapped(address) if near[rank] and rank != self.rank else None
             for rank, address in enumerate(addresses)
         ]
-        found = self.all_to_all([bytes([memory is not None]) for memory in theirs])
-        readers = [part[0] == 1 for part in found]
-        if own is not None:
-            own.close_descriptor()
-        view = own.view if own is not None and any(readers) else memoryview(b"")
-        self._link.memory = own
-        finds_all = bytes([theirs.count(None) == 1])
-        by_all = all(part[0] == 1 for part in self.all_gather(finds_all))
+        # A row for each rank: for each rank whether it can find the memory of that one.
+        finds = self.all_gather(bytes(view is not None for view in theirs))
+        if memory is not None:
+            memory.close_descriptor()
+        readers = [row[self.rank] == 1 for row in finds]
+        view = memory.view if memory is not None and any(readers) else memoryview(b"")
+        self._link.memory = memory
+        by_all = all(sum(row) == self.size - 1 for row in finds)
         return SharedMemory(nbytes, view, theirs, readers, by_all)
 
     def _forget_shared(self) -> None:
@@ -206,10 +209,10 @@ class Group(Comm):
         astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
         if astray:
             # Every rank sees that, so all exchange the names of their operations.
-            what = self._exchange_texts(self.operation.encode())[astray[0]].decode()
+            other = self._exchange_texts(self.operation.encode())[astray[0]].decode()
             self.ended = True
             raise StateError(
-                f"{self.operation}: {rank_names(astray)} came to {what} meanwhile; all ranks of a "
+                f"{self.operation}: {rank_names(astray)} came to {other} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
         return their_sizes, their_sums
@@ -221,18 +224,16 @@ class Group(Comm):
         self._calls += 1
         # A rank that does another operation, or is at another call of it, has another step.
         step = (self._kind << 24) + self._calls
-        rows = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
-        mine = torch.tensor(rows, device="cpu")
-        theirs = mine
+        rows = torch.tensor([[*n, step] for n in zip(sizes, sums, strict=True)], device="cpu")
 
-        def exchange(seconds: float) -> None:
-            nonlocal theirs
-            theirs = gloo.exchange_rows(self._link.pg, mine, seconds)
+        def exchange(seconds: float) -> torch.Tensor:
+            return gloo.exchange_rows(self._link.pg, rows, seconds)
 
-        if self._calls == 1:
-            self._communicate(lambda: self._first_exchange(exchange), error)
-        else:
-            self._communicate(lambda: exchange(self.timeout), error)
+        def talk() -> torch.Tensor:
+            is_first = self._calls == 1
+            return self._first_exchange(exchange) if is_first else exchange(self.timeout)
+
+        theirs = self._communicate(talk, error)
         return theirs[:, 0].tolist(), theirs[:, 1].tolist(), theirs[:, 2].tolist()
 
     def _exchange_texts(self, mine: bytes) -> list[bytes]:
@@ -249,7 +250,7 @@ class Group(Comm):
             if size == _FAILED and len(texts[rank])
         }
 
-    def _first_exchange(self, exchange: Callable[[float], None]) -> None:
+    def _first_exchange(self, exchange: Callable[[float], T]) -> T:
         """Exchange for the first time: in the group of the operation before, or in a new one."""
         until = time.monotonic() + self.timeout
         phase = self._phase or f"beginning {self.operation}"
@@ -260,17 +261,17 @@ class Group(Comm):
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
-        left, told = max(0.0, until - time.monotonic()), self.timeout
+        left, waited = max(0.0, until - time.monotonic()), self.timeout
         for is_last in (False, False, True):
             try:
-                self._link.connect(left, told, self.operation, phase)
+                self._link.connect(left, waited, self.operation, phase)
                 # All ranks are here now.
                 return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
             except RuntimeError as e:
                 if not self._link.is_apart():
                     raise
                 # On a busy machine gloo may fail to connect ranks; all of them come again soon.
-                left = told = min(_AGAIN, until - time.monotonic())
+                left = waited = min(_AGAIN, until - time.monotonic())
                 if is_last or left <= 0:
                     self._link.close()
                     reason = f"the ranks could not be connected: {e}"
@@ -306,7 +307,7 @@ class Group(Comm):
         self._communicate(transfer)
         return got
 
-    def _communicate(self, talk: Callable[[], None], error: ErrorText | None = None) -> None:
+    def _communicate(self, talk: Callable[[], T], error: ErrorText | None = None) -> T:
         """Talk to the other ranks; if that fails, find out which rank is at fault, and raise.
 
         Args:
@@ -315,7 +316,7 @@ class Group(Comm):
         """
         began = time.monotonic()
         try:
-            talk()
+            return talk()
         except LinkFailedError as e:
             self.ended = True
             raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -25,9 +25,8 @@ from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
-from casnap.ranks.failures import STORE_SILENT, Failure, LinkFailedError, not_come, parsed_ranks
+from casnap.ranks.failures import STORE_SILENT, ErrorText, Failure, LinkFailedError
 from casnap.ranks.processes import Process
-from casnap.ranks.remote_errors import ErrorText
 from casnap.ranks.shared_memory import OwnMemory, SharedMemory
 
 T = TypeVar("T")
@@ -36,8 +35,6 @@ PATIENCE = 10.0
 """Seconds that the surviving ranks wait for each other's report before they name the dead ones."""
 # The shortest and the longest pause between two looks at the store, in seconds.
 _POLL = (0.001, 0.05)
-# Seconds between two looks whether all ranks live.
-_LOOK = 0.2
 # Seconds that other ranks get to record why they broke the connection.
 _EXPLAIN_SECONDS = 1.0
 # Once one rank has died: seconds in which others that die are named together with it.
@@ -46,7 +43,7 @@ _DEATHS_SECONDS = 0.1
 _STORE_SECONDS = 5.0
 
 
-class _Came(msgspec.Struct, array_like=True):
+class _Arrival(msgspec.Struct, array_like=True):
     """The note of a rank that comes to a new group.
 
     Attributes:
@@ -57,20 +54,16 @@ class _Came(msgspec.Struct, array_like=True):
     process: Process
     token: bytes = b""
 
-    def is_gone(self, own: _Came) -> bool:
-        """Whether the process has ended, as far as another one of its host can tell."""
-        return self.process.is_gone(own.process.host)
-
 
 class _Start(msgspec.Struct, array_like=True):
     """What rank 0 writes when it ends its wait for the others: the new group begins, or failed.
 
     Attributes:
-        came: What each rank has written that came, in their order.
+        arrivals: The notes of the ranks that came, in their order.
         failure: Why there is no group, if some did not come.
     """
 
-    came: list[_Came]
+    arrivals: list[_Arrival]
     failure: Failure | None = None
 
 
@@ -102,7 +95,7 @@ class Link:
         self.memory: OwnMemory | None = None
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}{suffix}"
-        self._behind: Link | None = None
+        self._background: Link | None = None
         self._name = ""
         # How many operations this group has served, and the name of the present one in the store.
         self._number = 0
@@ -111,16 +104,16 @@ class Link:
         self._turn = threading.Lock()
         self._holder: int | None = None
         # The last question to the store.
-        self._asked: Future[Any] = Future()
-        self._asked.set_result(None)
+        self._question: Future[Any] = Future()
+        self._question.set_result(None)
 
-    def behind(self) -> Link:
+    def background(self) -> Link:
         """Return another link of the same ranks, for what goes on in the background."""
-        if self._behind is None:
-            self._behind = Link(self.home, self._store, self.ranks, self.rank, "-behind")
+        if self._background is None:
+            self._background = Link(self.home, self._store, self.ranks, self.rank, "-background")
             # So a death before all have met there is seen at once.
-            self._behind._processes = self._processes
-        return self._behind
+            self._background._processes = self._processes
+        return self._background
 
     def acquire(self, holder: int) -> None:
         """Begin an operation, given its id; wait for an operation in the background to end."""
@@ -146,29 +139,31 @@ class Link:
         self._operation = f"{self._number} {digest_of(operation.encode()).hex()[:16]}"
         self.note("at", phase)
 
-    def note(self, what: str, text: str) -> None:
+    def note(self, topic: str, text: str) -> None:
         """Note something about this rank in the store, for other ranks to read."""
-        if self._name and self._asked.done():
+        if self._name and self._question.done():
             with suppress(RuntimeError):
-                self._store.set(f"{self._name}/{what}/{self.rank}", text)
+                self._set(f"{self._name}/{topic}/{self.rank}", text)
 
-    def _read(self, key: str) -> str:
-        """Return the text of a key in the store; empty if there is none. Does not wait for it."""
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _set(self, key: str, value: object) -> None:
+        self._store.set(key, encode(value))
 
-    def _within(
-        self, work: Callable[[threading.Event], T], seconds: float, *, of_all: str = ""
-    ) -> T:
+    def _get(self, key: str, kind: type[T]) -> T | None:
+        """Return the value of a key in the store; None if there is none. Does not wait for it."""
+        return decoder(kind).decode(self._store.get(key)) if self._has(key) else None
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _within(self, work: Callable[[threading.Event], T], seconds: float) -> T:
         """Do some work with the store on another thread, and wait for it for some seconds.
 
         Args:
             work: It gets an event that is set once this call has stopped waiting.
             seconds: How long to wait.
-            of_all: For work that needs all ranks, so that a death ends the wait: what to say if it
-                takes longer.
 
         Raises:
-            LinkFailedError: The store does not answer, or a rank died.
+            LinkFailedError: The store does not answer.
         """
         given_up = threading.Event()
         done: Future[T] = Future()
@@ -180,30 +175,26 @@ class Link:
                 done.set_exception(e)
 
         # The store answers one question at a time: while one is open, no other can be asked.
-        wait([self._asked], seconds)
-        if self._asked.done():
-            self._asked = done
+        wait([self._question], seconds)
+        if self._question.done():
+            self._question = done
             threading.Thread(target=run, name="casnap-link", daemon=True).start()
-            until = time.monotonic() + seconds
-            while not done.done() and (left := until - time.monotonic()) > 0:
-                wait([done], min(left, _LOOK) if of_all else left)
-                if of_all and self._dead_ranks():
-                    until = min(until, time.monotonic() + _DEATHS_SECONDS)
+            wait([done], seconds)
         given_up.set()
         if not done.done():
-            raise LinkFailedError(self._failure_of_silence(of_all))
+            raise LinkFailedError(self._failure_of_silence())
         return done.result()
 
-    def _failure_of_silence(self, reason: str = "") -> Failure:
-        """Return which ranks died, as known without the store.
+    def _failure_of_silence(self) -> Failure:
+        """Return why the store may not answer: the dead ranks of this host, if there are any.
 
-        If none did on this host, it is this reason; without a reason, that the store is silent. The
-        store lies on the host of the world's rank 0.
+        The store lies on the host of the world's rank 0. If that is another host, its ranks are
+        named.
         """
-        if gone := self._dead_ranks():
-            return Failure(tuple(gone), f"{rank_names(gone)} died")
-        if reason or 0 not in self.ranks or self.is_near(keeper := self.ranks.index(0)):
-            return Failure((), reason or STORE_SILENT)
+        if dead := self._dead_ranks():
+            return Failure(tuple(dead), f"{rank_names(dead)} died")
+        if 0 not in self.ranks or self.is_near(keeper := self.ranks.index(0)):
+            return Failure((), STORE_SILENT)
         far = [rank for rank in range(self.size) if self._share_host(rank, keeper)]
         where = f"or its host, that of {rank_names(far)}, died or cannot be reached"
         return Failure(tuple(far), f"{STORE_SILENT}, {where}")
@@ -227,92 +218,89 @@ class Link:
         # gloo waits as long for the address of a rank, and five times as long for it to connect.
         until, rest = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
 
-        def meet(given_up: threading.Event) -> tuple[str, list[_Came]]:
+        def meet(given_up: threading.Event) -> tuple[str, list[_Arrival]]:
             pauses = _pauses(until, given_up)
             if self.rank == 0:
                 return self._gather_ranks(pauses, timeout)
             return self._come_to_rank_0(pauses, timeout)
 
-        (self._name, came), self._number = self._within(meet, seconds + _STORE_SECONDS), 0
-        self._processes = [each.process for each in came]
+        self._name, arrivals = self._within(meet, seconds + _STORE_SECONDS)
+        self._number = 0
+        self._processes = [arrival.process for arrival in arrivals]
         self.begin(operation, phase)
-        store, name, most = self._store, self._name, 5 * rest + _STORE_SECONDS
+        store, name = self._store, self._name
         try:
             self.pg = self._within(
                 lambda _: gloo.new_group(store, name, self.rank, self.size, rest),
-                most,
-                of_all=f"the ranks could not be connected within {most:g} s",
+                5 * rest + _STORE_SECONDS,
             )
         except RuntimeError:
             # Others may be connected to this one, and learn by this why that breaks off.
             with suppress(RuntimeError):
-                store.set(f"{name}/apart", "")
+                self._set(f"{name}/apart", "")
             raise
 
-    def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Came]]:
+    def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Arrival]]:
         """Wait, as rank 0, until all ranks have come to a new group; return its name, and them."""
         name = f"{self._base}/{os.urandom(8).hex()}"
-        own = _Came(Process.own())
-        self._store.set(f"{name}/came/0", encode(own))
-        self._store.set(f"{self._base}/newest", name)
-        missing, gone = list(range(1, self.size)), list[int]()
+        arrival = _Arrival(Process.current())
+        self._set(f"{name}/came/0", arrival)
+        self._set(f"{self._base}/newest", name)
+        missing, dead = list(range(1, self.size)), list[int]()
         for _ in pauses:
-            while missing and (
-                missing[-1] in gone or self._store.check([f"{name}/came/{missing[-1]}"])
-            ):
+            while missing and (missing[-1] in dead or self._has(f"{name}/came/{missing[-1]}")):
                 missing.pop()
             if not missing:
                 break
-            gone = self._dead_ranks() or parsed_ranks(self._read(f"{name}/gone"))
-        came = {rank: self._came(name, rank) for rank in range(1, self.size)}
-        missing = [rank for rank, found in came.items() if found is None]
-        failure = not_come(missing, gone, timeout) if missing else None
+            dead = self._dead_ranks() or self._get(f"{name}/dead", list[int]) or []
+        others = [self._arrival(name, rank) for rank in range(1, self.size)]
+        missing = [rank for rank, other in enumerate(others, 1) if other is None]
+        failure = _failure_to_come(missing, dead, timeout) if missing else None
         # Each rank looks for its own token: a rank that finds the name of an older group in the
         # store does not take that for this group.
-        start = _Start([own, *(found for found in came.values() if found)], failure)
-        self._store.set(f"{name}/start", encode(start))
+        start = _Start([arrival, *(other for other in others if other)], failure)
+        self._set(f"{name}/start", start)
         if failure is not None:
-            self._store.set(f"{self._base}/newest", "")
+            self._set(f"{self._base}/newest", "")
             raise LinkFailedError(failure)
-        return name, start.came
+        return name, start.arrivals
 
-    def _came(self, name: str, rank: int) -> _Came | None:
-        key = f"{name}/came/{rank}"
-        return decoder(_Came).decode(self._store.get(key)) if self._store.check([key]) else None
+    def _arrival(self, name: str, rank: int) -> _Arrival | None:
+        return self._get(f"{name}/came/{rank}", _Arrival)
 
-    def _come_to_rank_0(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Came]]:
-        """Come to the group that rank 0 makes; return its name, and who came."""
-        own, name = _Came(Process.own(), os.urandom(8)), ""
-        leader: _Came | None = None
-        gone: list[int] = []
+    def _come_to_rank_0(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Arrival]]:
+        """Come to the group that rank 0 makes; return its name, and the ranks that came."""
+        arrival, name = _Arrival(Process.current(), os.urandom(8)), ""
+        leader: Process | None = None
+        dead: list[int] = []
         for _ in pauses:
-            newest = self._read(f"{self._base}/newest")
+            newest = self._get(f"{self._base}/newest", str)
             # Asked after that: rank 0 may have ended its wait, and begun the next one already.
-            if name and self._store.check([f"{name}/start"]):
-                start = decoder(_Start).decode(self._store.get(f"{name}/start"))
-                if own in start.came:
-                    if start.failure is not None:
-                        raise LinkFailedError(start.failure)
-                    return name, start.came
-            if newest not in ("", name, self._name):
+            start = self._get(f"{name}/start", _Start) if name else None
+            if start is not None and arrival in start.arrivals:
+                if start.failure is not None:
+                    raise LinkFailedError(start.failure)
+                return name, start.arrivals
+            if newest and newest not in (name, self._name):
                 name = newest
-                self._store.set(f"{name}/came/{self.rank}", encode(own))
-                found = self._came(name, 0)
-                # If it is gone already, this may be a group that processes before these have left.
-                leader = None if found is None or found.is_gone(own) else found
+                self._set(f"{name}/came/{self.rank}", arrival)
+                first = self._arrival(name, 0)
+                leader = first.process if first is not None else None
+                if leader is not None and leader.has_ended(arrival.process.host):
+                    leader = None  # this may be a group that processes before these have left
                 continue
-            gone = self._dead_ranks()
-            if leader is not None and leader.is_gone(own):
-                gone = [0]
-            if 0 in gone:
+            dead = self._dead_ranks()
+            if leader is not None and leader.has_ended(arrival.process.host):
+                dead = [0]
+            if 0 in dead:
                 break
-            if gone and name:
+            if dead and name:
                 # Rank 0 may be on another host, and cannot see that they died.
-                self._store.set(f"{name}/gone", " ".join(map(str, gone)))
-        missing = [rank for rank in range(1, self.size) if self._came(name, rank) is None]
-        if 0 in gone or not name or not missing:
+                self._set(f"{name}/dead", dead)
+        missing = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
+        if 0 in dead or not name or not missing:
             missing = [0]
-        raise LinkFailedError(not_come(missing, gone, timeout))
+        raise LinkFailedError(_failure_to_come(missing, dead, timeout))
 
     # --- a broken connection ---
 
@@ -331,34 +319,33 @@ class Link:
 
         def look() -> bool | None:
             # A failing rank writes "count" before "broke"; so this reads "broke" first.
-            broke = self._store.check([f"{self._name}/broke"])
-            failed = self._store.check([f"{self._name}/{self._operation}/count"])
-            if self._dead_ranks() or failed:
+            broke = self._has(f"{self._name}/broke")
+            if self._dead_ranks() or self._has(f"{self._name}/{self._operation}/count"):
                 return False
-            return broke or self._read(f"{self._base}/newest") not in ("", self._name) or None
+            newest = self._get(f"{self._base}/newest", str)
+            return broke or newest not in (None, "", self._name) or None
 
-        return self._learns(look, otherwise=True)
+        return self._await_answer(look, otherwise=True)
 
     def is_apart(self) -> bool:
         """Whether some ranks could not be connected in this new group. Then all make another."""
 
         def look() -> bool | None:
-            apart = self._store.check([f"{self._name}/apart"])
-            return apart or (False if self._dead_ranks() else None)
+            return self._has(f"{self._name}/apart") or (False if self._dead_ranks() else None)
 
-        return self._learns(look, otherwise=False)
+        return self._await_answer(look, otherwise=False)
 
-    def _learns(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
+    def _await_answer(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
         """Return what a look at the store tells, which other ranks may be about to write."""
 
-        def learn(given_up: threading.Event) -> bool:
+        def ask(given_up: threading.Event) -> bool:
             for _ in _pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
-                if (told := look()) is not None:
-                    return told
+                if (answer := look()) is not None:
+                    return answer
             return otherwise
 
         try:
-            return self._within(learn, _EXPLAIN_SECONDS + _STORE_SECONDS)
+            return self._within(ask, _EXPLAIN_SECONDS + _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return False
 
@@ -388,13 +375,13 @@ class Link:
         """Report to the store that this rank has stopped; wait for the reports of the others."""
         operation = f"{self._name}/{self._operation}"
         if error is not None:
-            self._store.set(f"{operation}/why", encode(Failure((self.rank,), "", error)))
+            self._set(f"{operation}/cause", Failure((self.rank,), "", error))
         if within:
-            self._store.set(f"{operation}/waited", within)
-        self._store.set(f"{operation}/stopped/{self.rank}", "")
+            self._set(f"{operation}/waited", within)
+        self._set(f"{operation}/stopped/{self.rank}", "")
         self._store.add(f"{operation}/count", 1)
-        self._store.set(f"{self._name}/broke", "")
-        noted = time.monotonic() + _EXPLAIN_SECONDS if within else math.inf
+        self._set(f"{self._name}/broke", "")
+        note_at = time.monotonic() + _EXPLAIN_SECONDS if within else math.inf
         for _ in _pauses(time.monotonic() + patience, given_up):
             # A rank that records a cause does so before it is counted.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
@@ -406,19 +393,37 @@ class Link:
                 break
             if complete:
                 break
-            if time.monotonic() >= noted:
+            if time.monotonic() >= note_at:
                 # A rank that stood still may go on, and report too.
-                noted = math.inf
-                self._store.set(f"{operation}/silent", " ".join(map(str, self._silent(operation))))
-        failure = self._failure_of_dead(self._dead_ranks()) or self._failure_of_silent(operation)
-        self._store.set(f"{operation}/why", encode(failure))
+                note_at = math.inf
+                self._set(f"{operation}/silent", self._silent_ranks(operation))
+        failure = self._failure_by_silence(operation)
+        self._set(f"{operation}/cause", failure)
         return failure
 
+    def _failure_by_silence(self, operation: str) -> Failure:
+        """Return a failure that names the ranks that died, or have not reported to the store."""
+        if ranks := self._dead_ranks():
+            event = "died"
+        elif (
+            ranks := self._silent_ranks(operation)
+            or self._get(f"{operation}/silent", list[int])
+            or []
+        ):
+            within = self._get(f"{operation}/waited", str)
+            event = f"did not answer within {within} s" if within else "broke off the connection"
+        else:
+            return Failure((), "the connection between the ranks broke")
+        phase = self._get(f"{self._name}/at/{ranks[0]}", str)
+        last = f" (last seen {phase})" if phase else ""
+        return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last}")
+
+    def _silent_ranks(self, operation: str) -> list[int]:
+        """Return the ranks that have not reported to the store."""
+        return [r for r in range(self.size) if not self._has(f"{operation}/stopped/{r}")]
+
     def _recorded_failure(self) -> Failure | None:
-        key = f"{self._name}/{self._operation}/why"
-        if not self._store.check([key]):
-            return None
-        return decoder(Failure).decode(self._store.get(key))
+        return self._get(f"{self._name}/{self._operation}/cause", Failure)
 
     def recorded_failure(self) -> Failure | None:
         """Return why other ranks ended the operation that this rank is in, if they did."""
@@ -429,7 +434,7 @@ class Link:
 
     def forget(self) -> int:
         """Give the pages of memory for other ranks back, if no operation uses it."""
-        behind = 0 if self._behind is None else self._behind.forget()
+        behind = 0 if self._background is None else self._background.forget()
         if not self._turn.acquire(blocking=False):
             return behind
         try:
@@ -452,44 +457,18 @@ class Link:
 
     def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""
-        if not self._processes:
-            return []
-        here = self._processes[self.rank].host
-        return [rank for rank, process in enumerate(self._processes) if process.is_gone(here)]
-
-    def _failure_of_dead(self, gone: Sequence[int]) -> Failure | None:
-        if not gone:
-            return None
-        return Failure(tuple(gone), f"{rank_names(gone)} died{self._last_seen(gone[0])}")
-
-    def _failure_of_silent(self, operation: str) -> Failure:
-        """Return a failure that names the ranks that have not reported to the store."""
-        silent = self._silent(operation) or parsed_ranks(self._read(f"{operation}/silent"))
-        if not silent:
-            return Failure((), "the connection between the ranks broke")
-        within = self._read(f"{operation}/waited")
-        what = f"did not answer within {within} s" if within else "broke off the connection"
-        where = self._last_seen(silent[0])
-        return Failure(tuple(silent), f"{rank_names(silent)} {what}{where}")
-
-    def _silent(self, operation: str) -> list[int]:
-        """Return the ranks that have not reported to the store."""
-        stopped = f"{operation}/stopped"
-        return [rank for rank in range(self.size) if not self._store.check([f"{stopped}/{rank}"])]
-
-    def _last_seen(self, rank: int) -> str:
-        phase = self._read(f"{self._name}/at/{rank}")
-        return f" (last seen {phase})" if phase else ""
+        here = self.hosts[self.rank]
+        return [rank for rank, process in enumerate(self._processes) if process.has_ended(here)]
 
     def await_end(self, rank: int, seconds: float) -> bool:
         """Wait until another rank has left the operation of this one; False if it died first."""
 
         def look(given_up: threading.Event) -> bool:
             for _ in _pauses(time.monotonic() + seconds, given_up):
-                died = rank in self._dead_ranks()
-                if self._read(f"{self._name}/ended/{rank}") == self._operation:
+                is_dead = rank in self._dead_ranks()
+                if self._get(f"{self._name}/ended/{rank}", str) == self._operation:
                     return True
-                if died:
+                if is_dead:
                     break
             return False
 
@@ -497,6 +476,12 @@ class Link:
             return self._within(look, seconds + _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return False
+
+
+def _failure_to_come(missing: list[int], dead: list[int], timeout: float) -> Failure:
+    """Return the failure of ranks that did not come to a group, of which some have died."""
+    event = "died" if set(missing) <= set(dead) else f"did not come within {timeout:g} s"
+    return Failure(tuple(missing), f"{rank_names(missing)} {event}")
 
 
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:

@@ -19,7 +19,7 @@ class Process(NamedTuple):
     start: int = 0
 
     @classmethod
-    def own(cls) -> Process:
+    def current(cls) -> Process:
         """Return this process."""
         if not (boot := boot_id()):
             return cls()
@@ -29,7 +29,7 @@ class Process(NamedTuple):
             return cls(int.from_bytes(host[:7], "big"), os.getpid(), int(_stat(os.getpid())[19]))
         return cls()
 
-    def is_gone(self, host: int) -> bool:
+    def has_ended(self, host: int) -> bool:
         """Whether the process has ended; False on another host, which cannot know."""
         if not host or self.host != host:
             return False

@@ -28,7 +28,7 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
-from casnap.ranks.remote_errors import error_text
+from casnap.ranks.failures import error_text
 from casnap.ranks.shared_memory import not_shared
 from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_reads
 from casnap.runtime import buffers

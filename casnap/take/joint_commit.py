@@ -10,7 +10,7 @@ import msgspec
 from casnap.errors import FencedError, RankError, StoreError
 from casnap.format.records import Row, pack_key, segment_key
 from casnap.ranks.comm import Comm
-from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
+from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.objects import Objects
 from casnap.storage.rank_parts import OtherRanks, RankPart, finish_rank_part

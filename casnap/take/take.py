@@ -128,7 +128,7 @@ def async_take(
 
 def _ranks_later(work: _Take) -> Comm:
     """Return the ranks as they meet for the part of an async take in the background."""
-    return work.comm.behind(work.seed) if work.options.max_pending > 1 else work.comm
+    return work.comm.background(work.seed) if work.options.max_pending > 1 else work.comm
 
 
 def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:

@@ -415,20 +415,20 @@ def test_forks_leave_the_parents_alone(world: Worlds) -> None:
 
 
 def test_a_process_is_known_by_more_than_its_number() -> None:
-    own = processes.Process.own()
+    own = processes.Process.current()
     if not own.host:
-        assert not own.is_gone(own.host)
+        assert not own.has_ended(own.host)
         return
-    assert not own.is_gone(own.host)
-    assert own._replace(start=own.start + 1).is_gone(own.host)
-    assert not own._replace(start=own.start + 1).is_gone(own.host + 1)
+    assert not own.has_ended(own.host)
+    assert own._replace(start=own.start + 1).has_ended(own.host)
+    assert not own._replace(start=own.start + 1).has_ended(own.host + 1)
     pid = os.fork()
     if pid == 0:
         signal.pause()
     child = processes.Process(own.host, pid, int(processes._stat(pid)[19]))
-    assert not child.is_gone(own.host)
+    assert not child.has_ended(own.host)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert child.is_gone(own.host)  # a zombie
+    assert child.has_ended(own.host)  # a zombie
     os.waitpid(pid, 0)
-    assert child.is_gone(own.host)
+    assert child.has_ended(own.host)

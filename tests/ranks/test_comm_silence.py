@@ -24,6 +24,7 @@ from casnap.ranks import group as groups
 from casnap.ranks import joining
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
+from casnap.ranks.processes import Process
 from tests.support.faults import kill, stop
 from tests.support.ranks import RankDied, World
 from tests.support.yard import SOON, Seen, Yard, heard_of, nothing_hangs, talk, watch
@@ -183,21 +184,21 @@ def test_a_death_is_noticed_at_once(
 def wait_for_rank_0() -> Seen:
     """Have rank 0 die when the others have seen that it waits for them."""
     start_with(0)
-    store, look = links.gloo.default_group()[1], links._Came.is_gone
+    store, look = links.gloo.default_group()[1], Process.has_ended
 
-    def look_and_say(came: Any, own: Any) -> bool:
-        gone = look(came, own)
+    def look_and_say(process: Process, host: int) -> bool:
+        ended = look(process, host)
         # Only now: a rank 0 that is gone at the first look is taken for one of an older group.
         store.set(f"looked/{dist.get_rank()}", "")
-        return gone
+        return ended
 
     def die_when_seen(*_: object) -> None:
         store.wait(["looked/1", "looked/2"])
         kill()
 
     if dist.get_rank() == 0:
-        links.Link._came = die_when_seen  # type: ignore[method-assign,assignment]
-    with mock.patch.object(links._Came, "is_gone", look_and_say):
+        links.Link._arrival = die_when_seen  # type: ignore[method-assign,assignment]
+    with mock.patch.object(Process, "has_ended", look_and_say):
         return watch(partial(talk, LONG))
 
 

@@ -317,7 +317,7 @@ def dying(uri: str, takes: int, early: bool) -> list[str]:
     store, both = Store(uri), Path(uri, "casnap-store/tmp", "both pending")
     gate = Gate(store)
     if dist.get_rank() and early:
-        Group.behind = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]
+        Group.background = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]
     pending = [begin(store, numbers(i), f"step_{i}") for i in range(takes)]
     if dist.get_rank():
         while not both.exists():
