@@ -39,13 +39,9 @@ class _ExitError(Exception):
 
 
 class AutomaticCollector:
-    """Collects the garbage of a store in the background of this process.
+    """Collects the garbage of a store in the background of this process."""
 
-    Args:
-        objects: The store.
-    """
-
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
@@ -55,8 +51,8 @@ class AutomaticCollector:
         self._needed = 0
         self._counted = 0
         self._ready_at = self._processor_ready_at = 0.0
-        # What was condemned up to this root had a whole cycle.
-        self._condemned_until = objects.recent().seq
+        # What was condemned up to this root had a whole cycle; at first, what others condemned.
+        self._condemned_until: int | None = None
 
     def note(self, objects: Objects, rows: Iterable[Row]) -> None:
         """Note that snapshots were let go; collect in the background once that is worth it.
@@ -115,7 +111,10 @@ class AutomaticCollector:
         backend = objects.backend
         try:
             with self._collecting:
-                options = GcOptions(condemned_until=self._condemned_until)
+                until = self._condemned_until
+                options = GcOptions(
+                    condemned_until=objects.recent().seq if until is None else until
+                )
                 if backend.costly_requests:
                     options = GcOptions(grace=DAY)
                 report = self._collect(objects, options, _end_with_process)
@@ -177,5 +176,5 @@ def automatic_collector(objects: Objects) -> AutomaticCollector:
     name = f"{objects.config.store_id} {objects.backend.identity}"
     with _collectors_lock:
         if name not in _collectors:
-            _collectors[name] = AutomaticCollector(objects)
+            _collectors[name] = AutomaticCollector()
         return _collectors[name]
