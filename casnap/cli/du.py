@@ -14,7 +14,7 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import amount, emit, print_requests, progress_bars, say, size, table
-from casnap.maintenance.usage import stored_bytes, usage
+from casnap.maintenance.usage import disk_usage, usage
 
 
 @click.command()
@@ -25,18 +25,19 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     """Show the disk usage of snapshots: logical, stored and unique bytes.
 
     LOGICAL is the size of the state. STORED is everything in the store that the snapshot refers
-    to. UNIQUE is the part of it that no other snapshot refers to: what deleting it would free.
+    to. UNIQUE is the part of it that no other snapshot refers to: what deleting it would free. The
+    last lines say what the whole store takes up, and what of that is garbage.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
     objects = place.objects
     with progress_bars(lambda: place.requests) as progress:
         usages = usage([s.contents for s in snapshots], objects, progress)
-    logical, stored = sum(u.logical_bytes for u in usages), stored_bytes(objects)
+    logical, disk = sum(u.logical_bytes for u in usages), disk_usage(objects)
     if as_json:
         # The name of a usage is that in the view; here it is that in the store.
         listed = [{**asdict(u), **identity_of(s)} for s, u in zip(snapshots, usages, strict=True)]
-        totals = {"logical_bytes": logical, "stored_bytes": stored}
+        totals = {"logical_bytes": logical, "stored_bytes": disk.nbytes, **asdict(disk)}
         emit({**store_fields(place), "snapshots": listed, **totals}, place)
         return
     if snapshots:
@@ -47,5 +48,9 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         header = ("NAME", "LOGICAL", "STORED", "UNIQUE")
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     total = f"{amount(len(snapshots), 'snapshot')} of {size(logical)}"
-    say(f"{total}; {objects.backend.uri} takes up {size(stored)} in packs")
+    say(f"{total}; {objects.backend.uri} takes up {size(disk.nbytes)}")
+    if disk.waiting_bytes:
+        say(f"{size(disk.waiting_bytes)} of it wait to be freed; `casnap gc --grace 0` does it")
+    if disk.orphaned_bytes:
+        say(f"{size(disk.orphaned_bytes)} of it are left over, or being written; see `casnap gc`")
     print_requests(place.requests)

@@ -11,6 +11,8 @@ from casnap.cli.option_types import duration_or_none, share
 from casnap.cli.output import (
     amount,
     emit,
+    json_time,
+    moment,
     print_requests,
     print_warnings,
     progress_bars,
@@ -82,7 +84,9 @@ def collect_garbage(place: Store, options: GcOptions) -> GcReport:
 
 def garbage_fields(report: GcReport) -> dict[str, Any]:
     """Return what was done, or would be, for JSON."""
-    return report_fields(report, *_NUMBERS)
+    fields = report_fields(report, *_NUMBERS)
+    fields["waiting_until_time"] = json_time(fields.pop("waiting_until"))
+    return fields
 
 
 _NUMBERS = (
@@ -130,4 +134,7 @@ def show(place: Store, report: GcReport) -> None:
     print_warnings(r.warnings)
     if r.waiting_packs:
         packs = amount(r.waiting_packs, "condemned pack")
-        say(f"{packs} of {size(r.waiting_bytes)} to go when the grace is over: run gc again")
+        say(
+            f"{packs} of {size(r.waiting_bytes)} to go when the grace is over: a gc after "
+            f"{moment(r.waiting_until or 0.0)} frees all of it, --grace 0 frees it now"
+        )

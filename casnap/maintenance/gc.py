@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -101,6 +101,7 @@ class GcReport:
         freed_bytes: The bytes of everything that was deleted.
         waiting_packs: Condemned packs whose grace is not over.
         waiting_bytes: Their bytes.
+        waiting_until: When the grace of the last of them is over, in seconds since the epoch.
         lost_chunks: Chunks that snapshots need and that are known to be lost.
         refused: Unreferenced files that this user may not delete, and why: other users' files in
             a sticky folder. Their owners' collections delete them.
@@ -126,6 +127,7 @@ class GcReport:
     freed_bytes: int = 0
     waiting_packs: int = 0
     waiting_bytes: int = 0
+    waiting_until: float | None = None
     lost_chunks: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -264,7 +266,7 @@ class _Collector:
             # A root that does not name them is durable now.
             view = self._objects.view()
             self._delete_orphans(view)
-            self._note_waiting(view.root.condemned)
+            self._note_waiting(view.root.condemned, view.root)
 
     # --- condemn ---
 
@@ -465,10 +467,14 @@ class _Collector:
         self.report.deleted_segments += segments
         self.report.deleted_packs += len(list(files)) - segments
 
-    def _note_waiting(self, condemned: Iterable[bytes]) -> None:
-        waiting = list(condemned)
+    def _note_waiting(self, waiting: Collection[bytes], root: Root) -> None:
         self.report.waiting_packs = len(waiting)
         self.report.waiting_bytes = self._files.size_of(map(pack_key, waiting))
+        if waiting:
+            last = max(root.condemned.get(PackId(pack), root.seq) for pack in waiting)
+            self.report.waiting_until = (
+                time.time() - self._files.age_of(last, root) + self._options.grace
+            )
 
     def _report_dry_run(
         self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]
@@ -480,4 +486,4 @@ class _Collector:
         keys = [*orphans, *map(pack_key, going)]
         self._note_deleted(keys)
         self.report.freed_bytes = self._files.size_of(keys)
-        self._note_waiting(doomed - going)
+        self._note_waiting(doomed - going, root)

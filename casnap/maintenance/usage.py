@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
-from casnap.format.records import Row, pack_key
+from casnap.format.records import Row, pack_key, segment_key
+from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
-from casnap.storage.pack_lengths import listed_packs
 from casnap.storage.references import MANIFEST, digest_in, is_node, references, walk
 from casnap.storage.table import snapshots_in
 
@@ -75,14 +75,36 @@ def usage(
     return usages
 
 
-def stored_bytes(objects: Objects) -> int:
-    """Return the bytes of all live packs: nearly all that the store takes up."""
-    live = objects.view().live
-    if objects.backend.costly_requests:
-        sizes = listed_packs(objects.backend, many=False)
-        return sum(sizes.get(pack, 0) for pack in live)
-    keys = map(pack_key, live)
-    return sum(objects.backend.size_if_there(key) or 0 for key in keys)
+@dataclass(frozen=True)
+class DiskUsage:
+    """What the packs and the index of a store take up. Roots and the table are small beside them.
+
+    Attributes:
+        kept_bytes: What the newest root names, but for condemned packs.
+        waiting_bytes: Condemned packs, which a collector deletes later.
+        orphaned_bytes: What the root does not name: takes that failed left it, or are writing it.
+    """
+
+    kept_bytes: int
+    waiting_bytes: int
+    orphaned_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return self.kept_bytes + self.waiting_bytes + self.orphaned_bytes
+
+
+def disk_usage(objects: Objects) -> DiskUsage:
+    """Return what a store takes up."""
+    view = objects.view()
+    files = StoredFiles(objects, view.root)
+    segments = (segment_key(segment) for segment in view.segments)
+    return DiskUsage(
+        files.size_of([*map(pack_key, view.live), *segments]),
+        files.size_of(map(pack_key, view.root.condemned)),
+        files.size_of(files.unnamed(view)),
+    )
 
 
 def shared_bytes(

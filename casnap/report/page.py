@@ -90,8 +90,8 @@ def _cards(facts: Facts) -> Markup:
     figures = [
         (f"{facts.snapshots:,}", "snapshots"),
         (size(facts.logical_bytes), "in their states"),
-        (size(facts.store_bytes), "in packs"),
-        (f"{saved:.1f} ×", "states to packs"),
+        (size(facts.store_bytes), "on the disk"),
+        (f"{saved:.1f} ×", "states to disk"),
         (size(garbage), "garbage, and gaps in packs"),
     ]
     cards = (

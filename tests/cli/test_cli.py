@@ -372,12 +372,15 @@ def test_du(store: Path) -> None:
     assert header.split() == ["NAME", "LOGICAL", "STORED", "UNIQUE"]
     assert [row.split()[0] for row in rows][-1] == "run2/step_0"
     assert total.startswith("4 snapshots of ")
-    assert re.search(rf"{store} takes up .* in packs$", total)
+    assert re.search(rf"{store} takes up [0-9.]* [kM]B$", total)
+
+
+PARTS = ("kept_bytes", "waiting_bytes", "orphaned_bytes")
 
 
 def test_du_json(store: Path) -> None:
     found = document("du", store)
-    assert set(found) == {"store", "prefix", "snapshots", "logical_bytes", "stored_bytes"}
+    assert set(found) == {"store", "prefix", "snapshots", "logical_bytes", "stored_bytes", *PARTS}
     sizes = {"logical_bytes", "stored_bytes", "unique_bytes"}
     keys = {"store", "name", "path", "commit", *sizes}
     assert all(set(s) == keys for s in found["snapshots"])

@@ -128,7 +128,7 @@ def test_names_say_what_a_value_is(printed: dict[str, list[dict[str, Any]]]) -> 
                 assert not isinstance(value, int), key
             if isinstance(value, dict) and "path" in value:
                 assert value["path"] == f"{value['store']}/{value['name']}"
-    assert seen == {"time", "used_time"}
+    assert seen == {"time", "used_time", "waiting_until_time"}
 
 
 def test_a_snapshot_is_the_same_in_all_commands(store: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import SnapshotNotFoundError, StorageFullError
 from casnap.maintenance import automatic
+from tests.support.cli_calls import document, invoke
 from tests.support.faults import in_child, start, wait
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
@@ -267,3 +268,29 @@ def assert_nothing_is_freed(store: Store) -> None:
     report = Store(store.uri).gc(grace=0)
     assert report.freed_bytes == 0
     assert report.waiting_bytes >= STATE
+
+
+def test_garbage_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = Store(path)
+    for step in range(5):
+        store.take({"s": StateDict(w=dense(step))}, f"step_{step}")
+    for step in range(4):
+        store.delete(f"step_{step}")
+    wait_for_collectors()
+    usage = document("du", path)
+    assert usage["kept_bytes"] >= STATE
+    assert usage["waiting_bytes"] >= STATE
+    on_disk = sum(
+        file.stat().st_size
+        for folder in ("packs", "index")
+        for file in (path / "casnap-store" / folder).rglob("*")
+        if file.is_file()
+    )
+    parts = ("kept_bytes", "waiting_bytes", "orphaned_bytes")
+    assert sum(usage[part] for part in parts) == usage["stored_bytes"] == on_disk
+    assert "wait to be freed" in invoke("du", path).stdout
+    assert "frees it now" in invoke("gc", path).stdout
+    report = document("gc", path)
+    assert report["waiting_until_time"] > "2026"
+    assert document("gc", path, "--grace", "0")["waiting_until_time"] is None

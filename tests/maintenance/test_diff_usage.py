@@ -19,7 +19,7 @@ from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import Payload, TensorEntry, ValueEntry, payload_of
 from casnap.maintenance.diff import Change, diff
-from casnap.maintenance.usage import Usage, shared_bytes, stored_bytes, usage
+from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 
@@ -308,7 +308,7 @@ def test_a_view_sees_what_others_share(store: Store) -> None:
 
 def test_no_snapshots_no_usage(store: Store) -> None:
     assert store.usage() == []
-    assert stored_bytes(store.objects) == 0
+    assert disk_usage(store.objects).kept_bytes == 0
 
 
 def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes]) -> None:
@@ -326,14 +326,14 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
     assert max(reads[leaf] for leaf in leaves) <= 2
 
 
-def test_stored_bytes_counts_all_live_packs(store: Store) -> None:
+def test_disk_usage_counts_all_packs_and_segments(store: Store) -> None:
     take(store, "a", t=chunks_of_floats(3))
-    assert stored_bytes(store.objects) > 3 * CHUNK
     backend = store.objects.backend
-    packs = [f"packs/{f}/{p}" for f in backend.names("packs") for p in backend.names(f"packs/{f}")]
-    assert stored_bytes(store.objects) == sum(map(backend.size, packs))
-    backend.delete(packs[0])
-    assert stored_bytes(store.objects) == sum(map(backend.size, packs[1:]))
+    sizes = {**backend.sizes("packs"), **backend.sizes("index")}
+    assert disk_usage(store.objects).kept_bytes == sum(sizes.values()) > 3 * CHUNK
+    pack = next(key for key in sizes if key.startswith("packs"))
+    backend.delete(pack)
+    assert disk_usage(store.objects).nbytes == sum(sizes.values()) - sizes[pack]
 
 
 def test_shared_bytes_looks_at_earlier_snapshots_alone(store: Store) -> None:

@@ -22,7 +22,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.maintenance.stored_files import StoredFiles
-from casnap.maintenance.usage import stored_bytes
+from casnap.maintenance.usage import disk_usage
 from casnap.storage.pack import new_id
 from casnap.storage.roots import newest_root, put_next_root
 from tests.support.remote import RemoteDouble
@@ -96,8 +96,8 @@ def test_check_and_usage_list_the_packs(tmp_path: Path) -> None:
         store.take(state_of(n), f"step_{n}")
     backend = RemoteDouble(name)
     store = Store(backend)
-    total = stored_bytes(store.objects)
-    listed = [size for key, size in backend.sizes("packs").items()]
+    total = disk_usage(store.objects).nbytes
+    listed = [size for f in ("packs", "index") for size in backend.sizes(f).values()]
     assert total == sum(listed)
     assert backend.requests.get("head", 0) == 0
     assert store.check().ok
