@@ -135,10 +135,6 @@ class Cache(ABC):
     def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
         """Cache notes. They must do no harm if they are lost, or out of date."""
 
-    def keep_note(self, key: bytes, text: bytes) -> None:
-        """Cache a note."""
-        self.keep_notes({key: text})
-
 
 class MemoryCache(Cache):
     """A cache in dicts, where there is no place for LMDB."""

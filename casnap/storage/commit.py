@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -63,47 +64,39 @@ def publish(
     """
     others = others or OtherRanks()
     transaction.new_packs.finish_chunks()
-    publishing = _Publishing(transaction, change, others, update_root)
+    publication = _Publication(transaction, change, others, update_root)
     objects = transaction.objects
     # If another commit was put meanwhile, the number is taken.
     newest = objects.recent
     while True:
-        root = objects.current(publishing.root_after, newest)
+        root = objects.current(publication.root_after, newest)
         newest = objects.newest
         if root is None:
             continue
         others.check()
-        transaction.publish_started()
+        transaction.may_be_referenced = True
         try:
             if put_root(transaction.objects.backend, root):
-                transaction.note_committed(root)
+                objects.note_newest(root)
                 return root
         except StorageFullError:
             # Nothing can have been put.
-            transaction.publish_failed()
+            transaction.may_be_referenced = False
             raise
         # The number is another commit's for ever.
-        transaction.publish_failed()
+        transaction.may_be_referenced = False
         transaction.delete_segments()
 
 
-class _Publishing:
-    """The tries to put the next root."""
+@dataclass
+class _Publication:
+    """The tries to put the next root; the fields are the arguments of :func:`publish`."""
 
-    def __init__(
-        self,
-        transaction: Transaction,
-        change: Change,
-        others: OtherRanks,
-        update_root: Callable[[Root], Root],
-    ) -> None:
-        self._transaction = transaction
-        self._objects = transaction.objects
-        self._packs = transaction.new_packs
-        self._change = change
-        self._others = others
-        self._become = update_root
-        self._names: list[str] = []
+    transaction: Transaction
+    change: Change
+    others: OtherRanks
+    update_root: Callable[[Root], Root]
+    names: list[str] = field(default_factory=list)
 
     def root_after(self, m: Root) -> Root | None:
         """Write everything that the root after ``m`` names, and return that root.
@@ -114,24 +107,24 @@ class _Publishing:
         Raises:
             FencedError: A pack relied on is gone, and ``m`` is still the newest root.
         """
-        latest = self._objects.index.view(m)
+        latest = self.transaction.objects.index.view(m)
         reused = self._all_reused(m, latest)
         if reused is None:
             return None
         new_table = self._write_table(m)
-        like = self._serving_all(self._become(m))
-        if self._objects.backend.costly_requests:
-            find = partial(self._objects.index.find, latest)
-            self._packs.finish(find, self._upper_lists(new_table))
+        like = self._serving_all(self.update_root(m))
+        if self.transaction.objects.backend.costly_requests:
+            find = partial(self.transaction.objects.index.find, latest)
+            self.transaction.new_packs.finish(find, self._upper_lists(new_table))
         else:
-            self._packs.finish()
-        if m.fence > self._packs.base:
-            self._transaction.move(m.seq)
-        table = None if new_table is None else self._transaction.ref(new_table, m.table)
+            self.transaction.new_packs.finish()
+        if m.fence > self.transaction.new_packs.base:
+            self.transaction.move(m.seq)
+        table = None if new_table is None else self.transaction.ref(new_table, m.table)
         return next_root(
-            self._objects.backend.uri,
+            self.transaction.objects.backend.uri,
             like,
-            self._transaction.commit,
+            self.transaction.commit,
             table=table,
             segments=self._write_segment(latest),
             # A pack that was condemned meanwhile, and is relied on, is rescued, as a whole.
@@ -144,33 +137,33 @@ class _Publishing:
         Raises:
             FencedError: One of these packs is gone.
         """
-        reused = self._transaction.reused
+        reused = self.transaction.reused
         try:
             reused.confirm(latest)
         except FencedError:
-            if self._objects.newest() == m:
+            if self.transaction.objects.newest() == m:
                 raise
             return None
-        self._others.move_past_fence(m, latest.packs)
+        self.others.move_past_fence(m, latest.packs)
         # Condemned packs are still listed; this commit rescues them.
-        packs = reused.packs | self._others.reused
+        packs = reused.packs | self.others.reused
         if latest.packs.issuperset(packs):
             return packs
-        if self._objects.newest() == m:
+        if self.transaction.objects.newest() == m:
             raise FencedError(COLLECTED)
         return None
 
     def _write_table(self, m: Root) -> Digest | None:
         """Write the table of the root after ``m``; return its digest."""
-        table = self._objects.table(m)
-        changes = self._change(table, m.seq + 1)
-        self._names = [name for name, row in changes.items() if row is not None]
+        table = self.transaction.objects.table(m)
+        changes = self.change(table, m.seq + 1)
+        self.names = [name for name, row in changes.items() if row is not None]
         slim = {name: row and self._slim(row) for name, row in changes.items()}
-        return table.edit(slim, self._transaction.put_table_node)
+        return table.edit(slim, self.transaction.put_table_node)
 
     def _serving_all(self, root: Root) -> Root:
         """Return a root that serves the names that this commit sets: by them it is meant to."""
-        if serves_below(root) or not any(map(is_deep, self._names)):
+        if serves_below(root) or not any(map(is_deep, self.names)):
             return root
         return msgspec.structs.replace(root, settings=serving_below(root.settings))
 
@@ -180,7 +173,7 @@ class _Publishing:
         Many commits wrote them. A reader with the hints of the last one needs one request
         for all. Only what this host has cached is among them.
         """
-        new_nodes, cache = self._packs.nodes, self._objects.index.cache
+        new_nodes, cache = self.transaction.new_packs.nodes, self.transaction.objects.index.cache
         todo = deque([] if top is None else [top])
         upper: list[bytes] = []
         nbytes = 0
@@ -200,18 +193,20 @@ class _Publishing:
         content = encode(row.metadata)
         if len(content) <= INLINE_METADATA_BYTES:
             return row
-        node = self._transaction.put_table_node(content)
+        node = self.transaction.put_table_node(content)
         return msgspec.structs.replace(row, metadata={}, metadata_node=node)
 
     def _write_segment(self, latest: View) -> tuple[SegmentRef, ...]:
         """Write the segment of all new packs; return the segments of the next root."""
-        new, others = self._packs.segment(), self._others
+        new, others = self.transaction.new_packs.segment(), self.others
         packs = (*new.packs, *others.packs)
         if not packs:
             return (*latest.root.segments, *others.segments)
         segment = Segment(packs, [*new.records, *others.records])
-        self._transaction.delete_segments()
-        segments = add_segment(self._objects, latest, segment, self._packs.base)
-        self._transaction.note_segments(set(segments).difference(latest.root.segments))
-        self._transaction.cache_nodes()
+        self.transaction.delete_segments()
+        segments = add_segment(
+            self.transaction.objects, latest, segment, self.transaction.new_packs.base
+        )
+        self.transaction.segments = [s for s in segments if s not in latest.root.segments]
+        self.transaction.cache_nodes()
         return (*segments, *others.segments)

@@ -350,7 +350,7 @@ class Index:
         Only those of one are kept: each commit replaces the one before.
         """
         if self._backend.costly_requests and segment_count(sealed) <= SMALL_RECORDS:
-            self.cache.keep_note(_LAST_SMALL, ident + sealed)
+            self.cache.keep_notes({_LAST_SMALL: ident + sealed})
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
         """Return what :meth:`sealed` does, from this host's cache if it is kept there."""

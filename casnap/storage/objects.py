@@ -26,7 +26,6 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
-from casnap.runtime.threads import beside
 from casnap.storage.chunk_cache import ChunkCache
 from casnap.storage.chunk_reads import (
     DEFAULT_READ,
@@ -49,7 +48,7 @@ from casnap.storage.tree import DEEP, Tree
 V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
-# The places of so many chunks are held at a time, of two windows.
+# The places of so many chunks are held at a time.
 _WINDOW = 1 << 14
 # So many chunks are looked for in a remote index without reading it whole, if it is large.
 _FEW = 64
@@ -321,15 +320,8 @@ class Objects:
             pending = chain(rest, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
-        window = list(islice(pending, _WINDOW))
-        while window:
-            # The caller finds out what to read next while threads read.
-            if len(window) == _WINDOW:
-                read = partial(self._fetch_window, view, window, options, ask_store=not failed)
-                window, (view, bad) = beside(lambda: list(islice(pending, _WINDOW)), read)
-            else:
-                view, bad = self._fetch_window(view, window, options, ask_store=not failed)
-                window = []
+        while window := list(islice(pending, _WINDOW)):
+            view, bad = self._fetch_window(view, window, options, ask_store=not failed)
             failed += bad
         if failed:
             tried = [unread for f in failed for unread in f.tried]

@@ -78,14 +78,14 @@ def finish_rank_part(transaction: Transaction, world: int, seq: int = 0) -> Rank
     if len(segment.records) * world > _MOST_RECORDS:
         transaction.delete_segments()
         refs = write_segments(objects, segment, packs.base)
-        transaction.note_segments(refs)
+        transaction.segments = list(refs)
         handover.segments = refs
     elif segment.packs:
         handover.records = encode_segment(segment)
     # The publishing rank can sync only what it wrote itself.
     objects.backend.sync()
     handover.requests = dict(transaction.requests)
-    transaction.publish_started()
+    transaction.may_be_referenced = True
     return handover
 
 

@@ -70,4 +70,4 @@ class RememberedRoot:
         """Note the newest root, for later processes of this host."""
         if self._backend.costly_requests and self._kept != (root.seq, root.commit):
             self._kept = (root.seq, root.commit)
-            self._cache.keep_note(_NOTE, encode(_Note(config, root.seq, root.commit)))
+            self._cache.keep_notes({_NOTE: encode(_Note(config, root.seq, root.commit))})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from casnap.errors import FencedError
@@ -41,7 +41,9 @@ class Transaction:
         commit: The commit id of the root to be put.
         reused: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
-        may_be_referenced: Whether a root may stand, now or later, that names the new packs.
+        may_be_referenced: Whether a root may stand, now or later, that names the new packs. If not,
+            :meth:`close` deletes them.
+        segments: The segments that were written of the new packs.
 
     Raises:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
@@ -70,7 +72,7 @@ class Transaction:
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
         self.may_be_referenced = False
         self._codec = codec
-        self._segments: list[SegmentRef] = []
+        self.segments: list[SegmentRef] = []
 
     @property
     def requests(self) -> Counter[str]:
@@ -129,25 +131,9 @@ class Transaction:
         except FileNotFoundError:
             raise FencedError(COLLECTED) from None
 
-    def publish_started(self) -> None:
-        """Note that from now on a root may name the new packs."""
-        self.may_be_referenced = True
-
-    def publish_failed(self) -> None:
-        """Note that no root names the new packs, and none will."""
-        self.may_be_referenced = False
-
-    def note_committed(self, root: Root) -> None:
-        """Note that the root was put."""
-        self.objects.note_newest(root)
-
-    def note_segments(self, segments: Iterable[SegmentRef]) -> None:
-        """Note the segments that were written of the new packs, for :meth:`delete_segments`."""
-        self._segments = list(segments)
-
     def delete_segments(self) -> None:
         """Delete the segments of a failed try to commit."""
-        segments, self._segments = self._segments, []
+        segments, self.segments = self.segments, []
         for segment in segments:
             self.objects.backend.delete(segment_key(segment.id))
 

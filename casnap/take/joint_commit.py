@@ -140,7 +140,7 @@ def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | 
             e.ranks,
         ) from e
     if instruction.error is not None:
-        transaction.publish_failed()
+        transaction.may_be_referenced = False
         raise error_of_ranks(comm.operation, {0: instruction.error})
     assert instruction.taken is not None
     return instruction.taken
