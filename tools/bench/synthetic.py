@@ -16,7 +16,7 @@ from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
-from casnap.storage.table import setting
+from casnap.storage.table import row_setter
 from casnap.storage.transaction import Transaction
 from casnap.storage.tree import build
 
@@ -67,7 +67,7 @@ class Synthetic:
                     transaction.commit, transaction.ref(manifest), seq, time.time(), 1, Stats()
                 )
 
-            publish(transaction, setting(name, row, overwrite=False, uri=self.store.uri))
+            publish(transaction, row_setter(name, row, overwrite=False, uri=self.store.uri))
         finally:
             transaction.close()
 
