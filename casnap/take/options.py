@@ -12,6 +12,15 @@ from casnap.runtime.threads import check_count
 from casnap.storage.retention import Retention, check_retention
 
 
+# No lambdas: options are pickled for processes that save in the background.
+def _ignore(_rows: Sequence[Row]) -> None:
+    pass
+
+
+def _make_no_room(_count_bytes: Callable[[], int]) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
@@ -35,8 +44,8 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     on_commit: Callable[[], None] | None = None
-    on_release: Callable[[Sequence[Row]], None] = lambda rows: None
-    make_room: Callable[[Callable[[], int]], bool] = lambda count_bytes: False
+    on_release: Callable[[Sequence[Row]], None] = _ignore
+    make_room: Callable[[Callable[[], int]], bool] = _make_no_room
 
     def __post_init__(self) -> None:
         if self.retention is not None:

@@ -101,13 +101,13 @@ def test_the_newest_is_named_and_folders_of_casnap_do_not_count(
     for step in (1, 2):
         (tmp_path / f"run-{step}.pt").unlink()
 
-    # What install() puts beside a snapshot stays when that is forgotten.
+    # What stands beside a snapshot for others goes with it.
     caplog.clear()
     install(store)
     dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "step_3")
     uninstall()
     store.delete("step_3")
-    assert (tmp_path / "step_3/.metadata").exists()
+    assert not (tmp_path / "step_3/.metadata").exists()
     assert store.latest() is None
     assert "holds no snapshot" not in caplog.text
 

@@ -221,6 +221,7 @@ def test_a_take_that_stands_still_at_a_system_call(
     take_that_stands_still(pair, work, collect_all, system_faults, record_property)
 
 
+@pytest.mark.usefixtures("unannounced")
 def test_a_take_that_is_passed_again_and_again(pair: Path) -> None:
     """Whenever it is about to commit, what it relies on is collected, and taken anew."""
     path, me, passed = fresh(pair), os.getpid(), itertools.count()

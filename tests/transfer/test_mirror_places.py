@@ -36,8 +36,8 @@ def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:
         mirrored(tmp_path / "here", tmp_path / "there")
     assert names(Store(tmp_path / "there")) == []
     shown = invoke("config", tmp_path / "here").stdout
-    assert shown == f"codec=raw\nmirror={tmp_path / 'there'}\n"
-    assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=raw\n"
+    assert shown == f"codec=raw\ngc=auto\nmirror={tmp_path / 'there'}\n"
+    assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=raw\ngc=auto\n"
     mirrored(tmp_path / "here", tmp_path / "there").wait_mirrored(60)
     assert names(Store(tmp_path / "there")) == ["step_1"]
     wrong = failure("config", tmp_path / "here", "codec=zstd", "mirror=x", status=2)
@@ -56,7 +56,7 @@ def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBa
         assert Store(tmp_path / "here").configure(mirror="none")
         store.prune(Retention(keep_last=1))
     assert names(store) == ["step_2"]
-    assert store.settings == {"codec": "raw"}
+    assert store.settings == {"codec": "raw", "gc": "auto"}
 
 
 def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     for place, (kind, text) in bad.items():
         with pytest.raises(kind, match=text):
             mirrored(tmp_path / "here", place)
-    assert store.settings == {"codec": "raw"}
+    assert store.settings == {"codec": "raw", "gc": "auto"}
     with pytest.raises(MirrorError, match="is a view of"):
         mirrored(tmp_path / "here/run", tmp_path / "there")
     with pytest.raises(TypeError, match="retention"):
