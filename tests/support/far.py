@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from casnap.backends.base import MAX_WHOLE_BYTES, Target
+from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target
 from casnap.backends.local import LocalBackend
 from casnap.runtime.typing import override
 
@@ -28,6 +28,10 @@ class FarFolder(LocalBackend):
         super().__init__(Path(folder))
         self.log: list[tuple[str, str]] = []
         self._noting = threading.Lock()
+
+    @override
+    def belong(self, check: Callable[[Backend], None]) -> None:
+        """Do nothing: a remote place does not come to hold another store all at once."""
 
     def _note(self, kind: str, key: str) -> None:
         with self._noting:
