@@ -31,7 +31,7 @@ from casnap.maintenance.marks import Marks
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.runtime.threads import Crew, gently, undisturbed
+from casnap.runtime.threads import Crew, gently, run_shielded
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
 from casnap.storage.put_if_absent import check_put_if_absent
@@ -170,7 +170,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
         return collector.report
 
     with as_exclusive(objects.backend, objects.backend.exclusive or options.exclusive):
-        report = undisturbed(work)
+        report = run_shielded(work)
     if report.freed_bytes:
         with suppress(BackendError):
             report.warnings = objects.backend.bucket_warnings()

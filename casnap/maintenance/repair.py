@@ -40,7 +40,7 @@ from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import Crew, undisturbed
+from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.copying import one_at_a_time
 from casnap.storage.index import View
@@ -118,7 +118,7 @@ def repair(
         BackendError: Something cannot be read now, but may be whole.
     """
     with one_at_a_time():
-        return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
+        return run_shielded(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
 
 
 class _Repair:

@@ -1,7 +1,11 @@
 """Page-aligned host memory that is used again and again.
 
 Fresh pages are the hidden cost of copying: the kernel zeroes each one first, which takes several
-times as long as the copy. So slots are kept for the life of the process.
+times as long as the copy. So slots are kept for the life of the process. Those of a bounded pool,
+which packs are written from, are of huge pages: the disk takes them faster. Those for the copies of
+a whole state are ordinary pages. For that many huge ones the kernel looks for memory in one run,
+which a virtual machine often has not touched before; a first ``async_take`` then blocked for three
+times as long.
 """
 
 from __future__ import annotations
@@ -39,13 +43,13 @@ class Slot:
 
     __slots__ = ("_memory", "unpin", "view")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         # Private: after a fork, parent and child must not write into each other's slots.
         try:
             self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
             raise StateError(f"there is no memory for a buffer of {nbytes:,} bytes: {e}") from e
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             # Some kernels have no huge pages.
             with suppress(OSError):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -78,7 +82,7 @@ class Pool:
         with self._changed:
             while not self._free:
                 if self.limit is None or self._made < self.limit:
-                    slot = Slot(self.slot_bytes)
+                    slot = Slot(self.slot_bytes, huge=self.limit is not None)
                     self._made += 1
                     return slot
                 if not wait:

@@ -228,7 +228,7 @@ class Crew:
                 raise
 
 
-def undisturbed(work: Callable[[Crew], T], limit: int | None = None) -> T:
+def run_shielded(work: Callable[[Crew], T], limit: int | None = None) -> T:
     """Do some work on another thread, where no interrupt disturbs it, and return its result.
 
     Interrupts only come to the main thread. There they make the crew fail. Then the work stops and
@@ -298,7 +298,7 @@ def gently(work: Callable[[], T]) -> T:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         return work()
 
-    return undisturbed(gentle)
+    return run_shielded(gentle)
 
 
 class SharedItems(Generic[T]):

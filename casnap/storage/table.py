@@ -24,7 +24,7 @@ from casnap.errors import (
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
 from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
-from casnap.runtime.threads import Crew, undisturbed
+from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit import publish
 from casnap.storage.location import exists
 from casnap.storage.objects import Objects
@@ -182,13 +182,13 @@ def change_table(
 
     for _ in range(_FENCED_TRIES - 1):
         try:
-            return undisturbed(commit)
+            return run_shielded(commit)
         except FencedError:
             _log.info(
                 "%s: a collector deleted what a change relied on; the change starts again",
                 objects.backend.uri,
             )
-    return undisturbed(commit)
+    return run_shielded(commit)
 
 
 def mark(objects: Objects, name: str, row: Row) -> None:

@@ -19,7 +19,7 @@ from casnap.format.codec import Codec
 from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.runtime.threads import Crew, collector_paused, undisturbed
+from casnap.runtime.threads import Crew, collector_paused, run_shielded
 from casnap.storage.objects import Objects
 from casnap.storage.table import checked_metadata
 from casnap.storage.transaction import Transaction
@@ -113,7 +113,7 @@ def async_take(
                 # Once started, the take in the background fails too, and tells the other ranks.
                 if not pending.started:
                     try:
-                        undisturbed(lambda _: copies.release())
+                        run_shielded(lambda _: copies.release())
                     except UnavailableError:
                         copies.release()
                     _tell_ranks_later(work, name, e)
@@ -238,7 +238,7 @@ class _Take:
         Args:
             batches: Returns the pieces in batches of so many bytes.
         """
-        return undisturbed(partial(self._store, batches), limit=self.options.threads)
+        return run_shielded(partial(self._store, batches), limit=self.options.threads)
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication

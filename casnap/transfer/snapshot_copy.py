@@ -14,7 +14,7 @@ from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Row
-from casnap.runtime.threads import Crew, undisturbed
+from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit import Change, publish
 from casnap.storage.contents import Contents
 from casnap.storage.copying import codec_among, copy_verified, one_at_a_time
@@ -169,7 +169,7 @@ class SnapshotCopy:
             FencedError: A collector has deleted what this has written or relied on.
         """
         try:
-            while (row := undisturbed(partial(self._part, destination))) is None:
+            while (row := run_shielded(partial(self._part, destination))) is None:
                 continue
         except _CopiedMeanwhileError:
             return False

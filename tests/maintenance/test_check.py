@@ -18,7 +18,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
-from casnap.runtime.threads import undisturbed
+from casnap.runtime.threads import run_shielded
 from casnap.storage.commit import publish
 from casnap.storage.roots import put_next_root
 from casnap.storage.transaction import Transaction
@@ -218,7 +218,7 @@ def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
         finally:
             transaction.close()
 
-    undisturbed(copy)
+    run_shielded(copy)
     change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     report = opened.check(data=True)
     assert hurts_of(report) == set()

@@ -27,7 +27,7 @@ from casnap.format.records import pack_key
 from casnap.ranks import joining
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
-from casnap.runtime.threads import Crew, undisturbed
+from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.chunk_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.commit import publish
 from casnap.storage.index import Index
@@ -151,7 +151,7 @@ def put(objects: Objects, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> No
         finally:
             transaction.close()
 
-    undisturbed(commit)
+    run_shielded(commit)
 
 
 class Chunks:

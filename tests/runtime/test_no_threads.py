@@ -14,7 +14,7 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import UnavailableError
 from casnap.runtime.buffers import SLOTS, Pool, shared_pool
-from casnap.runtime.threads import Worker, undisturbed
+from casnap.runtime.threads import Worker, run_shielded
 from casnap.storage.pack import PackWriter
 from casnap.take import staging
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
@@ -95,7 +95,7 @@ def test_threads_that_are_slow_to_end_have_ended_when_a_call_returns(store: Stor
         async_take(store, 3)
         assert_nothing_is_lost()
         with pytest.raises(ZeroDivisionError):
-            undisturbed(lambda _: 1 // 0)
+            run_shielded(lambda _: 1 // 0)
         assert_nothing_is_lost()
     finally:
         threading.setprofile(None)

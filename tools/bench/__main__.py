@@ -18,6 +18,7 @@ from tools.bench import (
     copy,
     dcp,
     files,
+    first_async,
     gc,
     long_run,
     machine,
@@ -44,6 +45,7 @@ Measure = Callable[..., list[dict[str, Any]]]
 SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "save": (save.measure, WORKLOADS),
     "async": (blocked.measure, WORKLOADS),
+    "first": (first_async.measure, WORKLOADS[:1]),
     "beside": (beside.measure, beside.WORKLOADS),
     "restore": (restore.measure, WORKLOADS),
     "dcp": (dcp.measure, WORKLOADS),

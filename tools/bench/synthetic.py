@@ -14,7 +14,7 @@ from casnap import Store
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
-from casnap.runtime.threads import Crew, undisturbed
+from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit import publish
 from casnap.storage.table import row_setter
 from casnap.storage.transaction import Transaction
@@ -43,7 +43,7 @@ class Synthetic:
 
     def take(self, name: str | None = None) -> None:
         """Commit one more snapshot."""
-        undisturbed(lambda crew: self._commit(name or f"run/step_{self._step}", crew))
+        run_shielded(lambda crew: self._commit(name or f"run/step_{self._step}", crew))
         self._step += 1
         self._new = [self._step % _TENSORS]
         self._tensors[self._new[0]] = os.urandom(32 * self._rows)
