@@ -72,6 +72,7 @@ from casnap.storage.uris import joined
 
 if TYPE_CHECKING:
     from casnap.files.report import ImportReport
+    from casnap.maintenance.automatic import AutomaticCollector
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
     from casnap.maintenance.gc import GcReport
@@ -475,9 +476,7 @@ class Store:
 
     def _with_settings(self, options: TakeOptions) -> TakeOptions:
         """Add the settings of the store to the options of a take."""
-        from casnap.maintenance.automatic import automatic_collector
-
-        collector = automatic_collector(self.objects)
+        collector = self._collector()
         return replace(
             options,
             on_commit=self.on_commit,
@@ -488,9 +487,12 @@ class Store:
 
     def _collect_later(self, rows: Iterable[Row]) -> None:
         """Have the garbage of snapshots that were let go collected, once that is worth it."""
+        self._collector().note(self.objects, rows)
+
+    def _collector(self) -> AutomaticCollector:
         from casnap.maintenance.automatic import automatic_collector
 
-        automatic_collector(self.objects).note(self.objects, rows)
+        return automatic_collector(self.objects)
 
     @property
     def on_commit(self) -> Callable[[], None] | None:

@@ -447,16 +447,21 @@ class LocalBackend(Backend):
     def tidy(self, min_age: float) -> int:
         """Unlink files in ``tmp/`` that no living writer has locked."""
         freed = 0
-        path = self._path("tmp")
-        with (
-            translated(path),
-            suppress(FileNotFoundError),
-            self._opened_base(make=False) as base,
-            opened(path, listed=True, above=base) as folder,
-        ):
+        with suppress(FileNotFoundError), self._listed_temporary() as folder:
             for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
                 freed += _unlink_abandoned(name, folder, min_age)
         return freed
+
+    @contextmanager
+    def _listed_temporary(self) -> Iterator[int]:
+        """Open ``tmp/`` for a ``with`` block that lists it and deletes there."""
+        path = self._path("tmp")
+        with (
+            translated(path),
+            self._opened_base(make=False) as base,
+            opened(path, listed=True, above=base) as folder,
+        ):
+            yield folder
 
     @override
     @contextmanager
@@ -497,13 +502,7 @@ class LocalBackend(Backend):
     @override
     def announced_bases(self, max_age: float) -> list[int]:
         bases: list[int] = []
-        path = self._path("tmp")
-        with (
-            translated(path),
-            suppress(FileNotFoundError),
-            self._opened_base(make=False) as store,
-            opened(path, listed=True, above=store) as folder,
-        ):
+        with suppress(FileNotFoundError), self._listed_temporary() as folder:
             for name in os.listdir(folder):
                 found = _ANNOUNCEMENT.fullmatch(name)
                 if found is not None and _is_announced(name, folder, max_age):

@@ -13,7 +13,7 @@ from types import FrameType
 from casnap.errors import CasnapError
 
 # What stands around the library and takes for the user; and what only waits, and holds nothing.
-_OUTSIDE = ("integrations", "cli", "demo", "testing", "preemption")
+_OUTSIDE = ("integrations", "cli", "testing", "preemption")
 _WAITING = ("casnap.take.pending", "casnap.runtime.threads")
 
 

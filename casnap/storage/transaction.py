@@ -63,10 +63,11 @@ class Transaction:
         based_on = base_root or objects.recent()
         objects.check_writable("write to", based_on, dry_run=not puts_root)
         # Before the base is read, so that no collector frees in between what the base names.
-        self._announcement = ExitStack()
-        self._announcement.enter_context(objects.backend.announced(based_on.seq))
+        with ExitStack() as announcement:
+            announcement.enter_context(objects.backend.announced(based_on.seq))
+            self.base: View = objects.recent_view(base_root)
+            self._announcement = announcement.pop_all()
         self.objects = objects
-        self.base: View = objects.recent_view(base_root)
         self.commit = os.urandom(16)
         self.reused = ReusedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
