@@ -17,6 +17,7 @@ import torch
 from casnap import Retention, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import CasnapError, StoreError
+from tests.support.faults import content_of, untouched
 
 
 @pytest.fixture(params=["at once", "walked"], autouse=True)
@@ -27,17 +28,6 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with mock.patch("casnap.backends.door.has_openat2", return_value=False):
         yield
-
-
-def content_of(folder: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-@contextmanager
-def untouched(folder: Path) -> Iterator[None]:
-    before = content_of(folder)
-    yield
-    assert content_of(folder) == before
 
 
 def state(step: int) -> dict[str, StateDict]:

@@ -31,7 +31,7 @@ from casnap.format.names import is_row_name
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
 from casnap.storage.roots import COPIES
 from tests.support.far import FarFolder
-from tests.support.faults import in_child
+from tests.support.faults import in_child, untouched
 from tests.support.forger import limit_memory
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 from tests.support.written import publish
@@ -70,17 +70,6 @@ def other(tmp_path: Path) -> Path:
     for step in range(10, 13):
         store.take(state(step), f"run/step_{step}")
     return tmp_path / "other"
-
-
-def content_of(folder: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-@contextmanager
-def untouched(folder: Path) -> Iterator[None]:
-    before = content_of(folder)
-    yield
-    assert content_of(folder) == before
 
 
 @contextmanager

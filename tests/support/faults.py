@@ -120,6 +120,19 @@ def memory_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def content_of(folder: Path) -> dict[Path, bytes]:
+    """Return the bytes of each file in and below a folder."""
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@contextmanager
+def untouched(folder: Path) -> Iterator[None]:
+    """Check that nothing in a folder changes meanwhile."""
+    before = content_of(folder)
+    yield
+    assert content_of(folder) == before
+
+
 # --- children ---------------------------------------------------------------------------------
 
 
