@@ -8,7 +8,7 @@ from casnap.preemption import on_preemption
 from casnap.runtime.buffers import release_memory
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state.stateful import RNGState, StateDict, Stateful
-from casnap.storage.retention import Retention
+from casnap.storage.catalog.retention import Retention
 from casnap.store import Store
 from casnap.version import __version__ as __version__
 

@@ -17,10 +17,10 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
-from casnap.storage.contents import Contents
-from casnap.storage.location import locate_snapshot, locate_store
-from casnap.storage.opening import open_objects
-from casnap.storage.table import only_marker_error
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.location import locate_snapshot, locate_store
+from casnap.storage.catalog.opening import open_objects
+from casnap.storage.catalog.table import only_marker_error
 from casnap.store import Store, store_of
 from casnap.version import __version__
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from casnap.restore.report import RestoreReport
     from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
-    from casnap.storage.retention import Retention
+    from casnap.storage.catalog.retention import Retention
     from casnap.take.pending import PendingTake
 
 
@@ -739,7 +739,7 @@ def store_above(
 ) -> tuple[Store, str]:
     """Return the store that the path of a snapshot is in, and the name there.
 
-    Further arguments, and errors, are those of :func:`casnap.storage.opening.open_objects`.
+    Further arguments, and errors, are those of :func:`casnap.storage.catalog.opening.open_objects`.
     """
     place = locate_snapshot(path, storage_options)
     try:

@@ -29,20 +29,18 @@ from casnap.runtime.environment import local_path, threads_asked
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
-from casnap.storage.config import RECORD
-from casnap.storage.creation import check_chunk_size
-from casnap.storage.location import Location, has_object
-from casnap.storage.mirror_notes import (
+from casnap.storage.catalog.creation import check_chunk_size
+from casnap.storage.catalog.location import Location, has_object
+from casnap.storage.catalog.mirror_notes import (
     detach_mirror,
     in_commit_order,
     mirror_place,
     wrong_mirror_error,
 )
-from casnap.storage.missing_folders import MissingFoldersChange
-from casnap.storage.objects import Objects
-from casnap.storage.opening import locate, open_objects
-from casnap.storage.other_formats import hint_at, hint_in
-from casnap.storage.retention import (
+from casnap.storage.catalog.missing_folders import MissingFoldersChange
+from casnap.storage.catalog.opening import locate, open_objects
+from casnap.storage.catalog.other_formats import hint_at, hint_in
+from casnap.storage.catalog.retention import (
     PruneChange,
     PruneReport,
     Retention,
@@ -50,7 +48,7 @@ from casnap.storage.retention import (
     check_retention,
     prune,
 )
-from casnap.storage.settings import (
+from casnap.storage.catalog.settings import (
     CODEC,
     GC,
     GC_CHOICES,
@@ -59,7 +57,7 @@ from casnap.storage.settings import (
     codec_settings,
     settings_of,
 )
-from casnap.storage.table import (
+from casnap.storage.catalog.table import (
     Table,
     change_table,
     row_edit,
@@ -68,7 +66,9 @@ from casnap.storage.table import (
     with_tags,
     without_tags,
 )
-from casnap.storage.uris import joined
+from casnap.storage.catalog.uris import joined
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.config import RECORD
 
 if TYPE_CHECKING:
     from casnap.files.report import ImportReport

@@ -57,7 +57,7 @@ def names_in(page: Path) -> set[str]:
 
 
 def test_the_architecture_names_code_that_exists() -> None:
-    """`storage.roots.put_root` is a name below casnap, `storage/` and `cli/output.py` are files."""
+    """`take.plan.name` is a name below casnap, `storage/` and `cli/output.py` are files."""
     package = ROOT / "casnap"
     inside = {path.stem for path in package.iterdir()}
     missing = []

@@ -77,14 +77,14 @@ def main(root: Path) -> None:
     names: Counter[str] = Counter()
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
-        room = path.relative_to(root).parent.parts[:1] or (".",)
-        figures = table.setdefault(room[0], Counter())
+        room = path.relative_to(root).parent
+        figures = table.setdefault(str(room), Counter())
         figures.update(modules=1, lines=text.count("\n"), code=code_lines(text))
         names += names_that_say_little(text)
     table["all"] = sum(table.values(), Counter())
-    print(f"{'folder':<16}{'modules':>8}{'lines':>9}{'code':>9}")
+    print(f"{'folder':<18}{'modules':>8}{'lines':>9}{'code':>9}")
     for room, figures in table.items():
-        print(f"{room:<16}{figures['modules']:>8}{figures['lines']:>9,}{figures['code']:>9,}")
+        print(f"{room:<18}{figures['modules']:>8}{figures['lines']:>9,}{figures['code']:>9,}")
     common = ", ".join(f"{name} {n}" for name, n in names.most_common(8))
     print(f"{names.total():,} names say little: {common}")
 

@@ -21,8 +21,8 @@ from casnap.errors import (
 from casnap.format.names import check_name
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot, store_above
-from casnap.storage.mirror_notes import is_unmirrored
-from casnap.storage.uris import joined, store_uri
+from casnap.storage.catalog.mirror_notes import is_unmirrored
+from casnap.storage.catalog.uris import joined, store_uri
 from casnap.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])

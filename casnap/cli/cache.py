@@ -22,7 +22,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, why_refused
-from casnap.storage.chunk_cache import FOLDER, URI, CachedPack, cached_packs
+from casnap.storage.chunks.chunk_cache import FOLDER, URI, CachedPack, cached_packs
 
 
 @click.command()

@@ -25,8 +25,8 @@ from casnap.cli.output import (
     size,
 )
 from casnap.errors import NotAStoreError
-from casnap.storage.opening import locate, open_objects
-from casnap.storage.uris import snapshot_uri, store_uri
+from casnap.storage.catalog.opening import locate, open_objects
+from casnap.storage.catalog.uris import snapshot_uri, store_uri
 from casnap.store import Store, store_of
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport

@@ -18,8 +18,8 @@ from casnap.format.entries import (
     payload_of,
 )
 from casnap.format.plain_values import PLAIN_CODECS, decode_text
-from casnap.storage.chunk_reads import Want
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.chunk_reads import Want
 
 SMALL = 1 << 10
 

@@ -14,9 +14,9 @@ from casnap.format.records import (
     MIN_CHUNK_SIZE,
     serving_below,
 )
-from casnap.storage.location import locate_store
-from casnap.storage.put_if_absent import check_put_if_absent
-from casnap.storage.settings import CODEC, change_settings
+from casnap.storage.catalog.location import locate_store
+from casnap.storage.catalog.settings import CODEC, change_settings
+from casnap.storage.log.put_if_absent import check_put_if_absent
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 

@@ -13,8 +13,8 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import emit, moment, say, size, summary, table
-from casnap.storage.mirror_notes import is_unmirrored
-from casnap.storage.other_formats import hint_in
+from casnap.storage.catalog.mirror_notes import is_unmirrored
+from casnap.storage.catalog.other_formats import hint_in
 
 
 @click.command()

@@ -28,7 +28,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
-from casnap.storage.retention import Best, PruneReport, Retention
+from casnap.storage.catalog.retention import Best, PruneReport, Retention
 from casnap.store import Store
 
 EXAMPLES = """\

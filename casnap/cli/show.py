@@ -29,7 +29,7 @@ from casnap.cli.output import (
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
-from casnap.storage.contents import Contents, Entries
+from casnap.storage.catalog.contents import Contents, Entries
 
 Facts = dict[str, Any]
 

@@ -14,8 +14,8 @@ from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.progress import ProgressCounter
-from casnap.storage.chunk_reads import Want
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.chunk_reads import Want
 
 _DIRECT_BYTES = 256 << 10
 

@@ -34,7 +34,7 @@ from casnap.state.containers import container_builder
 from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _MOST_GAPS = 1 << 16

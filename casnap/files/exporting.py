@@ -13,7 +13,7 @@ from casnap.files.report import ExportOptions, ExportReport
 from casnap.files.selection import part_of
 from casnap.files.target import Target, check_place
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 
 def export(

@@ -12,7 +12,7 @@ from casnap.files.report import ExportOptions, ExportPlan, ExportReport
 from casnap.files.selection import Part, equal_tensors, named_tensors, shards_of, without_tied
 from casnap.files.target import Target
 from casnap.state.safetensors import DTYPES, header_of
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 _MOST_NAMED = 10
 _INDEX = "model.safetensors.index.json"

@@ -88,7 +88,7 @@ class Row(Struct, frozen=True, omit_defaults=True):
         world_size: How many ranks took it.
         stats: What the take did.
         metadata: The user's metadata, if they are small.
-        tags: Sorted; those of casnap's own (``storage/mirror_notes.py``) begin with ``INTERNAL``.
+        tags: Sorted; those of casnap's own (``mirror_notes.py``) begin with ``INTERNAL``.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
     """
 

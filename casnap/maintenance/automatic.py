@@ -23,8 +23,8 @@ from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Worker
-from casnap.storage.objects import Objects
-from casnap.storage.settings import GC, settings_of
+from casnap.storage.catalog.settings import GC, settings_of
+from casnap.storage.chunks.objects import Objects
 
 _log = logging.getLogger("casnap")
 # A collection begins at the earliest when this process has used so many times the processor time of

@@ -19,9 +19,9 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.storage.missing_folders import unknown_markers
-from casnap.storage.objects import Objects
-from casnap.storage.put_if_absent import put_if_absent_warnings
+from casnap.storage.catalog.missing_folders import unknown_markers
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.put_if_absent import put_if_absent_warnings
 
 
 @dataclass

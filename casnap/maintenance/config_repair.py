@@ -6,10 +6,10 @@ from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
-from casnap.storage.config import config_content, config_in, read_config
-from casnap.storage.location import has_object
-from casnap.storage.objects import Objects
-from casnap.storage.roots import read_root
+from casnap.storage.catalog.location import has_object
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.config import config_content, config_in, read_config
+from casnap.storage.log.roots import read_root
 
 
 def config_damages(objects: Objects) -> list[Damage]:

@@ -10,8 +10,8 @@ from typing import Literal
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry, payload_of
-from casnap.storage.contents import Contents
-from casnap.storage.tree import Tree
+from casnap.format.tree import Tree
+from casnap.storage.catalog.contents import Contents
 
 Kind = Literal["added", "removed", "changed"]
 

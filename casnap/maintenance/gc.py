@@ -32,12 +32,12 @@ from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, gently, run_shielded
-from casnap.storage.index import View
-from casnap.storage.objects import Objects
-from casnap.storage.put_if_absent import check_put_if_absent
-from casnap.storage.roots import put_next_root
-from casnap.storage.segments import Rewriting, rewrite_segments
-from casnap.storage.table import drop_stale_copies
+from casnap.storage.catalog.table import drop_stale_copies
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.segments import Rewriting, rewrite_segments
+from casnap.storage.log.put_if_absent import check_put_if_absent
+from casnap.storage.log.roots import put_next_root
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0

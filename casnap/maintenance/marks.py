@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from casnap.format.names import UNFINISHED
 from casnap.format.records import PackId, RawRecord, Root, segment_records
 from casnap.runtime.progress import Progress
-from casnap.storage.objects import Objects
-from casnap.storage.references import (
+from casnap.storage.catalog.references import (
     MANIFEST,
     TABLE,
     digest_in,
@@ -17,6 +16,7 @@ from casnap.storage.references import (
     references_of_row,
     walk,
 )
+from casnap.storage.chunks.objects import Objects
 
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""

@@ -15,8 +15,8 @@ from casnap.format.records import (
     pack_key,
     read_pack_footer,
 )
-from casnap.storage.chunk_reads import Failure, Want, is_possible
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.chunk_reads import Failure, Want, is_possible
+from casnap.storage.chunks.objects import Objects
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

@@ -10,11 +10,11 @@ from casnap.format.digest import Digest
 from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import publish
-from casnap.storage.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.index import View
-from casnap.storage.objects import Objects
-from casnap.storage.transaction import Transaction
+from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
 
 _log = logging.getLogger("casnap")
 _BATCH_BYTES = 1 << 30

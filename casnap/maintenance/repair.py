@@ -41,16 +41,16 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.chunk_reads import ReadOptions, Reason, Want
-from casnap.storage.copying import one_at_a_time
-from casnap.storage.index import View
-from casnap.storage.location import locate_store
-from casnap.storage.new_packs import NewPacks
-from casnap.storage.objects import Objects
-from casnap.storage.pack import moved_place, new_id
-from casnap.storage.roots import put_next_root
-from casnap.storage.segments import add_segment, drop_packs
-from casnap.storage.table import change_table
+from casnap.storage.catalog.location import locate_store
+from casnap.storage.catalog.table import change_table
+from casnap.storage.chunks.chunk_reads import ReadOptions, Reason, Want
+from casnap.storage.chunks.copying import one_at_a_time
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.new_packs import NewPacks
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.pack import moved_place, new_id
+from casnap.storage.chunks.segments import add_segment, drop_packs
+from casnap.storage.log.roots import put_next_root
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)

@@ -10,10 +10,10 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.index import View
-from casnap.storage.objects import Objects
-from casnap.storage.pack_lengths import listed_packs
-from casnap.storage.roots import read_root
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.pack_lengths import listed_packs
+from casnap.storage.log.roots import read_root
 
 _DELETERS = 4
 # An object store deletes so many objects by one request.

@@ -29,6 +29,7 @@ from casnap.format.records import (
     pack_key,
     segment_key,
 )
+from casnap.format.tree import Branch, Child, LeafNode, Tree
 from casnap.maintenance.damage import (
     ALL,
     KINDS,
@@ -41,11 +42,10 @@ from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.chunk_reads import Failure, Reason, Want
-from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects
-from casnap.storage.pack_lengths import listed_packs
-from casnap.storage.tree import Branch, Child, LeafNode, Tree
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.chunk_reads import Failure, Reason, Want
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.pack_lengths import listed_packs
 
 T = TypeVar("T")
 _LOOKS = 5

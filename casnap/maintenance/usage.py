@@ -15,11 +15,11 @@ from casnap.format.entries import Entry
 from casnap.format.records import Row, pack_key, segment_key
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
-from casnap.storage.contents import Contents
-from casnap.storage.index import View
-from casnap.storage.objects import Objects
-from casnap.storage.references import MANIFEST, digest_in, is_node, references, walk
-from casnap.storage.table import snapshots_in
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.objects import Objects
 
 _NO_OWNER, _SHARED = -1, -2
 

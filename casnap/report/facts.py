@@ -15,9 +15,9 @@ from casnap.maintenance.diff import diff
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.usage import disk_usage, usage
 from casnap.runtime.progress import Progress
-from casnap.storage.contents import Contents
-from casnap.storage.mirror_notes import is_unmirrored
-from casnap.storage.objects import Objects
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.mirror_notes import is_unmirrored
+from casnap.storage.chunks.objects import Objects
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""

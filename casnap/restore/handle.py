@@ -13,7 +13,7 @@ from casnap.restore.selection import Index
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy, numpy_dtype
 from casnap.state.tensors import torch_dtype
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 
 class Handle:

@@ -17,7 +17,7 @@ from casnap.state.flatten import flatten
 from casnap.state.parts import check_state
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 
 @dataclass(frozen=True)

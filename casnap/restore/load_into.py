@@ -22,7 +22,7 @@ from casnap.state.overlap import conflicting_groups, overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import is_fillable, why_not_writable
-from casnap.storage.contents import Contents, Listed
+from casnap.storage.catalog.contents import Contents, Listed
 
 
 class _ModuleTensor(NamedTuple):

@@ -39,12 +39,12 @@ from casnap.state.tensors import (
     is_its_memory,
     itemsize_of,
 )
-from casnap.storage.chunk_reads import ReadOptions, Want
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Has the contract of :meth:`casnap.storage.objects.Objects.fetch`."""
+"""Has the contract of :meth:`casnap.storage.chunks.objects.Objects.fetch`."""
 Target: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 

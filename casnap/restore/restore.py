@@ -35,7 +35,7 @@ from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf
 from casnap.state.values import check_pickle_allowed
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 
 @dataclass(frozen=True, kw_only=True)

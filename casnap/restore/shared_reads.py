@@ -34,8 +34,8 @@ from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_read
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.chunk_reads import DEFAULT_READ, ReadOptions, Want
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.chunk_reads import DEFAULT_READ, ReadOptions, Want
+from casnap.storage.chunks.objects import Objects
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20

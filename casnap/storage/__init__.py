@@ -1,5 +1,6 @@
-"""The bytes side: chunks, trees, the index and commits on any backend. Never imports torch.
+"""The bytes side: chunks, the index, commits and the catalog on any backend. Never imports torch.
 
-Imports ``backends``, ``format`` and ``runtime``. Begin with ``objects.py`` (reading) and
-``commit.py`` (writing).
+Four rooms, each above the one before it: ``log``, ``chunks``, ``commits``, ``catalog``. Imports
+``backends``, ``format`` and ``runtime``. Begin with ``chunks/objects.py`` (reading) and
+``commits/commit.py`` (writing).
 """

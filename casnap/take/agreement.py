@@ -11,10 +11,10 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.storage.objects import Objects
-from casnap.storage.other_formats import check_no_other_form
-from casnap.storage.settings import codec_of
-from casnap.storage.table import check_free, check_path_is_free
+from casnap.storage.catalog.other_formats import check_no_other_form
+from casnap.storage.catalog.settings import codec_of
+from casnap.storage.catalog.table import check_free, check_path_is_free
+from casnap.storage.chunks.objects import Objects
 from casnap.take.options import TakeOptions
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES, payload_of
 from casnap.runtime.progress import Progress
-from casnap.storage.pack import Choose, Raw
-from casnap.storage.transaction import Transaction
+from casnap.storage.chunks.pack import Choose, Raw
+from casnap.storage.commits.transaction import Transaction
 from casnap.take.capture import Capture
 from casnap.take.staging import Piece, give_back
 

@@ -12,9 +12,9 @@ from casnap.format.records import Row, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
-from casnap.storage.objects import Objects
-from casnap.storage.rank_parts import OtherRanks, RankPart, finish_rank_part
-from casnap.storage.transaction import Transaction
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
+from casnap.storage.commits.transaction import Transaction
 from casnap.take.publish import Taken
 
 _log = logging.getLogger("casnap")

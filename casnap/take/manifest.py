@@ -26,8 +26,8 @@ from casnap.format.entries import (
     with_payload,
 )
 from casnap.format.records import encode
+from casnap.format.tree import build
 from casnap.ranks.comm import Comm
-from casnap.storage.tree import build
 from casnap.take.capture import Capture
 from casnap.take.division import Division
 from casnap.take.hashing import Digests

@@ -9,7 +9,7 @@ from typing import Any
 from casnap.format.records import Row
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
-from casnap.storage.retention import Retention, check_retention
+from casnap.storage.catalog.retention import Retention, check_retention
 
 
 # No lambdas: options are pickled for processes that save in the background.

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import msgspec
 
 from casnap.format.records import Row, Stats, encode
-from casnap.storage.commit import publish
-from casnap.storage.mirror_notes import UNMIRRORED
-from casnap.storage.objects import Objects
-from casnap.storage.rank_parts import OtherRanks
-from casnap.storage.retention import Retention, RetentionChange, prune, unknown_metrics
-from casnap.storage.table import Table, mark, row_setter
-from casnap.storage.transaction import Transaction
+from casnap.storage.catalog.mirror_notes import UNMIRRORED
+from casnap.storage.catalog.retention import Retention, RetentionChange, prune, unknown_metrics
+from casnap.storage.catalog.table import Table, mark, row_setter
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.rank_parts import OtherRanks
+from casnap.storage.commits.transaction import Transaction
 from casnap.take.manifest import BuiltManifest
 from casnap.take.options import TakeOptions
 

@@ -23,7 +23,7 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.pack import Choose
+from casnap.storage.chunks.pack import Choose
 from casnap.take.division import Division
 from casnap.take.split_cells import SHARED_BYTES, SplitCells
 from casnap.take.staging import PIECE_BYTES, Piece

@@ -23,7 +23,7 @@ from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
 from casnap.runtime.threads import Crew, SharedItems, collector_paused, cores
 from casnap.state.cuda import pin, side_stream
 from casnap.state.tensors import as_copyable
-from casnap.storage.pack import Raw
+from casnap.storage.chunks.pack import Raw
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256

@@ -20,9 +20,9 @@ from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, run_shielded
-from casnap.storage.objects import Objects
-from casnap.storage.table import checked_metadata
-from casnap.storage.transaction import Transaction
+from casnap.storage.catalog.table import checked_metadata
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.agreement import agree_on_request
 from casnap.take.capturable import Capturable

@@ -15,9 +15,9 @@ from itertools import count
 
 from casnap.errors import FencedError, SnapshotNotFoundError
 from casnap.runtime.progress import Progress
-from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects
-from casnap.storage.table import Table
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.table import Table
+from casnap.storage.chunks.objects import Objects
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, is_present
 from casnap.transfer.source_tree import SourceTree

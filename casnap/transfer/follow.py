@@ -21,7 +21,7 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.runtime.progress import Progress
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.objects import Objects
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 

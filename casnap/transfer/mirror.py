@@ -1,11 +1,11 @@
 """The mirror of a store: another store that gets each snapshot, in the background.
 
 A take with a mirror commits its row with a note that the mirror lacks the snapshot
-(``storage/mirror_notes.py``). A **pass** copies all snapshots with such a note, in the order of
-their commits, and removes the notes. It runs on a thread that the interpreter waits for at exit. A
-pass begins after each commit of this process, and a **watcher**, a daemon thread, begins others:
-after a failure, or for what other processes have committed. On each host one process at a time has
-a pass. Nothing here raises to a take, or makes it wait.
+(``storage/catalog/mirror_notes.py``). A **pass** copies all snapshots with such a note, in the
+order of their commits, and removes the notes. It runs on a thread that the interpreter waits for at
+exit. A pass begins after each commit of this process, and a **watcher**, a daemon thread, begins
+others: after a failure, or for what other processes have committed. On each host one process at a
+time has a pass. Nothing here raises to a take, or makes it wait.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from casnap.errors import (
 )
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
-from casnap.storage.lmdb_files import BusyError, locked
-from casnap.storage.mirror_notes import (
+from casnap.storage.catalog.mirror_notes import (
     MirrorPlace,
     attach_mirror,
     is_copy_from_here,
@@ -42,8 +41,9 @@ from casnap.storage.mirror_notes import (
     origin_tags,
     unmirrored_in,
 )
-from casnap.storage.objects import Objects
-from casnap.storage.retention import RetentionChange, prune
+from casnap.storage.catalog.retention import RetentionChange, prune
+from casnap.storage.chunks.lmdb_files import BusyError, locked
+from casnap.storage.chunks.objects import Objects
 from casnap.transfer.follow import Backoff, Follower, Pair
 from casnap.transfer.mirror_report import (
     Destination,

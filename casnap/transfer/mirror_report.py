@@ -15,8 +15,8 @@ from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.runtime.environment import cache_folder, is_running
-from casnap.storage.objects import Objects
-from casnap.storage.retention import Retention
+from casnap.storage.catalog.retention import Retention
+from casnap.storage.chunks.objects import Objects
 
 
 class Destination(NamedTuple):

@@ -8,9 +8,9 @@ from casnap.backends import Backend, LocalBackend
 from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
 from casnap.format.records import Row
-from casnap.storage.objects import Objects
-from casnap.storage.settings import codec_of
-from casnap.storage.table import Table, snapshots_in
+from casnap.storage.catalog.settings import codec_of
+from casnap.storage.catalog.table import Table, snapshots_in
+from casnap.storage.chunks.objects import Objects
 from casnap.transfer.report import ChosenSnapshot
 
 

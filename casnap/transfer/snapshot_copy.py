@@ -15,16 +15,16 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Row
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.commit import Change, publish
-from casnap.storage.contents import Contents
-from casnap.storage.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.mirror_notes import UNMIRRORED
-from casnap.storage.objects import Objects
-from casnap.storage.references import digest_in
-from casnap.storage.reused_packs import COLLECTED, ReusedPacks
-from casnap.storage.settings import codec_of
-from casnap.storage.table import Table, check_free, check_path_is_free, mark
-from casnap.storage.transaction import Transaction
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.mirror_notes import UNMIRRORED
+from casnap.storage.catalog.references import digest_in
+from casnap.storage.catalog.settings import codec_of
+from casnap.storage.catalog.table import Table, check_free, check_path_is_free, mark
+from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
+from casnap.storage.commits.commit import Change, publish
+from casnap.storage.commits.transaction import Transaction
 from casnap.transfer import unfinished
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from casnap.transfer.source_tree import SourceTree

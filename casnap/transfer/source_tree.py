@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from casnap.format.digest import Digest
-from casnap.storage.objects import Objects
-from casnap.storage.references import MANIFEST, is_node, walk
+from casnap.storage.catalog.references import MANIFEST, is_node, walk
+from casnap.storage.chunks.objects import Objects
 from casnap.transfer.report import ChosenSnapshot
 
 

@@ -13,10 +13,10 @@ from casnap.format.digest import Digest
 from casnap.format.entries import Entry, Manifest, Payload, ValueEntry
 from casnap.format.names import UNFINISHED
 from casnap.format.records import NodeRef, Row, Stats, decode, encode
-from casnap.storage.objects import Objects
-from casnap.storage.table import Table
-from casnap.storage.transaction import Transaction
-from casnap.storage.tree import build
+from casnap.format.tree import build
+from casnap.storage.catalog.table import Table
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.report import ChosenSnapshot
 
 

@@ -41,15 +41,15 @@ from casnap.format.records import (
     seal,
     segment_records,
 )
+from casnap.format.tree import Tree
 from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
-from casnap.storage.config import read_config
-from casnap.storage.references import MANIFEST, TABLE, TREE, references
-from casnap.storage.roots import read_root
-from casnap.storage.tree import Tree
+from casnap.storage.catalog.references import MANIFEST, TABLE, TREE, references
+from casnap.storage.log.config import read_config
+from casnap.storage.log.roots import read_root
 from tests.support.cli_calls import CHUNK
 from tests.support.layouts import node_fields
 

@@ -20,8 +20,8 @@ from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import Payload, TensorEntry, ValueEntry, payload_of
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
-from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.objects import Objects
 
 CHUNK = 64 << 10
 

@@ -21,7 +21,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import pack_key, segment_key
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.objects import Objects
 from tests.support.cli_calls import failure
 from tests.support.damaged import drop_from_index
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take

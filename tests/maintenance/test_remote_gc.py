@@ -23,8 +23,8 @@ from casnap.format.records import (
 )
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.usage import disk_usage
-from casnap.storage.pack import new_id
-from casnap.storage.roots import newest_root, put_next_root
+from casnap.storage.chunks.pack import new_id
+from casnap.storage.log.roots import newest_root, put_next_root
 from tests.support.remote import RemoteDouble
 
 

@@ -28,11 +28,11 @@ from casnap.ranks import joining
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.chunk_reads import DEFAULT_READ, ReadOptions, Want
-from casnap.storage.commit import publish
-from casnap.storage.index import Index
-from casnap.storage.objects import Objects
-from casnap.storage.transaction import Transaction
+from casnap.storage.chunks.chunk_reads import DEFAULT_READ, ReadOptions, Want
+from casnap.storage.chunks.index import Index
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
 from tests.support.examples import FEW
 from tests.support.faulty import FaultyBackend
 from tests.support.ranks import World

@@ -17,8 +17,8 @@ from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import publish
-from casnap.storage.transaction import Transaction
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
 from tests.support.damaged import (
     KEY,
     STEPS,

@@ -12,7 +12,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.runtime import threads
 from casnap.runtime.threads import Worker
-from casnap.storage import chunk_reads
+from casnap.storage.chunks import chunk_reads
 from tests.support.faults import system_faults
 
 CHUNK = 64 << 10

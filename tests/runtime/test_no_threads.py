@@ -15,7 +15,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.errors import UnavailableError
 from casnap.runtime.buffers import SLOTS, Pool, shared_pool
 from casnap.runtime.threads import Worker, run_shielded
-from casnap.storage.pack import PackWriter
+from casnap.storage.chunks.pack import PackWriter
 from casnap.take import staging
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
 from tests.support.unavailable import unavailable

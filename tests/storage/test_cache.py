@@ -17,8 +17,8 @@ from weakref import ref
 import pytest
 
 from casnap import Store
-from casnap.storage.cache import LmdbCache
-from casnap.storage.lmdb_files import locked
+from casnap.storage.chunks.cache import LmdbCache
+from casnap.storage.chunks.lmdb_files import locked
 from tests.support.far import FarFolder
 from tests.support.faults import (
     CHUNK,
@@ -154,8 +154,8 @@ def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
         with cache._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr("casnap.storage.cache._PATIENCE", 0.1)
-    monkeypatch.setattr("casnap.storage.cache._LITTLE", 0.1)
+    monkeypatch.setattr("casnap.storage.chunks.cache._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.storage.chunks.cache._LITTLE", 0.1)
     stopped = start(stand_still)
     os.waitpid(stopped, os.WUNTRACED)
     use(store, 3)
@@ -172,8 +172,8 @@ def test_a_cache_that_has_outgrown_its_store_is_made_anew(
     sign.touch()
     use(store, 3)
     assert sign.exists()
-    monkeypatch.setattr("casnap.storage.index._CACHE_BYTES", 0)
-    monkeypatch.setattr("casnap.storage.index._BYTES_A_RECORD", 100)
+    monkeypatch.setattr("casnap.storage.chunks.index._CACHE_BYTES", 0)
+    monkeypatch.setattr("casnap.storage.chunks.index._BYTES_A_RECORD", 100)
     use(store, 4)
     assert not sign.exists()
     use(store, 5)

@@ -20,9 +20,9 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.environment import boot_id
-from casnap.storage.cache import MOST_FOLDERS
-from casnap.storage.pack import new_id
-from casnap.storage.roots import put_next_root
+from casnap.storage.chunks.cache import MOST_FOLDERS
+from casnap.storage.chunks.pack import new_id
+from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import process
 from tests.support.faults import CHUNK, assert_holds, assert_store, in_child, take
 

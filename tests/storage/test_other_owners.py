@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import casnap.storage.location
+import casnap.storage.catalog.location
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, CasnapError, StoreError
 from tests.support.faults import files, in_child
@@ -26,7 +26,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a store of ours that a group shares."""
     needs_root()
     # It is said once for a place, and these places have names that were used before.
-    casnap.storage.location._warn.cache_clear()
+    casnap.storage.catalog.location._warn.cache_clear()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "shared"
     folder.mkdir()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.format.records import PackId
-from casnap.storage.index import PackSet
+from casnap.storage.chunks.index import PackSet
 
 packs = st.integers(0, 12).map(lambda n: PackId(bytes([n]) * 16))
 sets = st.frozensets(packs, max_size=8)

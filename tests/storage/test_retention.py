@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from casnap import Retention
 from casnap.format.records import NodeRef, Row, Stats
-from casnap.storage.retention import judge_runs
+from casnap.storage.catalog.retention import judge_runs
 
 NOW = 1e9
 

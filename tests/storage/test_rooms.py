@@ -21,11 +21,11 @@ from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Segment, pack_key
 from casnap.runtime.threads import Crew
 from casnap.runtime.typing import override
-from casnap.storage.commit import publish
-from casnap.storage.copying import copy_verified, one_at_a_time
-from casnap.storage.objects import Objects
-from casnap.storage.roots import newest_root, put_next_root
-from casnap.storage.transaction import Transaction
+from casnap.storage.chunks.copying import copy_verified, one_at_a_time
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
+from casnap.storage.log.roots import newest_root, put_next_root
 from tests.support.random_segments import put_segment
 
 HALF = 512 << 10

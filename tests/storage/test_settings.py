@@ -11,7 +11,7 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.storage.roots import put_next_root
+from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.object_stores import store_in
 from tests.support.servers import Bucket

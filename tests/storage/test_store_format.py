@@ -17,10 +17,10 @@ from casnap import Retention, Snapshot, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import encode, pack_key, root_key, seal, unseal
+from casnap.format.tree import Branch
 from casnap.state.stateful import StateDict
-from casnap.storage.roots import put_next_root
-from casnap.storage.table import change_table
-from casnap.storage.tree import Branch
+from casnap.storage.catalog.table import change_table
+from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import document, invoke
 
 CHUNK = 64 << 10

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
-from casnap.storage.tree import DEEP, FLAT, Branch, LeafNode, Shape, Tree, build
+from casnap.format.tree import DEEP, FLAT, Branch, LeafNode, Shape, Tree, build
 
 
 class Nodes(dict[Digest, bytes]):

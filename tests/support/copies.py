@@ -9,7 +9,7 @@ from typing import Any
 from casnap import Store
 from casnap.backends import Backend
 from casnap.format.names import UNFINISHED
-from casnap.storage.table import snapshots_in
+from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 from tests.support.faults import CHUNK, app_state, assert_equal, content, take

@@ -26,7 +26,7 @@ import casnap.take.take  # noqa: F401 - before any fork: another user may not re
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.objects import Objects
 
 CHUNK = 64 << 10
 KEY = "state"

@@ -8,7 +8,7 @@ from typing import Any
 from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.objects import Objects
 from tests.support.faults import files
 
 

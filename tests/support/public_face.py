@@ -28,7 +28,7 @@ from casnap.preemption import Preemption
 from casnap.restore.handle import Handle
 from casnap.restore.report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
-from casnap.storage.retention import PruneReport
+from casnap.storage.catalog.retention import PruneReport
 from casnap.transfer.mirror_report import MirrorStatus
 from casnap.transfer.report import CopyReport
 from tests.support.stand_ins import trainers_stood_in

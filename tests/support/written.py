@@ -23,15 +23,15 @@ from casnap.format.entries import (
 from casnap.format.grid import grid_of
 from casnap.format.records import CONFIG_KEY, Row, Stats, encode
 from casnap.format.region import Region
+from casnap.format.tree import build
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
-from casnap.storage import commit
-from casnap.storage.table import row_setter
-from casnap.storage.transaction import Transaction
-from casnap.storage.tree import build
+from casnap.storage.catalog.table import row_setter
+from casnap.storage.commits import commit
+from casnap.storage.commits.transaction import Transaction
 
 State = Mapping[str, Mapping[str, Any]]
 

@@ -14,11 +14,11 @@ from casnap import Store
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
+from casnap.format.tree import build
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.commit import publish
-from casnap.storage.table import row_setter
-from casnap.storage.transaction import Transaction
-from casnap.storage.tree import build
+from casnap.storage.catalog.table import row_setter
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
 
 _CHUNK = 1 << 20
 _TENSORS = 100

@@ -23,7 +23,7 @@ from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups
 from casnap.state.tensors import why_not_writable
-from casnap.storage.contents import Contents
+from casnap.storage.catalog.contents import Contents
 
 
 class _TensorRead(NamedTuple):

@@ -19,7 +19,7 @@ from casnap.errors import InvalidNameError, StateError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.writer import CasnapWriter
-from casnap.storage.missing_folders import check_has_folders
+from casnap.storage.catalog.missing_folders import check_has_folders
 from casnap.store import Store
 
 try:

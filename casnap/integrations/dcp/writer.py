@@ -26,7 +26,7 @@ from casnap.integrations.notices import put_notices
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store_together
-from casnap.storage.retention import Retention
+from casnap.storage.catalog.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
 

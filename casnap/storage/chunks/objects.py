@@ -26,8 +26,9 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
-from casnap.storage.chunk_cache import ChunkCache
-from casnap.storage.chunk_reads import (
+from casnap.format.tree import DEEP, Tree
+from casnap.storage.chunks.chunk_cache import ChunkCache
+from casnap.storage.chunks.chunk_reads import (
     DEFAULT_READ,
     WITHOUT_POOL,
     FailedRead,
@@ -36,14 +37,13 @@ from casnap.storage.chunk_reads import (
     Want,
     read_places,
 )
-from casnap.storage.config import config_in, read_config
-from casnap.storage.index import Index, View
-from casnap.storage.node_hints import KnownHints, read_node_pack
-from casnap.storage.put_if_absent import check_put_if_absent
-from casnap.storage.remembered_root import RememberedRoot
-from casnap.storage.roots import check_writable, last_listed, newest_root
-from casnap.storage.same_store import check_same_store, id_in
-from casnap.storage.tree import DEEP, Tree
+from casnap.storage.chunks.index import Index, View
+from casnap.storage.chunks.node_hints import KnownHints, read_node_pack
+from casnap.storage.chunks.remembered_root import RememberedRoot
+from casnap.storage.log.config import config_in, read_config
+from casnap.storage.log.put_if_absent import check_put_if_absent
+from casnap.storage.log.roots import check_writable, last_listed, newest_root
+from casnap.storage.log.same_store import check_same_store, id_in
 
 V = TypeVar("V")
 

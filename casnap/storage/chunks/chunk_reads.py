@@ -15,7 +15,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, whole_pages
 from casnap.runtime.threads import Crew, SharedItems, beside, cores
-from casnap.storage.pack import Room
+from casnap.storage.chunks.pack import Room
 
 _READ_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20

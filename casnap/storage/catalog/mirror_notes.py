@@ -14,10 +14,10 @@ import msgspec
 
 from casnap.errors import DamagedError, MirrorError
 from casnap.format.records import INTERNAL, Root, Row
-from casnap.storage.objects import Objects
-from casnap.storage.roots import read_root
-from casnap.storage.settings import change_settings
-from casnap.storage.table import Table, change_table, snapshots_in
+from casnap.storage.catalog.settings import change_settings
+from casnap.storage.catalog.table import Table, change_table, snapshots_in
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.roots import read_root
 
 SETTING = "mirror"
 UNMIRRORED = f"{INTERNAL}unmirrored"

@@ -26,10 +26,10 @@ from casnap.errors import (
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, FOLDER_ONLY, root_key, serves_below
 from casnap.runtime.environment import local_path
-from casnap.storage.config import no_config_error, read_config
-from casnap.storage.objects import Objects
-from casnap.storage.roots import newest_root
-from casnap.storage.uris import Uri, snapshot_uri, store_uri
+from casnap.storage.catalog.uris import Uri, snapshot_uri, store_uri
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.config import no_config_error, read_config
+from casnap.storage.log.roots import newest_root
 
 _log = logging.getLogger("casnap")
 

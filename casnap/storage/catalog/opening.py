@@ -14,13 +14,13 @@ from casnap.errors import NotAStoreError, UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
-from casnap.storage.chunk_cache import room_for
-from casnap.storage.config import not_a_store_error, object_error
-from casnap.storage.creation import CreatedStore, create_store
-from casnap.storage.location import Location, exists, locate_store, narrow_hint
-from casnap.storage.objects import Objects
-from casnap.storage.other_formats import no_store_error
-from casnap.storage.table import only_marker_error
+from casnap.storage.catalog.creation import CreatedStore, create_store
+from casnap.storage.catalog.location import Location, exists, locate_store, narrow_hint
+from casnap.storage.catalog.other_formats import no_store_error
+from casnap.storage.catalog.table import only_marker_error
+from casnap.storage.chunks.chunk_cache import room_for
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.config import not_a_store_error, object_error
 
 _log = logging.getLogger("casnap")
 

@@ -31,7 +31,7 @@ from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder, why_refused
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
-from casnap.storage.lmdb_files import (
+from casnap.storage.chunks.lmdb_files import (
     WRITING,
     BusyError,
     inode,

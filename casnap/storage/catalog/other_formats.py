@@ -13,7 +13,7 @@ from pathlib import Path
 from casnap.errors import NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
-from casnap.storage.location import narrow_hint
+from casnap.storage.catalog.location import narrow_hint
 
 _MOST = 1000
 """How many names of a folder are looked at."""

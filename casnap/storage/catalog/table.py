@@ -24,12 +24,12 @@ from casnap.errors import (
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
 from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
+from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.commit import publish
-from casnap.storage.location import exists
-from casnap.storage.objects import Objects
-from casnap.storage.transaction import Transaction
-from casnap.storage.tree import Tree
+from casnap.storage.catalog.location import exists
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3

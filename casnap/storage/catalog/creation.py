@@ -27,18 +27,18 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.config import (
+from casnap.storage.catalog.location import exists, has_object
+from casnap.storage.catalog.settings import codec_settings
+from casnap.storage.catalog.uris import store_uri
+from casnap.storage.log.config import (
     RECORD,
     config_content,
     config_in,
     object_error,
     read_config,
 )
-from casnap.storage.location import exists, has_object
-from casnap.storage.put_if_absent import honours_put_if_absent, no_put_if_absent_error
-from casnap.storage.roots import read_root, sealed_root
-from casnap.storage.settings import codec_settings
-from casnap.storage.uris import store_uri
+from casnap.storage.log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
+from casnap.storage.log.roots import read_root, sealed_root
 
 _log = logging.getLogger("casnap")
 # Seconds after which another process has put what it was about to put, where all puts win.

@@ -22,10 +22,10 @@ import msgspec
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
-from casnap.storage.contents import Contents
-from casnap.storage.mirror_notes import in_commit_order, is_unmirrored
-from casnap.storage.objects import Objects
-from casnap.storage.table import Table, change_table, snapshots_in, unmark
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
+from casnap.storage.catalog.table import Table, change_table, snapshots_in, unmark
+from casnap.storage.chunks.objects import Objects
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 Run: TypeAlias = Sequence[tuple[str, Row]]

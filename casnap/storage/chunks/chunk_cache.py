@@ -29,8 +29,8 @@ from casnap.runtime.buffers import PAGE, whole_pages
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
-from casnap.storage.chunk_reads import ReadOptions, Want, read_places
-from casnap.storage.lmdb_files import BusyError, locked
+from casnap.storage.chunks.chunk_reads import ReadOptions, Want, read_places
+from casnap.storage.chunks.lmdb_files import BusyError, locked
 
 _log = logging.getLogger("casnap")
 FOLDER = "chunks"

@@ -15,8 +15,8 @@ from dataclasses import replace
 from casnap.errors import FencedError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import PackId, Place, pack_key
-from casnap.storage.index import View
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.objects import Objects
 
 _log = logging.getLogger("casnap")
 COLLECTED = (

@@ -29,13 +29,13 @@ from casnap.format.records import (
     serves_below,
     serving_below,
 )
-from casnap.storage.index import View
-from casnap.storage.rank_parts import OtherRanks
-from casnap.storage.reused_packs import COLLECTED
-from casnap.storage.roots import next_root, put_root
-from casnap.storage.segments import add_segment
-from casnap.storage.transaction import Transaction
-from casnap.storage.tree import Tree
+from casnap.format.tree import Tree
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.reused_packs import COLLECTED
+from casnap.storage.chunks.segments import add_segment
+from casnap.storage.commits.rank_parts import OtherRanks
+from casnap.storage.commits.transaction import Transaction
+from casnap.storage.log.roots import next_root, put_root
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10

@@ -35,9 +35,9 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.threads import mapped
-from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
-from casnap.storage.pack_lengths import PackLengths
-from casnap.storage.segment_search import search, window_bytes
+from casnap.storage.chunks.cache import Cache, LmdbCache, MemoryCache, open_cache
+from casnap.storage.chunks.pack_lengths import PackLengths
+from casnap.storage.chunks.segment_search import search, window_bytes
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")

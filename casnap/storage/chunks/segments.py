@@ -17,9 +17,9 @@ from casnap.format.records import (
     merged_segment,
     segment_key,
 )
-from casnap.storage.index import SMALL_RECORDS, View
-from casnap.storage.objects import Objects
-from casnap.storage.pack import new_id
+from casnap.storage.chunks.index import SMALL_RECORDS, View
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.pack import new_id
 
 _MERGE_AT = 16
 # A segment of so many records has less than 48 MiB, whatever packs they are in.

@@ -29,9 +29,9 @@ from casnap.format.entries import (
 from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode
-from casnap.storage.objects import Objects
-from casnap.storage.tree import Tree
-from casnap.storage.uris import joined
+from casnap.format.tree import Tree
+from casnap.storage.catalog.uris import joined
+from casnap.storage.chunks.objects import Objects
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
 # Other bytes could take sixty times as much memory when they are decoded.

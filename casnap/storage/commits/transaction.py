@@ -16,11 +16,11 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
-from casnap.storage.index import View
-from casnap.storage.new_packs import ChunkWriter, NewPacks
-from casnap.storage.objects import Objects
-from casnap.storage.pack import Choose
-from casnap.storage.reused_packs import COLLECTED, ReusedPacks
+from casnap.storage.chunks.index import View
+from casnap.storage.chunks.new_packs import ChunkWriter, NewPacks
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.pack import Choose
+from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 
 
 class Transaction:

@@ -16,9 +16,9 @@ from casnap.format.records import (
     decode_segment,
     encode_segment,
 )
-from casnap.storage.index import PackSet
-from casnap.storage.segments import write_segments
-from casnap.storage.transaction import Transaction
+from casnap.storage.chunks.index import PackSet
+from casnap.storage.chunks.segments import write_segments
+from casnap.storage.commits.transaction import Transaction
 
 # Up to so many records, over all ranks, go into the one segment that the publishing rank writes.
 _MOST_RECORDS = 1 << 16

@@ -10,8 +10,8 @@ import msgspec
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.records import Root, Row
-from casnap.storage.objects import Objects
-from casnap.storage.table import Table, change_table, snapshots_in
+from casnap.storage.catalog.table import Table, change_table, snapshots_in
+from casnap.storage.chunks.objects import Objects
 
 CODEC = "codec"
 GC = "gc"

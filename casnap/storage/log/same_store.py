@@ -9,8 +9,8 @@ from __future__ import annotations
 from casnap.backends.base import Backend
 from casnap.errors import CasnapError, StoreError, UnavailableError
 from casnap.format.records import Root
-from casnap.storage.config import RECORD, read_config
-from casnap.storage.roots import last_listed
+from casnap.storage.log.config import RECORD, read_config
+from casnap.storage.log.roots import last_listed
 
 
 def id_in(root: Root) -> str | None:

@@ -12,9 +12,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import works_in_background
-from casnap.storage.chunk_reads import ReadOptions, Want
-from casnap.storage.new_packs import NewPacks
-from casnap.storage.objects import Objects
+from casnap.storage.chunks.chunk_reads import ReadOptions, Want
+from casnap.storage.chunks.new_packs import NewPacks
+from casnap.storage.chunks.objects import Objects
 
 # Two buffers to read into; writing takes the others of the pool.
 _READ = ReadOptions(readers=2)

@@ -14,9 +14,9 @@ from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, name
 from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
-from casnap.storage.node_hints import MOST_HINTED_BYTES
-from casnap.storage.objects import Objects
-from casnap.storage.pack import (
+from casnap.storage.chunks.node_hints import MOST_HINTED_BYTES
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.pack import (
     CHUNKS,
     NODES,
     Choose,

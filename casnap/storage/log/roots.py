@@ -34,7 +34,7 @@ from casnap.format.records import (
     unseal,
 )
 from casnap.runtime.threads import together
-from casnap.storage.put_if_absent import recheck_put_if_absent
+from casnap.storage.log.put_if_absent import recheck_put_if_absent
 
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.

@@ -13,8 +13,8 @@ from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest, payload_of
 from casnap.format.records import Row, decode
-from casnap.storage.objects import Objects
-from casnap.storage.tree import DEEP, Load, Tree
+from casnap.format.tree import DEEP, Load, Tree
+from casnap.storage.chunks.objects import Objects
 
 TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
 _TOGETHER = 64

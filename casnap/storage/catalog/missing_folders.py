@@ -17,10 +17,10 @@ from casnap.errors import BackendError, DamagedError, StoreError, UnavailableErr
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import Row
 from casnap.runtime.typing import override
-from casnap.storage.mirror_notes import in_commit_order, is_unmirrored, was_taken_here
-from casnap.storage.objects import Objects
-from casnap.storage.retention import PruneChange, Verdict
-from casnap.storage.table import Table, commit_in, snapshots_in
+from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored, was_taken_here
+from casnap.storage.catalog.retention import PruneChange, Verdict
+from casnap.storage.catalog.table import Table, commit_in, snapshots_in
+from casnap.storage.chunks.objects import Objects
 
 _OWN = {STORE_FOLDER}
 _MOST_NAMES = 10_000
