@@ -1,12 +1,18 @@
 """How a chunk is stored in its pack: as it is, or compressed.
 
 Its digest is that of the raw bytes, so each writer may choose a codec.
+
+Bytes of numbers hardly repeat, but the first byte of each number (its sign and exponent) takes few
+values. So a chunk is cut into planes: the first bytes of all elements, then the second ones. The
+idea is that of the shuffle filters of HDF5 and Blosc.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 import threading
+from collections.abc import Callable
 
 from casnap.errors import DamagedError, UnsupportedFormatError
 
@@ -18,17 +24,72 @@ class Codec(enum.IntEnum):
     ZSTD = 1
 
 
+WIDTHS = (1, 2, 4, 8)
+"""How many planes a chunk may be cut into: the bytes of an element."""
+# A plane that shrinks by less is stored as it is: it is not worth the time of each reader.
+_WORTH = 0.97
+# Which width compresses best is found out from so many bytes at three places of a chunk.
+_SAMPLE = 2048
+# Shorter chunks, such as nodes of trees, are not worth that.
+_LEAST = 1024
+
 _local = threading.local()
 
 
-def compress(raw: memoryview | bytes) -> bytes:
-    """Return the zstd form (level 1) of some bytes."""
-    if not hasattr(_local, "compressor"):
+def _compressor(width: int) -> Callable[[bytes], bytes]:
+    """Return what compresses a plane of a chunk, in this thread."""
+    if not hasattr(_local, "compressors"):
         import zstandard
 
-        _local.compressor = zstandard.ZstdCompressor(level=1)
-    compressed: bytes = _local.compressor.compress(raw)
-    return compressed
+        # In planes of numbers there is little to find but frequent bytes: the fastest search leaves
+        # them as small, in less than half of the time.
+        fastest = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            hash_log=6,
+            min_match=7,
+            target_length=0,
+            window_log=20,
+        )
+        _local.compressors = (
+            zstandard.ZstdCompressor(level=1).compress,
+            zstandard.ZstdCompressor(compression_params=fastest).compress,
+        )
+    compress: Callable[[bytes], bytes] = _local.compressors[width > 1]
+    return compress
+
+
+def _planes(raw: bytes, width: int) -> list[bytes]:
+    return [raw[i::width] for i in range(width)]
+
+
+def _width_of(raw: bytes) -> int:
+    """Return the width by which a sample of some bytes is smallest."""
+    middle = len(raw) // 2 // WIDTHS[-1] * WIDTHS[-1]
+    sample = raw
+    if len(raw) > 3 * _SAMPLE:
+        sample = raw[:_SAMPLE] + raw[middle:][:_SAMPLE] + raw[-_SAMPLE - len(raw) % WIDTHS[-1] :]
+    best, least = WIDTHS[0], float(len(sample))
+    for width in WIDTHS if len(raw) >= _LEAST else WIDTHS[:1]:
+        compress = _compressor(width)
+        size = sum(min(len(compress(plane)), len(plane)) for plane in _planes(sample, width))
+        # Each plane more costs time.
+        if size < _WORTH * least:
+            best, least = width, size
+    return best
+
+
+def compress(raw: memoryview | bytes) -> bytes | None:
+    """Return the compressed form of some bytes; None if it is not smaller."""
+    content = bytes(raw)
+    width = _width_of(content)
+    compress_plane = _compressor(width)
+    parts = []
+    for plane in _planes(content, width):
+        frame = compress_plane(plane)
+        parts.append(frame if len(frame) < _WORTH * len(plane) else plane)
+    header = struct.pack(f"<B{width}I", width, *map(len, parts))
+    stored = b"".join((header, *parts))
+    return stored if len(stored) < len(content) else None
 
 
 def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
@@ -49,9 +110,24 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
         raise UnsupportedFormatError(f"a chunk is stored with codec {codec}; update casnap")
     import zstandard
 
+    width = stored[0] if len(stored) else 0
+    start = 1 + 4 * width
+    if width not in WIDTHS or len(stored) < start:
+        raise DamagedError("a compressed chunk has no header")
+    lengths = struct.unpack_from(f"<{width}I", stored, 1)
+    if start + sum(lengths) != len(stored):
+        raise DamagedError("a compressed chunk has another length than its header says")
+    raw = bytearray(raw_size)
     try:
-        if zstandard.frame_content_size(stored) != raw_size:
-            raise DamagedError("a compressed chunk has another length than the index says")
-        return memoryview(zstandard.ZstdDecompressor().decompress(stored, raw_size))
+        for i, length in enumerate(lengths):
+            plane = stored[start : start + length]
+            start += length
+            nbytes = len(range(i, raw_size, width))
+            if length != nbytes:
+                if zstandard.frame_content_size(plane) != nbytes:
+                    raise DamagedError("a compressed chunk has another length than the index says")
+                plane = memoryview(zstandard.ZstdDecompressor().decompress(plane, nbytes))
+            raw[i::width] = plane
     except zstandard.ZstdError as e:
         raise DamagedError(f"a compressed chunk cannot be read: {e}") from e
+    return memoryview(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import struct
 import time
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import click
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -265,7 +267,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
         "entry": Decoder([encode([x.entry, leaf_bytes(x)]) for x in leaves], entry),
         "containers": Decoder(wholes, containers),
         "zstd": Decoder(
-            [compress(bytes(range(200)) * 5)],
+            [compress(bytes(range(200)) * 5) or b"", PLANES],
             lambda raw: decompress(Codec.ZSTD, memoryview(raw), 1000),
         ),
         "config": Decoder([(folder / "casnap-store" / CONFIG_KEY).read_bytes()], config),
@@ -274,6 +276,9 @@ def decoders(folder: Path) -> dict[str, Decoder]:
         "share": Decoder([b"50%", b"0.5%", b"0.05"], number(share, 1)),
     }
 
+
+RAMP, FRAME = bytes(range(250)), zstandard.compress(bytes(250))
+PLANES = struct.pack("<B4I", 4, 250, 250, len(FRAME), 250) + RAMP + RAMP + FRAME + RAMP
 
 NAMES = [
     *("root", "segment", "footer", "manifest", "tree", "table", "list of depth 1"),

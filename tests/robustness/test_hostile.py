@@ -36,6 +36,7 @@ from tests.support.forger import (
     container,
     inline,
     limit_memory,
+    one_plane,
     tensor,
     value,
 )
@@ -51,7 +52,7 @@ def forger(tmp_path: Path, cache_dir: Path) -> Forger:
 def test_what_is_forged_well_is_read(forger: Forger) -> None:
     """A forged snapshot without a fault is read: the cases below are refused for their fault."""
     raw = bytes(range(200)) * 2
-    places = forger.add(raw), forger.add(raw[::-1], zstandard.compress(raw[::-1]), codec=1)
+    places = forger.add(raw), forger.add(raw[::-1], one_plane(raw[::-1]), codec=1)
     items = [
         ["", container("list", 2)],
         *([f"/{i}", tensor([100], chunks(400, d), "int32")] for i, d in enumerate(places)),
@@ -342,17 +343,15 @@ def test_hostile_places(forger: Forger, case: str, of: str) -> None:
 
 
 def bombs() -> dict[str, bytes]:
-    """Return zstd frames that hold 1 GiB of zeros, and say 400 bytes, nothing, or the truth."""
+    """Return planes that hold 1 GiB of zeros, and say 400 bytes, nothing, or the truth."""
     large = bytes(1 << 30)
     honest = zstandard.ZstdCompressor(level=1).compress(large)
     assert zstandard.get_frame_parameters(honest).content_size == len(large)
     at = honest.index(len(large).to_bytes(4, "little"))
     silent = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(large)
-    return {
-        "honest": honest,
-        "silent": silent,
-        "lying": honest[:at] + (400).to_bytes(4, "little") + honest[at + 4 :],
-    }
+    lying = honest[:at] + (400).to_bytes(4, "little") + honest[at + 4 :]
+    frames = {"honest": honest, "silent": silent, "lying": lying}
+    return {case: one_plane(frame=frame) for case, frame in frames.items()}
 
 
 @pytest.mark.parametrize("case", ["honest", "silent", "lying"])
@@ -370,7 +369,7 @@ def test_decompression_bombs(forger: Forger, case: str) -> None:
 def test_metadata_that_grow(forger: Forger) -> None:
     """Empty lists take one byte each in a node, and sixty in memory."""
     lists = b"\x81\xa1a\xdd" + (40 << 20).to_bytes(4, "big") + b"\x90" * (40 << 20)
-    forger.row["metadata_node"] = forger.add(lists, zstandard.compress(lists), codec=Codec.ZSTD)
+    forger.row["metadata_node"] = forger.add(lists, one_plane(lists), codec=Codec.ZSTD)
     forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
 
     def work() -> None:

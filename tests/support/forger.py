@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+import zstandard
 
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
@@ -34,6 +35,12 @@ MEMORY = 512 << 20
 SECONDS = 20
 ABSENT = bytes(DIGEST_SIZE)
 HUGE = 1 << 62
+
+
+def one_plane(raw: bytes = b"", frame: bytes | None = None) -> bytes:
+    """Return the stored form of a compressed chunk: one plane, which is this frame of zstd."""
+    frame = zstandard.compress(raw) if frame is None else frame
+    return struct.pack("<BI", 1, len(frame)) + frame
 
 
 class Forger:

@@ -15,6 +15,7 @@ from typing import Any
 from tools.bench import (
     beside,
     blocked,
+    codec,
     copy,
     dcp,
     files,
@@ -58,6 +59,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
     "tiny": (tiny.measure, ("take of two numbers",)),
     "s3": (object_store.measure, object_store.WORKLOADS),
+    "codec": (codec.measure, codec.WORKLOADS),
     "mirror": (mirror.measure, mirror.WORKLOADS),
     "copy": (copy.measure, copy.WORKLOADS),
     "files": (files.measure, files.WORKLOADS),
@@ -65,7 +67,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 # These need not know how the disk is fastest.
-_WITHOUT_DISK = {"beside", "s3", "copy", "cache", "mirror"}
+_WITHOUT_DISK = {"beside", "s3", "copy", "cache", "mirror", "codec"}
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000", "1,000,000": "100,000"}
 
 

@@ -403,7 +403,7 @@ class PackFiller:
         stored, codec = raw, _RAW
         if self._writer.codec == _ZSTD:
             compressed = compress(raw)
-            if len(compressed) < len(raw):
+            if compressed is not None:
                 stored, codec = compressed, _ZSTD
         offset = self._pad(len(stored))
         pack.fill += len(stored)
