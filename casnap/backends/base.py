@@ -343,7 +343,12 @@ def check_length(what: str, nbytes: int, most: int) -> None:
 @contextmanager
 def as_exclusive(backend: Backend, exclusive: bool) -> Iterator[None]:
     """Within a ``with`` block, set whether the user vouches that there is no other writer."""
-    was, backend.exclusive = backend.exclusive, exclusive
+    was = backend.exclusive
+    if was == exclusive:
+        # Another thread may be within such a block, and this one must not put back what that set.
+        yield
+        return
+    backend.exclusive = exclusive
     try:
         yield
     finally:

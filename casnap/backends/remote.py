@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,8 @@ _IN_USE = 3600.0
 _FEW_FOLDERS = 4
 # Held while a client is made.
 _connecting = PerProcess(threading.Lock)
+# Held while an object is put if it is absent, where casnap itself looks whether it is; by URI.
+_only_writer = PerProcess(lambda: defaultdict[str, threading.Lock](threading.Lock))
 # The servers that have ever answered this process: none of them is a mistyped address.
 _answered: PerProcess[set[str]] = PerProcess(set)
 
@@ -167,7 +169,13 @@ class RemoteBackend(Backend):
         True also if these very bytes are there already: an earlier attempt may have put them. So
         the bytes must be this writer's own.
         """
-        return self._run(self._put_if_absent(_inside(key), self._checked(key, content)))
+        put = partial(self._put_if_absent, _inside(key), self._checked(key, content))
+        if not self.exclusive:
+            return self._run(put())
+        # The server keeps no writers apart. This keeps those of this process apart, such as a take
+        # and the collection in the background.
+        with _only_writer.value[self.uri]:
+            return self._run(put())
 
     @override
     def sync(self, *keys: str) -> None:

@@ -48,8 +48,6 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class TestMemoryOfFsspec(BackendSuite):
-    test_threads_that_put_one_key = None  # one writer at a time
-
     @pytest.fixture
     def backend(self, memory: str) -> Backend:
         backend = backend_at(memory)
@@ -58,8 +56,6 @@ class TestMemoryOfFsspec(BackendSuite):
 
 
 class TestFolderOfFsspec(BackendSuite):
-    test_threads_that_put_one_key = None
-
     @pytest.fixture
     def backend(self, tmp_path_factory: pytest.TempPathFactory) -> Backend:
         fsspec.register_implementation("casnapfolder", _Folder, clobber=True)

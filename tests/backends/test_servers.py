@@ -159,12 +159,11 @@ class TestMoto(OnServer, LostOnTheWay):
 
 @pytest.mark.servers
 class TestRclone(OnServer, LostOnTheWay):
-    """It ignores If-None-Match, so only one thread may write at a time."""
+    """It ignores If-None-Match, so only one process may write at a time."""
 
     kind = "rclone"
     exclusive = True
 
-    test_threads_that_put_one_key = None
     test_processes_that_put_one_key = None
 
 

@@ -157,6 +157,31 @@ def test_exclusive_makes_such_a_store_and_writes_to_it(gateway: Gateway) -> None
         other.delete("a")
 
 
+def test_collections_that_overlap_leave_no_promise_behind(gateway: Gateway) -> None:
+    gateway.overwrites = True
+    Store(gateway, exclusive=True).take(TINY, "a")
+    gateway.exclusive = False
+    store = Store(gateway)
+    second_began, first_ended = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        second_began.set()
+        assert first_ended.wait(60)
+
+    second = threading.Thread(target=store.gc, kwargs={"exclusive": True, "progress": hold})
+
+    def begin_second(*_: object) -> None:
+        if second.ident is None:
+            second.start()
+        assert second_began.wait(60)
+
+    store.gc(exclusive=True, progress=begin_second)
+    first_ended.set()
+    second.join()
+    with pytest.raises(StoreError, match="--exclusive"):
+        store.delete("a")
+
+
 class Racing(Gateway):
     """A gateway where each process looks before any of them puts."""
 
