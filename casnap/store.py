@@ -1028,6 +1028,7 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
         CasnapError: It cannot be the mirror of this store.
         TypeError: It is not a path or URI.
     """
+    from casnap.maintenance.automatic import automatic_collector
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import Destination
@@ -1058,7 +1059,7 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
                 raise
             raise wrong_mirror_error(objects, known, f"there is no store: {e}") from e
         there.check_writable("mirror to")
-        return Destination(there, place.name)
+        return Destination(there, place.name, partial(automatic_collector(there).note, there))
 
     distributed: Any = sys.modules.get("torch.distributed")
     # On many ranks, rank 0 commits, and copies.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -60,6 +59,8 @@ _Inode: TypeAlias = tuple[int, int, int]
 
 # A take under way: the root that it is based on.
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
+# The open files of the takes of this process that are under way.
+_announcements: set[int] = set()
 
 
 class LocalBackend(Backend):
@@ -472,32 +473,34 @@ class LocalBackend(Backend):
         with self._opened_base() as store, self._temporary_folder(store) as tmp:
             with translated(path):
                 fd = self._create_locked(name, tmp, store)
+            _announcements.add(fd)
             try:
                 yield
             finally:
-                with suppress(OSError):
-                    _unlink_at(name, tmp)
-                os.close(fd)
+                # Not in a forked child: the take is its parent's.
+                if fd in _announcements:
+                    _announcements.discard(fd)
+                    with suppress(OSError):
+                        _unlink_at(name, tmp)
+                    os.close(fd)
 
     def _create_locked(self, name: str, folder: int, store: OpenFolder) -> int:
         """Create a file that has its name only once it is locked; return it open."""
-        for attempt in count(1):
+        for _ in range(_ATTEMPTS):
             temporary = os.urandom(12).hex()
             fd = self._create(temporary, folder, self._model(store))
             try:
-                _lock(fd)
-                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except FileNotFoundError:
-                # A collector deleted it, before it was locked.
-                os.close(fd)
-                if attempt == _ATTEMPTS:
-                    raise
+                # A collector may have locked it before, or deleted it.
+                if _lock(fd) is not False:
+                    with suppress(FileNotFoundError):
+                        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                        return fd
+                _unlink_at(temporary, folder)
             except BaseException:
                 os.close(fd)
                 raise
-            else:
-                return fd
-        raise AssertionError
+            os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "collectors delete what announces a take", name)
 
     @override
     def announced_bases(self, max_age: float) -> list[int]:
@@ -653,12 +656,21 @@ def _below(folder: str, key: str) -> str:
     return f"{folder}/{key}"
 
 
-def _lock(fd: int) -> bool:
-    """Try to lock a file; return True also if the file system has no locks."""
+def _close_announcements() -> None:
+    """Close what a child has inherited: a lock lasts until the last process closes the file."""
+    while _announcements:
+        os.close(_announcements.pop())
+
+
+os.register_at_fork(after_in_child=_close_announcements)
+
+
+def _lock(fd: int) -> bool | None:
+    """Try to lock a file; return None if the file system has no locks, or not for this file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
-        return e.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        return False if e.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
 
 
@@ -702,16 +714,15 @@ def _unlink_abandoned(name: str, folder: int, min_age: float) -> int:
 
     Another user's file stays: only that user can lock it, or may remove it from a sticky folder.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, dir_fd=folder)
+        fd = _open_to_lock(name, folder)
     except OSError:
         return 0
     try:
         found = os.fstat(fd)
         # A time in the future says nothing; then only the lock counts.
         is_young = 0 <= time.time() - found.st_mtime < min_age
-        if not stat.S_ISREG(found.st_mode) or is_young or not _lock(fd):
+        if not stat.S_ISREG(found.st_mode) or is_young or _lock(fd) is False:
             return 0
         try:
             _unlink_at(name, folder)
@@ -724,23 +735,36 @@ def _unlink_abandoned(name: str, folder: int, min_age: float) -> int:
 
 
 def _is_announced(name: str, folder: int, max_age: float) -> bool:
-    """Whether the process lives that announced a take; unlink what a dead one has left."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    """Whether the process lives that announced a take; unlink what a dead one has left.
+
+    Where there are no locks, each announcement counts until it is too old.
+    """
     try:
-        fd = os.open(name, flags, dir_fd=folder)
+        fd = _open_to_lock(name, folder)
     except OSError:
         return False
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return False
-        if _lock(fd):
+        # A time in the future says nothing; then only the lock counts.
+        age, is_free = time.time() - found.st_mtime, _lock(fd)
+        if is_free or (is_free is None and not 0 <= age < max_age):
             with suppress(OSError):
                 _unlink_at(name, folder)
             return False
-        return time.time() - found.st_mtime < max_age
+        return age < max_age
     finally:
         os.close(fd)
+
+
+def _open_to_lock(name: str, folder: int) -> int:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        # On NFS, only a file that is open for writing can be locked.
+        return os.open(name, os.O_RDWR | flags, dir_fd=folder)
+    except OSError:
+        return os.open(name, os.O_RDONLY | flags, dir_fd=folder)
 
 
 def _is_shared(folder: os.stat_result) -> bool:

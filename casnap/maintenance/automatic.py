@@ -32,6 +32,8 @@ _log = logging.getLogger("casnap")
 _SHARE, _REMOTE_REST = 20.0, 3600.0
 # After a failure, so many seconds.
 _FAILURE_REST = 60.0
+# A process that ends waits for its collection for so many seconds; for one at a remote place not.
+_LAST_SECONDS = 0.5
 
 
 class _ExitError(Exception):
@@ -64,7 +66,8 @@ class AutomaticCollector:
         rows = list(rows)
         if not rows or not collects_by_itself():
             return
-        self._released += sum(row.stats.new_bytes for row in rows)
+        with self._lock:
+            self._released += sum(row.stats.new_bytes for row in rows)
         state = max(row.stats.logical_bytes for row in rows)
         # So what was let go, and what waits since the last time, are at most half of what is kept.
         worth = min(state, self._needed / 4)
@@ -109,6 +112,8 @@ class AutomaticCollector:
 
     def _run(self, objects: Objects) -> None:
         backend = objects.backend
+        rest, patience = (_REMOTE_REST, 0.0) if backend.costly_requests else (0.0, _LAST_SECONDS)
+        began = time.monotonic()
         try:
             with self._collecting:
                 until = self._condemned_until
@@ -117,15 +122,16 @@ class AutomaticCollector:
                 )
                 if backend.costly_requests:
                     options = GcOptions(grace=DAY)
-                report = self._collect(objects, options, _end_with_process)
+                report = self._collect(objects, options, _ending_with_process(patience))
         except _ExitError:
             return
-        except (CasnapError, OSError) as e:
-            rest = _REMOTE_REST if backend.costly_requests else _FAILURE_REST
-            self._ready_at = time.monotonic() + rest
+        except Exception as e:  # noqa: BLE001 - a backend may raise anything; the takes go on
+            # It may take as long each time as one that goes well.
+            took = time.monotonic() - began
+            self._ready_at = time.monotonic() + max(rest, _FAILURE_REST, _SHARE * took)
             _log.warning("%s: its garbage is not collected: %s", backend.uri, e)
             return
-        self._ready_at = time.monotonic() + (_REMOTE_REST if backend.costly_requests else 0.0)
+        self._ready_at = time.monotonic() + rest
         self._processor_ready_at = time.process_time() + _SHARE * report.processor_seconds
         _log.info(
             "%s: collected garbage in %.3f s: %d bytes freed, %d bytes wait for the next time",
@@ -142,20 +148,36 @@ class AutomaticCollector:
     def _collect(
         self, objects: Objects, options: GcOptions, progress: Progress | None = None
     ) -> GcReport:
-        released, self._released = self._released, 0.0
+        with self._lock:
+            released, self._released = self._released, 0.0
         try:
             report = collect(objects, options, progress)
         except BaseException:
-            self._released += released
+            with self._lock:
+                self._released += released
             raise
         self._needed = report.live_bytes
         self._condemned_until = objects.newest().seq
         return report
 
 
-def _end_with_process(_phase: str, _done: int, _total: int) -> None:
-    if not threading.main_thread().is_alive():
-        raise _ExitError
+def _ending_with_process(patience: float) -> Progress:
+    """Return what is called during a collection, and ends it soon after the process begins to end.
+
+    Args:
+        patience: After how many seconds. So also a short process, such as `casnap rm`, collects
+            where that takes no longer.
+    """
+    until = math.inf
+
+    def look(_phase: str, _done: int, _total: int) -> None:
+        nonlocal until
+        if not threading.main_thread().is_alive():
+            until = min(until, time.monotonic() + patience)
+            if time.monotonic() >= until:
+                raise _ExitError
+
+    return look
 
 
 _collectors: dict[str, AutomaticCollector] = {}

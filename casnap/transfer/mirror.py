@@ -228,7 +228,7 @@ class Mirror:
         any_copied = False
         try:
             for chosen, _ in self._follower.look():
-                self._prune(there, chosen)
+                self._let_go(there, chosen)
                 copied[chosen.name] = chosen.row.commit
                 any_copied = True
                 if time.monotonic() - settled > _SETTLE:
@@ -252,17 +252,18 @@ class Mirror:
             sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
             yield ChosenSnapshot(name, target, sent, self._replaceable(there.objects, target))
 
-    def _prune(self, there: Destination, chosen: ChosenSnapshot) -> None:
-        """Prune the run of a snapshot that was copied, at the mirror."""
+    def _let_go(self, there: Destination, chosen: ChosenSnapshot) -> None:
+        """Prune the run of a snapshot that was copied; have the garbage there collected."""
+        # What was replaced there had about the size of what replaced it.
+        gone = [chosen.row] if chosen.replaces else []
         if (retention := self.how.retention) is not None:
             folder = chosen.target.rpartition("/")[0]
             store_id = self._source.config.store_id
             # Other stores' copies there are not ours to prune.
             own = lambda row: origin_of(row) == store_id  # noqa: E731
-            prune(
-                there.objects,
-                RetentionChange(there.objects, retention, folder, chosen.row.commit, own),
-            )
+            change = RetentionChange(there.objects, retention, folder, chosen.row.commit, own)
+            gone += [v.row for v in prune(there.objects, change) if not v.kept]
+        there.on_release(gone)
 
     def _settle(self, copied: dict[str, bytes]) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import msgspec
 from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
+from casnap.format.records import Row
 from casnap.runtime.environment import cache_folder, is_running
 from casnap.storage.catalog.retention import Retention
 from casnap.storage.chunks.objects import Objects
@@ -25,10 +26,12 @@ class Destination(NamedTuple):
     Attributes:
         objects: The store.
         prefix: The folder there that all snapshots go into; empty for none.
+        on_release: Called with the rows of snapshots that were let go there.
     """
 
     objects: Objects
     prefix: str
+    on_release: Callable[[Sequence[Row]], None]
 
 
 class MirrorOptions(NamedTuple):

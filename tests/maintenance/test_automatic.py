@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import SnapshotNotFoundError, StorageFullError
 from casnap.maintenance import automatic
-from tests.support.cli_calls import document, invoke
+from tests.support.cli_calls import document, invoke, process
 from tests.support.faults import in_child, start, wait
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
@@ -177,6 +182,49 @@ def test_each_way_to_let_snapshots_go(tmp_path: Path, let_go: str) -> None:
     assert store.objects.newest().condemned
 
 
+def test_short_processes(tmp_path: Path) -> None:
+    """Each ends right after it has let a snapshot go, and still collects."""
+    store = Store(tmp_path / "store")
+    for step in range(5):
+        store.take({"s": StateDict(w=dense(step))}, f"step_{step}")
+    for step in range(4):
+        assert process("rm", tmp_path / f"store/step_{step}", "--yes").returncode == 0
+    assert nbytes_of(tmp_path / "store") < 3.5 * STATE
+    assert torch.equal(store["step_4"].read_object("s/w"), dense(4))
+
+
+@pytest.mark.parametrize("how", ["retention", "overwrite"])
+def test_a_mirror_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    there, retention = tmp_path / "there", KEEP if how == "retention" else None
+    store = Store(tmp_path / "here", mirror=there, mirror_retention=retention)
+    for step in range(12):
+        state = {"s": StateDict(w=dense(step))}
+        name = f"step_{step}" if how == "retention" else "newest"
+        store.take(state, name, retention=KEEP, overwrite=how == "overwrite")
+        store.wait_mirrored(60)
+        wait_for_collectors()
+    assert nbytes_of(there) <= 5.1 * STATE
+    assert Store(there).check(data=True).ok
+
+
+def test_an_error_that_is_not_of_casnap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backend may raise anything. It is told once, and takes go on."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(LocalBackend, "sizes", fail)
+    for step in range(6):
+        take(Store(tmp_path / "store"), step)
+        wait_for_collectors()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{tmp_path / 'store'}: its garbage is not collected: on purpose"
+    ]
+
+
 # --- beside others ------------------------------------------------------------------------------
 
 
@@ -253,6 +301,71 @@ def test_a_take_that_was_killed_holds_no_collector_up(tmp_path: Path) -> None:
     assert list(tmp.iterdir())
     assert store.objects.backend.announced_bases(60) == []
     assert list(tmp.iterdir()) == []
+
+
+def test_children_of_a_take_that_was_killed_hold_no_collector_up(tmp_path: Path) -> None:
+    """They inherit its files, and the kernel keeps the locks of these for them."""
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(w=dense(0))}, "kept")
+    waits, lives = os.pipe()
+
+    def announce() -> None:
+        os.close(lives)
+        with store.objects.backend.announced(1):
+            start(lambda: os.read(waits, 1))
+            os.kill(os.getpid(), 9)
+
+    assert wait(start(announce)) == -9
+    try:
+        assert store.objects.backend.announced_bases(60) == []
+    finally:
+        os.close(lives)
+        os.close(waits)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP])
+def test_takes_are_seen_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(w=dense(0))}, "gone")
+    tmp = tmp_path / "store/casnap-store/tmp"
+    with store.objects.backend.announced(store.objects.newest().seq):
+        store.delete("gone")
+        assert in_child(lambda: assert_nothing_is_freed(store)) == 0
+        (left,) = tmp.iterdir()
+        # As if its process had died: it counts for a day.
+        (tmp / f"take-{0:012x}-{0:012x}").touch()
+        os.utime(tmp / f"take-{0:012x}-{0:012x}", times=(time.time() - 90_000,) * 2)
+        assert in_child(lambda: assert_nothing_is_freed(store)) == 0
+        assert [*tmp.iterdir()] == [left]
+    assert store.gc(grace=0).freed_bytes >= STATE
+
+
+def test_a_take_that_a_collector_takes_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector locks a file that has no lock yet, and then may not delete it: it is another's.
+
+    The take then announces itself by another file.
+    """
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(w=dense(0))}, "kept")
+    real, calls = fcntl.flock, itertools.count()
+
+    def busy(fd: int, operation: int) -> None:
+        if next(calls) == 0:
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked by a collector")
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", busy)
+    with store.objects.backend.announced(1):
+        assert store.objects.backend.announced_bases(60) == [1]
+    assert not list((tmp_path / "store/casnap-store/tmp").iterdir())
 
 
 def test_a_collector_waits_for_takes_under_way(tmp_path: Path) -> None:
