@@ -87,22 +87,32 @@ class AutomaticCollector:
         Returns:
             Whether that freed anything.
         """
+        try:
+            freed = self._sweep(objects) if self._may_not_fit(objects, count_bytes) else 0
+        except Exception as e:  # noqa: BLE001 - the take may fit all the same
+            _log.warning("%s: its garbage is not collected: %s", objects.backend.uri, e)
+            return False
+        return freed > 0
+
+    def _may_not_fit(self, objects: Objects, count_bytes: Callable[[], int]) -> bool:
         free = objects.backend.free_bytes()
         # To count takes long for many tensors, and states hardly ever grow by so much.
         if free is None or (self._counted and free > 4 * self._counted):
             return False
         self._counted = count_bytes()
-        if free > self._counted + self._counted // 10:
-            return False
+        return free <= self._counted + self._counted // 10
+
+    def _sweep(self, objects: Objects) -> int:
+        """Collect without any grace; return how many bytes that freed."""
         # A collection that is under way has not condemned yet what it will.
         with self._collecting:
             root = objects.newest()
             is_on = collects_by_itself() and settings_of(root)[GC] != "off"
             if not is_on or not (self._released or root.condemned):
-                return False
+                return 0
             freed = self._collect(objects, GcOptions(grace=0)).freed_bytes
         _log.info("%s: the disk is nearly full; %d bytes freed", objects.backend.uri, freed)
-        return bool(freed)
+        return freed
 
     def _start(self, objects: Objects) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import SnapshotNotFoundError, StorageFullError
 from casnap.maintenance import automatic
 from tests.support.cli_calls import document, invoke, process
+from tests.support.damaged import damage_everywhere, forget_cache
 from tests.support.faults import in_child, start, wait
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
@@ -111,6 +112,23 @@ def test_a_disk_that_others_fill_during_a_take(tmp_path: Path) -> None:
         store.configure(gc="auto")
         take(store, 4)
         assert_newest(disk / "run", 4)
+
+
+def test_a_nearly_full_disk_whose_garbage_cannot_be_collected(
+    tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tmpfs(tmp_path / "disk", 4 * STATE + SMALL) as disk:
+        store = Store(disk / "run")
+        for step in range(3):
+            take(store, step)
+        wait_for_collectors()
+        damage_everywhere(disk / "run", store.row("step_1").manifest.digest)
+        forget_cache(cache_dir)
+        automatic._collectors.clear()
+        store = Store(disk / "run")
+        with caplog.at_level("WARNING", "casnap"):
+            store.take({"s": StateDict(v=dense(1), w=dense(2))}, "other")
+        assert "garbage is not collected" in caplog.text
 
 
 # --- a disk with room ---------------------------------------------------------------------------
