@@ -41,6 +41,9 @@ settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
 
+# These need an accelerator, which a process keeps. tests/test_on_a_device.py gives them one.
+collect_ignore = [] if os.environ.get("CASNAP_TEST_DEVICE") else ["device"]
+
 MEMORY = Path("/dev/shm")
 ROOM = 4 << 30
 """Bytes that all tests of a session may write."""

@@ -17,7 +17,7 @@ from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.cuda import synchronize
+from casnap.state.devices import synchronize
 from casnap.state.overlap import conflicting_groups, overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shards_of

@@ -28,7 +28,7 @@ from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import fill
-from casnap.state.cuda import pin, synchronize_workers
+from casnap.state.devices import pin, synchronize_workers
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import (
     Leaf,
@@ -207,7 +207,7 @@ class Loading:
 
 def _preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
     """Return what to do once with each buffer that tensors are filled from."""
-    device = next((tensor.device for tensor in filled if tensor.is_cuda), None)
+    device = next((tensor.device for tensor in filled if not tensor.is_cpu), None)
     return None if device is None else partial(pin, device=device)
 
 

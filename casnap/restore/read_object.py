@@ -15,7 +15,7 @@ from casnap.restore.loading import Loading, naming, with_item_axis
 from casnap.restore.selection import Index, select
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, without_torch_modes
-from casnap.state.cuda import synchronize
+from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory, overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole

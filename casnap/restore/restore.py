@@ -28,7 +28,7 @@ from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.cuda import synchronize
+from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups, fill_shared_memory
 from casnap.state.sharded import Shards

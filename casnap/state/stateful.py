@@ -85,8 +85,8 @@ class RNGState:
                 "torch": torch.get_rng_state(),
                 "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
             }
-            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                state["cuda"] = tuple(torch.cuda.get_rng_state_all())
+            if (name := _accelerator()) and (module := getattr(torch, name)).is_initialized():
+                state[name] = tuple(module.get_rng_state_all())
             if sys.modules.get("numpy") is not None:
                 state["numpy"] = _numpy_state()
         return state
@@ -113,12 +113,21 @@ class RNGState:
                 )
             if "numpy" in state_dict:
                 _set_numpy_state(state_dict["numpy"])
-            if torch.cuda.is_available():
-                for device, state in zip(
-                    range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
-                ):
-                    torch.cuda.set_rng_state(state.cpu(), device)
+            if name := _accelerator():
+                module = getattr(torch, name)
+                states = zip(range(module.device_count()), state_dict.get(name, ()), strict=False)
+                for device, state in states:
+                    module.set_rng_state(state.cpu(), device)
             torch.set_rng_state(of_torch.cpu())
+
+
+def _accelerator() -> str:
+    """Return the kind of this host's accelerator, such as "cuda"; "" without random states."""
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    has_states = device is not None and hasattr(getattr(torch, device.type), "get_rng_state_all")
+    return device.type if device is not None and has_states else ""
 
 
 def check_order(call: str, app_state: object, name: object) -> None:

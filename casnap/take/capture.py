@@ -21,7 +21,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.cuda import synchronize
+from casnap.state.devices import synchronize
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of

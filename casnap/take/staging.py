@@ -1,7 +1,7 @@
 """Tensors as runs of host bytes: in their own memory, or in reused buffers.
 
 A contiguous CPU tensor is read from its own memory. Any other tensor goes through a buffer, block
-by block; a CUDA tensor through pinned memory, by a copy on a side stream.
+by block; one on an accelerator through pinned memory, by a copy on a side stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casnap.format.region import Region
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
 from casnap.runtime.threads import Crew, SharedItems, collector_paused, cores
-from casnap.state.cuda import pin, side_stream
+from casnap.state.devices import begin_copy, pin
 from casnap.state.tensors import as_copyable
 from casnap.storage.chunks.pack import Raw
 
@@ -147,9 +147,8 @@ def _piece(number: int, first: int, sizes: list[int], source: HeldBox, region: R
     content = source.content
     assert isinstance(content, torch.Tensor)
     block = content[region.within(source.region)].contiguous()
-    if block.is_cuda:
-        return _from_cuda(number, first, sizes, block)
-    block = block.cpu()
+    if not block.is_cpu:
+        return _from_device(number, first, sizes, block)
     return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
 
 
@@ -191,25 +190,18 @@ def _joined(box: Region, following: Region) -> Region | None:
 _pinned = Pool(MAX_CHUNK_SIZE, 4)
 
 
-def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -> Piece:
-    """Begin to copy a contiguous block into pinned memory, on a stream of its own."""
+def _from_device(number: int, first: int, sizes: list[int], block: torch.Tensor) -> Piece:
+    """Begin to copy a contiguous block from a device into pinned memory."""
     slot = _pinned.take()
     try:
         pin(slot, block.device)
         target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
-        stream = side_stream(block.device)
-        stream.wait_stream(torch.cuda.current_stream(block.device))
-        with torch.cuda.stream(stream):
-            target.copy_(block.reshape(-1).view(torch.uint8), non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
+        ready = begin_copy(target, block.reshape(-1).view(torch.uint8))
     except BaseException:
         _pinned.release(slot)
         raise
     view = slot.view[: block.nbytes]
-    return Piece(
-        number, first, sizes, view, block, event.synchronize, lambda: _pinned.release(slot)
-    )
+    return Piece(number, first, sizes, view, block, ready, lambda: _pinned.release(slot))
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:

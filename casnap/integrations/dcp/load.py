@@ -19,7 +19,7 @@ from casnap.integrations.dcp.plan import check_boxes
 from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.cuda import synchronize
+from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups
 from casnap.state.tensors import why_not_writable

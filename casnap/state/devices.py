@@ -1,0 +1,103 @@
+"""Accelerators: what to wait for, pinned memory, and copies to the host on a side stream.
+
+All of it goes by the module that torch has for a device: ``torch.cuda`` (also ROCm), ``torch.xpu``,
+or the one that another backend registers. A device without streams is waited for as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from casnap.runtime import buffers
+from casnap.runtime.buffers import Slot
+
+
+def _module_of(device: torch.device) -> Any:
+    """Return torch's module for a device, such as ``torch.cuda``; None if there is none."""
+    return getattr(torch, device.type, None)
+
+
+def synchronize(contents: Iterable[object]) -> None:
+    """Wait for what the calling thread has begun on the devices of these tensors."""
+    for device in _devices(contents):
+        module = _module_of(device)
+        if hasattr(module, "current_stream"):
+            module.current_stream(device).synchronize()
+        elif hasattr(module, "synchronize"):
+            module.synchronize()
+
+
+def synchronize_workers(contents: Iterable[object]) -> None:
+    """Wait for what the calling thread and those of casnap have begun on the devices of these.
+
+    A new thread uses the default stream.
+    """
+    contents = list(contents)
+    synchronize(contents)
+    for device in _devices(contents):
+        module = _module_of(device)
+        if hasattr(module, "default_stream"):
+            module.default_stream(device).synchronize()
+        elif hasattr(module, "current_stream"):
+            module.synchronize(device)
+
+
+def _devices(contents: Iterable[object]) -> set[torch.device]:
+    tensors = (c for c in contents if isinstance(c, torch.Tensor))
+    return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+
+
+def pin(slot: Slot, device: torch.device) -> None:
+    """Register a slot as pinned memory, so that the driver copies directly from and to it.
+
+    Only CUDA and ROCm can register memory that is there already. The drivers of other devices copy
+    through memory of their own.
+
+    Args:
+        slot: The slot.
+        device: A device that this process uses. The slot then serves all of its kind, but without a
+            device torch would also initialise the first one.
+    """
+    module = _module_of(device)
+    if slot.unpin is None and hasattr(module, "cudart"):
+        address = buffers.address_of(slot.view)
+        with module.device(device):
+            runtime = module.cudart()
+            module.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
+        slot.unpin = partial(runtime.cudaHostUnregister, address)
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def begin_copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None] | None:
+    """Begin to copy a tensor to the host, beside what the caller's stream does next.
+
+    Args:
+        target: Memory of the host, in a slot that is pinned. It must not be given back before the
+            copy has ended.
+        source: A tensor on a device. It must stay alive for as long.
+
+    Returns:
+        What waits until the copy has ended; None if it has.
+    """
+    device = source.device
+    module = _module_of(device)
+    if not hasattr(module, "Stream"):
+        target.copy_(source)
+        return None
+    if device not in _side_streams:
+        _side_streams[device] = module.Stream(device)
+    stream = _side_streams[device]
+    # The copy reads what the caller's stream is still to write.
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        target.copy_(source, non_blocking=True)
+        event = module.Event()
+        event.record(stream)
+    wait: Callable[[], None] = event.synchronize
+    return wait

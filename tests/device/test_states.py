@@ -1,0 +1,303 @@
+"""States on a device whose work takes effect only when somebody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from casnap import RNGState, Snapshot, StateDict, Store
+from casnap.errors import CasnapError
+from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from casnap.take import staging
+from tests.support.late_device import counts, module
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROWS = 3000
+TARGET, SOURCE = "to host", "to device"
+
+
+@pytest.fixture(autouse=True, params=["late", "prompt"])
+def default_streams(request: pytest.FixtureRequest, late: None) -> None:
+    """Have the default streams late, as all others are, or as fast as can be."""
+    module.is_prompt = request.param == "prompt"
+
+
+def host_state() -> dict[str, torch.Tensor]:
+    """Return tensors of the host: large, turned, small, empty, in halves, in several dtypes."""
+    generator = torch.Generator().manual_seed(1)
+    big = torch.randn(ROWS, 500, generator=generator)
+    return {
+        "big": big,
+        "turned": torch.randn(400, 300, generator=generator).t(),
+        "every_other": torch.randn(300, 400, generator=generator)[:, ::2],
+        "half": torch.randn(700, 900, generator=generator).bfloat16(),
+        "counts": torch.arange(100_000),
+        "complex": torch.randn(200, 100, dtype=torch.complex64, generator=generator),
+        "flags": torch.randn(70_000, generator=generator) > 0,
+        "small": torch.arange(7),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(0.5),
+    }
+
+
+def to_device(tensors: dict[str, torch.Tensor], device: str = "late") -> dict[str, torch.Tensor]:
+    """Return the same on a device, with the same strides."""
+    there = {}
+    for name, tensor in tensors.items():
+        copy = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        there[name] = copy.copy_(tensor)
+    return there
+
+
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name].cpu(), tensor), name
+
+
+def taken(path: Path, tensors: dict[str, torch.Tensor], how: str = "take") -> Snapshot:
+    app_state = {"s": StateDict(**tensors)}
+    if how == "async_take":
+        return Snapshot.async_take(path, app_state).wait()
+    return Snapshot.take(path, app_state)
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+@pytest.mark.parametrize("device", ["late:0", "late:1"])
+def test_take_and_restore_in_place(tmp_path: Path, how: str, device: str) -> None:
+    live = to_device(host_state(), device)
+    snapshot = taken(tmp_path / "run" / "step", live, how)
+    assert_same({k: snapshot.read_object(f"s/{k}") for k in live}, host_state())
+    for tensor in live.values():
+        tensor.zero_()
+    before = dict(live)
+    snapshot.restore({"s": StateDict(**live)})
+    assert_same(live, host_state())
+    assert all(live[name] is before[name] for name in live)
+
+
+def test_the_same_state_of_two_devices_and_the_host_is_stored_once(tmp_path: Path) -> None:
+    mixed = {
+        f"{d}{k}": v for d in range(2) for k, v in to_device(host_state(), f"late:{d}").items()
+    }
+    mixed |= {f"host{k}": v for k, v in host_state().items()}
+    first = taken(tmp_path / "run" / "first", host_state())
+    again = taken(tmp_path / "run" / "again", mixed)
+    assert first.stats.new_bytes > 9_000_000
+    assert again.stats.new_bytes < 100_000
+    target = {name: torch.zeros_like(tensor, device="late:1") for name, tensor in mixed.items()}
+    again.restore({"s": StateDict(**target)})
+    assert_same(target, {f"{d}{k}": v for d in (0, 1, "host") for k, v in host_state().items()})
+
+
+def test_tied_tensors_and_views_of_one_memory(tmp_path: Path) -> None:
+    base = host_state()["big"].to("late")
+    state = {"base": base, "same": base, "rows": base[10:20], "turned": base.t()}
+    snapshot = taken(tmp_path / "run" / "step", state)
+    assert snapshot.stats.new_bytes < 2.1 * base.nbytes
+    assert_same(
+        {k: snapshot.read_object(f"s/{k}") for k in state}, {k: v.cpu() for k, v in state.items()}
+    )
+
+
+def test_a_module_and_its_optimizer_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    def train(model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optim.zero_grad()
+            model(torch.randn(16, 300).to("late")).square().mean().backward()
+            optim.step()
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model = torch.nn.Linear(300, 300).to("late")
+        optim = torch.optim.AdamW(model.parameters())
+        return model, optim, {"model": model, "optim": optim, "rng": RNGState()}
+
+    model, optim, app_state = made()
+    train(model, optim, 2)
+    pending = Snapshot.async_take(tmp_path / "run" / "step", app_state)
+    train(model, optim, 3)
+    snapshot = pending.wait()
+    other, its_optim, other_state = made()
+    train(other, its_optim, 1)
+    snapshot.restore(other_state)
+    train(other, its_optim, 3)
+    assert_same(dict(other.named_parameters()), {n: p.cpu() for n, p in model.named_parameters()})
+
+
+def test_the_random_state_of_a_device(tmp_path: Path) -> None:
+    before = module.get_rng_state_all()
+    snapshot = Snapshot.take(tmp_path / "run" / "step", {"rng": RNGState()})
+    module.manual_seed_all(99)
+    snapshot.restore({"rng": RNGState()})
+    assert all(map(torch.equal, module.get_rng_state_all(), before))
+
+
+# --- streams and threads ----------------------------------------------------------------------
+
+
+def test_training_goes_on_after_async_take(tmp_path: Path) -> None:
+    live = to_device(host_state())
+    pending = Snapshot.async_take(tmp_path / "run" / "step", {"s": StateDict(**live)})
+    for tensor in live.values():
+        tensor.zero_()
+    module.synchronize("late")
+    snapshot = pending.wait()
+    assert_same({k: snapshot.read_object(f"s/{k}") for k in live}, host_state())
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_the_stream_of_the_caller(tmp_path: Path, how: str) -> None:
+    """What the caller has begun on its own stream is taken, also with another current device."""
+    with module.device(1), module.stream(module.Stream("late:0")), module.device(1):
+        x = torch.ones(ROWS, 300, device="late:0")
+        for _ in range(10):
+            x += x
+        snapshot = taken(tmp_path / "run" / "step", {"x": x, "turned": x.t()}, how)
+    assert bool((snapshot.read_object("s/x") == 1024).all())
+    assert bool((snapshot.read_object("s/turned") == 1024).all())
+
+
+def test_a_restore_comes_after_what_the_caller_has_begun(tmp_path: Path) -> None:
+    snapshot = taken(tmp_path / "run" / "step", host_state())
+    with module.stream(module.Stream("late:0")):
+        live = to_device(host_state())
+        for tensor in live.values():
+            tensor.zero_()
+        snapshot.restore({"s": StateDict(**live)})
+    # And what another stream does next sees it.
+    with module.stream(module.Stream("late:0")):
+        copies = {name: tensor.clone() for name, tensor in live.items()}
+        assert_same(copies, host_state())
+
+
+def test_several_threads(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with module.stream(module.Stream(f"late:{number % 2}")):
+                live = to_device(host_state(), f"late:{number % 2}")
+                live["big"] += number
+                snapshot = taken(tmp_path / "run" / f"step_{number}", live)
+                live["big"].zero_()
+                snapshot.restore({"s": StateDict(**live)})
+                assert_same(live, {**host_state(), "big": host_state()["big"] + number})
+        except BaseException as e:  # noqa: BLE001 - the test raises it
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# --- reads ------------------------------------------------------------------------------------
+
+
+def test_read_object_into_a_tensor(tmp_path: Path) -> None:
+    state = host_state()
+    snapshot = taken(tmp_path / "run" / "step", state)
+    for name, tensor in state.items():
+        out = torch.zeros_like(tensor, device="late:1")
+        assert snapshot.read_object(f"s/{name}", out) is out
+        assert torch.equal(out.cpu(), tensor)
+    rows = torch.zeros(10, 500, device="late")
+    snapshot.read_object("s/big", rows, index=slice(20, 30))
+    assert torch.equal(rows.cpu(), state["big"][20:30])
+
+
+def test_load_into_a_module(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(300, 300)
+    snapshot = Snapshot.take(tmp_path / "run" / "step", {"model": model})
+    there = torch.nn.Linear(300, 300).to("late:1")
+    snapshot.load_into(there, "model")
+    assert_same(dict(there.named_parameters()), dict(model.named_parameters()))
+
+
+def test_dcp(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "step"
+    dcp.save(to_device(host_state()), storage_writer=CasnapWriter(path), no_dist=True)
+    target = {
+        name: torch.zeros_like(tensor, device="late:1") for name, tensor in host_state().items()
+    }
+    dcp.load(target, storage_reader=CasnapReader(path), no_dist=True)
+    assert_same(target, host_state())
+
+
+# --- what crosses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_each_byte_crosses_once(tmp_path: Path, how: str) -> None:
+    live = to_device(host_state())
+    nbytes = sum(tensor.nbytes for tensor in live.values())
+    module.synchronize("late")
+    counts.clear()
+    snapshot = taken(tmp_path / "run" / "step", live, how)
+    assert counts[TARGET] == nbytes
+    counts.clear()
+    snapshot.restore({"s": StateDict(**live)})
+    assert (counts[SOURCE], counts[TARGET]) == (nbytes, 0)
+
+
+def test_slots_are_bounded(tmp_path: Path) -> None:
+    """However large a state is, it is staged in four slots, all of them pinned."""
+    x = torch.ones(60_000, 500, device="late")
+    taken(tmp_path / "run" / "step", {"x": x})
+    slots = list(module.cudart().registered.values())
+    assert slots.count(staging._pinned.slot_bytes) <= 4
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing_copies() -> Iterator[None]:
+    """Have each copy to the host fail when it takes effect, as after an error of a kernel."""
+    real = module.Stream.enqueue
+
+    def enqueue(self: Any, work: Callable[[], object]) -> None:
+        def fail() -> None:
+            raise RuntimeError("late: an illegal memory access was encountered")
+
+        real(self, fail if self is not module.default_stream(self.device) else work)
+
+    module.Stream.enqueue = enqueue
+    try:
+        yield
+    finally:
+        module.Stream.enqueue = real
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_a_copy_that_fails_ends_the_take_and_nothing_else(tmp_path: Path, how: str) -> None:
+    live = to_device(host_state())
+    module.synchronize("late")
+    for number in range(6):
+        with failing_copies(), pytest.raises((CasnapError, RuntimeError), match="illegal memory"):
+            taken(tmp_path / "run" / f"failed_{number}", live, how)
+    snapshot = taken(tmp_path / "run" / "step", live, how)
+    assert [s.name for s in Store(tmp_path / "run").snapshots()] == ["step"]
+    assert_same({k: snapshot.read_object(f"s/{k}") for k in live}, host_state())
+
+
+def test_a_device_without_memory_for_a_contiguous_copy(tmp_path: Path) -> None:
+    live = to_device(host_state())
+    module.free_bytes = 1000
+    with pytest.raises(torch.OutOfMemoryError):
+        taken(tmp_path / "run" / "failed", live)
+    module.free_bytes = None
+    snapshot = taken(tmp_path / "run" / "step", live)
+    assert_same({k: snapshot.read_object(f"s/{k}") for k in live}, host_state())

@@ -1,0 +1,134 @@
+"""Each wait of casnap's is needed: without it, one of these scenarios gets wrong bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from casnap import Snapshot, StateDict
+from casnap.integrations.dcp import CasnapReader
+from casnap.take import staging
+from tests.support.late_device import Stream, module
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+LATE, PROMPT = "late", "prompt"
+
+
+def expected() -> torch.Tensor:
+    return torch.arange(600_000.0).reshape(600, 1000)
+
+
+def begun() -> torch.Tensor:
+    """Return numbers that the caller has begun to bring to the device, on its own stream."""
+    return expected().to("late")
+
+
+def take(path: Path) -> None:
+    with module.stream(Stream("late")):
+        snapshot = Snapshot.take(path / "run" / "step", {"s": StateDict(x=begun())})
+    assert torch.equal(snapshot.read_object("s/x"), expected())
+
+
+def take_turned(path: Path) -> None:
+    """Each block is made contiguous on the device first, by casnap's threads."""
+    x = begun()
+    module.synchronize("late")
+    turned = torch.stack([x, x]).permute(2, 0, 1)
+    snapshot = Snapshot.take(path / "run" / "step", {"s": StateDict(x=turned)})
+    assert torch.equal(snapshot.read_object("s/x"), turned.cpu())
+
+
+def filled(fill: Callable[[Path, torch.Tensor], object], path: Path, rows: int = 600) -> None:
+    """Fill a tensor that the caller's stream still writes to; another stream then reads it."""
+    x = expected()[:rows]
+    snapshot = Snapshot.take(path / "run" / "step", {"s": StateDict(x=x, y=torch.ones(3))})
+    with module.stream(Stream("late")):
+        out = torch.zeros_like(x, device="late").add_(7)
+        fill(Path(snapshot.path), out)
+    with module.stream(Stream("late")):
+        assert torch.equal(out.cpu(), x)
+
+
+def restore(path: Path, out: torch.Tensor) -> None:
+    Snapshot(path).restore({"s": StateDict(x=out, y=torch.zeros(3))})
+
+
+def read(path: Path, out: torch.Tensor) -> None:
+    Snapshot(path).read_object("s/x", out)
+
+
+def load(path: Path, out: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("x", out)
+    module.register_buffer("y", torch.zeros(3))
+    Snapshot(path).load_into(module, "s")
+
+
+def load_by_dcp(path: Path, out: torch.Tensor) -> None:
+    dcp.load({"s": {"x": out}}, storage_reader=CasnapReader(path), no_dist=True)
+
+
+def nothing(*_: object) -> None:
+    """Stand for a wait that was forgotten."""
+
+
+def copy_without_wait(target: torch.Tensor, source: torch.Tensor) -> None:
+    BEGIN_COPY(target, source)
+
+
+def piece_without_owner(*args: Any) -> staging.Piece:
+    return FROM_DEVICE(*args)._replace(owner=None)
+
+
+BEGIN_COPY, FROM_DEVICE = staging.begin_copy, staging._from_device
+SCENARIOS: dict[str, Callable[[Path], object]] = {
+    "take": take,
+    "take turned": take_turned,
+    "restore": partial(filled, restore),
+    # Few bytes are read into memory that is not pinned, and torch does not wait for a copy of that.
+    "restore little": partial(filled, restore, rows=200),
+    "read": partial(filled, read),
+    "load": partial(filled, load),
+    "load by dcp": partial(filled, load_by_dcp),
+}
+# What is left out, the scenario that notices it, and whether default streams are late or prompt.
+WAITS = [
+    ("casnap.take.capture.synchronize", nothing, "take", LATE),
+    ("tests.support.late_device.Stream.wait_stream", nothing, "take turned", LATE),
+    ("casnap.take.staging.begin_copy", copy_without_wait, "take", LATE),
+    ("casnap.take.staging._from_device", piece_without_owner, "take turned", PROMPT),
+    ("casnap.restore.restore.synchronize", nothing, "restore", LATE),
+    ("casnap.restore.read_object.synchronize", nothing, "read", LATE),
+    ("casnap.restore.load_into.synchronize", nothing, "load", LATE),
+    ("casnap.integrations.dcp.load.synchronize", nothing, "load by dcp", LATE),
+    ("casnap.restore.loading.synchronize_workers", nothing, "restore little", LATE),
+]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_bytes_are_right(tmp_path: Path, name: str) -> None:
+    SCENARIOS[name](tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "without", "name", "streams"), WAITS, ids=[wait[0] for wait in WAITS]
+)
+def test_without_one_of_its_waits_the_bytes_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    target: str,
+    without: Callable[..., object],
+    name: str,
+    streams: str,
+) -> None:
+    module.is_prompt = streams == PROMPT
+    monkeypatch.setattr(target, without)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        SCENARIOS[name](tmp_path)
