@@ -257,7 +257,7 @@ class Snapshot:
         """
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
-        from casnap.take.capturable import LiveState
+        from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
         refuse_nested_take()

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.snapshot import PendingSnapshot, Snapshot
     from casnap.state.stateful import Stateful
-    from casnap.take.capturable import Capturable
+    from casnap.take.capture import Capturable
     from casnap.take.options import TakeOptions
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import MirrorOptions
@@ -362,7 +362,7 @@ class Store:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
-        from casnap.take.capturable import LiveState
+        from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
         refuse_nested_take()
@@ -467,7 +467,7 @@ class Store:
             pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
         """
         from casnap.snapshot import PendingSnapshot
-        from casnap.take.capturable import LiveState
+        from casnap.take.capture import LiveState
         from casnap.take.take import async_take
 
         full, options = self.full_name(name), self._with_settings(options)

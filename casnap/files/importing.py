@@ -15,7 +15,7 @@ from casnap.files.report import ImportReport
 from casnap.files.sources import MODEL, SourceFiles, check_regular
 from casnap.files.target import check_local
 from casnap.format.names import STORE_FOLDER
-from casnap.take.capturable import Capturable, GivenLeaves
+from casnap.take.capture import Capturable, GivenLeaves
 
 Take = Callable[[Capturable, "dict[str, Any]"], int]
 """Takes a snapshot of some leaves with some metadata; returns the new bytes."""

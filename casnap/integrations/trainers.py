@@ -16,7 +16,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store
 from casnap.state.stateful import Stateful
-from casnap.take.capturable import LiveState
+from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
 

@@ -1,6 +1,6 @@
 """The division of a take's work: what ranks hold in common, and which rank hashes which cells.
 
-A sharded tensor is planned by the owner of its path (:mod:`casnap.take.path_owner`). A tensor that
+A sharded tensor is planned by the owner of its path (:mod:`casnap.take.owners`). A tensor that
 all ranks hold is shared out by bytes; each rank computes its own share.
 """
 
@@ -9,30 +9,35 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from casnap.format.digest import digest_of
-from casnap.format.entries import TensorEntry
+from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.format.grid import Grid, grid_of
+from casnap.format.names import component_of
 from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.ranks.comm import Comm
 from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards, holders_of
-from casnap.state.tensors import itemsize_of
-from casnap.take.capture import Assignment, Capture, grid_of_leaf
+from casnap.state.tensors import Leaf, itemsize_of
+from casnap.take.capture import Assignment, Capture, KeySpan, grid_of_leaf
 from casnap.take.options import TakeOptions
-from casnap.take.path_owner import (
+from casnap.take.owners import (
     KEY_BYTES,
     Claims,
     OwnedTensor,
     Replica,
     Reply,
     ShardClaim,
-    check_declared,
+    check_replicated,
     compare_replicas,
     few_paths,
     key_of_path,
@@ -42,11 +47,22 @@ from casnap.take.path_owner import (
 )
 from casnap.take.plan import RankPlan, replicated_runs
 from casnap.take.replica_samples import Sampler
-from casnap.take.scopes import Declarations, Scope, declarations_of, scopes_of
 from casnap.take.staging import JointPart
 
 _log = logging.getLogger("casnap")
 _GROUP_BYTES = 8
+
+
+class Scope(Enum):
+    """Whether a leaf is global, and which ranks hash it."""
+
+    UNDECIDED = "global if all ranks turn out to hold the same, else its rank's"
+    PER_RANK = "its rank's"
+    SHARDED = "global; ranks hold pieces, and share the work"
+    REPLICATED = "global; declared equal on all ranks, which share the work"
+    FROM_RANK_0 = "global; rank 0 hashes it"
+    GIVEN = "global; this rank alone has it"
+    EQUAL = "global; it was undecided, and all ranks hold the same"
 
 
 class Division(NamedTuple):
@@ -94,8 +110,8 @@ def divide(
     """
     if comm.size == 1 and not capture.sharded:
         return _of_one_process(capture)
-    declared = declarations_of(app_state, options, comm.ranks)
-    scopes, keys = scopes_of(capture, declared), _keys(capture)
+    declared = _declarations(app_state, options, comm.ranks)
+    scopes, keys = _scopes(capture, declared), _keys(capture)
     claimed: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
         if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.FROM_RANK_0):
@@ -106,8 +122,13 @@ def divide(
     )
     owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
     replicas = compare_replicas(claims)
-    own_paths = {keys[i]: capture.leaves[i].path for i in claimed[comm.rank]}
-    check_declared(claims, replicas, own_paths, declared)
+    named = {
+        keys[i]: path
+        for i in claimed[comm.rank]
+        if (path := capture.leaves[i].path) not in declared.ddp_buffers
+        and _matches(path, declared.replicated)
+    }
+    check_replicated(claims, replicas, named)
     heard = comm.exchange_messages(replies(claims, plans, replicas), Reply)
     own_plans, different = _take_in(heard, claimed, scopes)
     if different and comm.rank == 0:
@@ -155,11 +176,92 @@ def _keys(capture: Capture) -> list[bytes]:
     return keys
 
 
+# --- what this rank can tell by itself ----------------------------------------------------------
+
+
+class _Declarations(NamedTuple):
+    """What the caller and DDP declare about the leaves.
+
+    Attributes:
+        replicated: Globs of paths that are equal on all ranks.
+        per_rank: Globs of paths that belong to their rank.
+        ddp_parameters: Paths of parameters of DDP modules: equal on all ranks.
+        ddp_buffers: Paths of buffers of DDP modules: those of rank 0 count.
+    """
+
+    replicated: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
+    ddp_parameters: frozenset[str] = frozenset()
+    ddp_buffers: frozenset[str] = frozenset()
+
+
+def _declarations(
+    app_state: Mapping[str, Any], options: TakeOptions, ranks: Sequence[int]
+) -> _Declarations:
+    """Return what the options declare, and the DDP modules of the ranks that take part.
+
+    DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step, unless
+    it is told not to, or has a hook for buffers. It says nothing about the rest of the state.
+    """
+    parameters, buffers = set[str](), set[str]()
+    for key, value in app_state.items():
+        if not isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            continue
+        if set(dist.get_process_group_ranks(value.process_group)) != set(ranks):
+            # Other ranks may hold another module under this name.
+            continue
+        ignored = {f"module.{name}" for name in getattr(value, "parameters_to_ignore", ())}
+        component = component_of(key)
+        names = dict(value.named_parameters(remove_duplicate=False)).keys() - ignored
+        parameters |= {f"{component}/{component_of(name)}" for name in names}
+        if value.broadcast_buffers and not hasattr(value, "buffer_hook"):
+            names = dict(value.named_buffers(remove_duplicate=False)).keys() - ignored
+            buffers |= {f"{component}/{component_of(name)}" for name in names}
+    return _Declarations(
+        tuple(options.replicated or ()),
+        tuple(options.per_rank or ()),
+        frozenset(parameters),
+        frozenset(buffers),
+    )
+
+
+def _scopes(capture: Capture, declared: _Declarations) -> list[Scope]:
+    """Return the scope of each leaf."""
+    return [
+        Scope.PER_RANK if span.per_rank else _scope(leaf, span, declared)
+        for span in capture.spans
+        for leaf in capture.leaves[span.start : span.stop]
+    ]
+
+
+def _scope(leaf: Leaf, span: KeySpan, declared: _Declarations) -> Scope:
+    path = leaf.path
+    if isinstance(leaf.content, Shards):
+        return Scope.SHARDED
+    if span.given:
+        return Scope.GIVEN
+    if _matches(path, declared.per_rank):
+        return Scope.PER_RANK
+    if path in declared.ddp_buffers:
+        return Scope.FROM_RANK_0
+    # A container may have other elements on other ranks, even if it is declared equal.
+    if isinstance(leaf.entry, ContainerEntry):
+        return Scope.UNDECIDED
+    if path not in declared.ddp_parameters and not _matches(path, declared.replicated):
+        return Scope.UNDECIDED
+    can_be_split = isinstance(leaf.entry, TensorEntry) and not is_numpy(leaf.entry)
+    return Scope.REPLICATED if can_be_split else Scope.FROM_RANK_0
+
+
+def _matches(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, glob) for glob in globs)
+
+
 # --- what this rank tells the owners ----------------------------------------------------------
 
 
 def _samples(
-    capture: Capture, scopes: list[Scope], declared: Declarations, sampler: Sampler
+    capture: Capture, scopes: list[Scope], declared: _Declarations, sampler: Sampler
 ) -> dict[int, list[bytes]]:
     """Return samples of all tensors that must be equal on several ranks, by leaf."""
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES, payload_of
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import Progress, ProgressCounter
+from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.chunks.pack import Choose, Raw
 from casnap.storage.commits.transaction import Transaction
 from casnap.take.capture import Capture
-from casnap.take.staging import Piece, give_back
+from casnap.take.staging import PIECE_BYTES, Piece, give_back
+
+Batches = Callable[[int], Iterable[list[Piece]]]
+"""Returns pieces in batches of so many bytes."""
 
 
 class Digests(NamedTuple):
@@ -53,7 +56,19 @@ class Hasher:
         )
         self._capture = capture
         self._transaction = transaction
-        self._report = _reporter(progress, capture) if progress is not None else None
+        self._counter = (
+            None
+            if progress is None
+            else ProgressCounter(progress, "storing", capture.bytes_to_hash())
+        )
+
+    def hash_all(self, batches: Batches, crew: Crew) -> None:
+        """Hash on all cores, up to eight, or up to the limit of the crew, and write all new chunks.
+
+        So a process hashes alone, if it puts no cells together.
+        """
+        source = SharedItems(batches(PIECE_BYTES), crew)
+        crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))
 
     def hash(self, batches: Iterable[list[Piece]], choose: Choose | None) -> None:
         """Hash batches of pieces; the work of one thread.
@@ -103,21 +118,8 @@ class Hasher:
             else:
                 [only[piece.leaf]] = found
             start = stop
-        if self._report is not None:
-            self._report(sum(len(piece.view) for piece in pieces))
-
-
-def _reporter(progress: Progress, capture: Capture) -> Callable[[int], None]:
-    """Return a function that adds up the bytes of all threads, and reports the sum."""
-    lock, done, total = threading.Lock(), 0, capture.bytes_to_hash()
-
-    def report(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            progress("storing", done, total)
-
-    return report
+        if self._counter is not None:
+            self._counter.add(sum(len(piece.view) for piece in pieces))
 
 
 def _chunks_of(pieces: list[Piece]) -> list[Raw]:

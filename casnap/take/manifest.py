@@ -29,10 +29,9 @@ from casnap.format.records import encode
 from casnap.format.tree import build
 from casnap.ranks.comm import Comm
 from casnap.take.capture import Capture
-from casnap.take.division import Division
+from casnap.take.division import Division, Scope
 from casnap.take.hashing import Digests
-from casnap.take.path_owner import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
-from casnap.take.scopes import Scope
+from casnap.take.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

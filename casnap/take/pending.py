@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from casnap.errors import StateError, retold
 from casnap.runtime.threads import Worker
-from casnap.take.publish import Taken
+from casnap.take.commit import TakeResult
 
 _log = logging.getLogger("casnap")
 # One take at a time begins in a process, and one stores: so pending takes keep their order, and
@@ -82,13 +82,13 @@ class PendingTake:
         error_seen: Whether the caller has got its error, or gets it from the call that began it.
     """
 
-    def __init__(self, store: str, name: str, finish: Callable[[], Taken]) -> None:
+    def __init__(self, store: str, name: str, finish: Callable[[], TakeResult]) -> None:
         self.store = store
         self.name = name
         self.number = 0
         self.error_seen = False
-        self._finish: Callable[[], Taken] | None = finish
-        self._taken: Taken | None = None
+        self._finish: Callable[[], TakeResult] | None = finish
+        self._taken: TakeResult | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._thread: Worker | None = None
@@ -168,7 +168,7 @@ class PendingTake:
         self.error_seen = True
         _unseen.pop(self, None)
 
-    def wait(self) -> Taken:
+    def wait(self) -> TakeResult:
         """Wait for the end; return the result, or raise the error.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,17 +24,14 @@ from casnap.storage.catalog.table import checked_metadata
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
-from casnap.take.agreement import agree_on_request
-from casnap.take.capturable import Capturable
-from casnap.take.capture import Capture
+from casnap.take.capture import Capturable, Capture
+from casnap.take.commit import TakeCommit, TakeResult
 from casnap.take.division import Division, divide
-from casnap.take.hashing import Hasher
-from casnap.take.joint_commit import commit_together
+from casnap.take.exchange import Exchange
+from casnap.take.hashing import Batches, Hasher
 from casnap.take.manifest import build_manifest
-from casnap.take.options import TakeOptions
+from casnap.take.options import TakeOptions, agree_on_request
 from casnap.take.pending import PendingTake
-from casnap.take.publish import Publication, Taken
-from casnap.take.rounds import rounds_for
 from casnap.take.staging import Piece, StagedCopies, batched
 
 _log = logging.getLogger("casnap")
@@ -47,7 +44,7 @@ def take(
     asked: Capturable,
     options: TakeOptions,
     comm: Comm,
-) -> Taken:
+) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
     Raises:
@@ -69,12 +66,12 @@ def take(
                 if tries == _FENCED_TRIES or comm.ended:
                     raise
                 _log.info("%s: a collector went past the take, which starts again", name)
-                work = replace(work, told=None)
+                work = replace(work, base_root=None)
             except StorageFullError:
                 # Ranks have heard of the error. A process alone can begin again.
                 if tries > 1 or comm.size > 1 or not options.make_room(work.capture.bytes_to_hash):
                     raise
-                work = replace(work, told=None)
+                work = replace(work, base_root=None)
     raise AssertionError
 
 
@@ -116,7 +113,7 @@ def async_take(
                         run_shielded(lambda _: copies.release())
                     except UnavailableError:
                         copies.release()
-                    _tell_ranks_later(work, name, e)
+                    _tell_ranks_later(work, e)
                 pending.note_seen()
                 raise
             return pending
@@ -131,20 +128,20 @@ def _ranks_later(work: _Take) -> Comm:
     return work.comm.background(work.seed) if work.options.max_pending > 1 else work.comm
 
 
-def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:
+def _tell_ranks_later(work: _Take, error: BaseException) -> None:
     """When its turn comes, tell the other ranks that a take failed before it stood in line.
 
     They may still store earlier takes, and would take the error for one of those.
     """
 
-    def tell() -> Taken:
+    def tell() -> TakeResult:
         _ranks_later(work).__exit__(type(error), error, None)
-        raise StateError(f"the call for {name!r} failed")
+        raise StateError(f"the call for {work.name!r} failed")
 
     if work.options.max_pending == 1:
         work.comm.__exit__(type(error), error, None)
         return
-    telling = PendingTake(work.objects.config.store_id, name, tell)
+    telling = PendingTake(work.objects.config.store_id, work.name, tell)
     telling.error_seen = True
     try:
         telling.start()
@@ -155,7 +152,7 @@ def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:
             tell()
 
 
-def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> Taken:
+def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> TakeResult:
     with _ranks_later(work) as comm:
         try:
             if work.options.max_pending > 1:
@@ -164,8 +161,8 @@ def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> T
                 before = Counter(work.objects.backend.requests)
                 before.subtract(in_call)
                 own = work.objects.recent() if comm.rank == 0 else None
-                told = comm.broadcast_message(own, Root)
-                work = replace(work, comm=comm, requests_before=before, told=told)
+                base_root = comm.broadcast_message(own, Root)
+                work = replace(work, comm=comm, requests_before=before, base_root=base_root)
             return work.store(copies.batches)
         finally:
             copies.release()
@@ -192,15 +189,15 @@ def _begin(
     comm.enter_phase("sharing out the work")
     division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
     capture.assign(division.assigned)
-    publication = Publication(objects, name, options, comm.size, started)
     return _Take(
         objects,
+        name,
         options,
         request.codec,
         comm,
         capture,
         division,
-        publication,
+        started,
         before,
         request.root,
         request.seed,
@@ -213,26 +210,28 @@ class _Take:
 
     Attributes:
         codec: How new chunks are stored.
-        told: The root to base it on, if rank 0 has sent one; by default the newest one is read.
+        started: When it began, by ``time.monotonic``.
+        base_root: The root to base it on, if rank 0 has sent one; by default the newest one.
         seed: A random number that all ranks of this take have, and no other take.
     """
 
     objects: Objects
+    name: str
     options: TakeOptions
     codec: Codec
     comm: Comm
     capture: Capture
     division: Division
-    publication: Publication
+    started: float
     requests_before: Mapping[str, int]
-    told: Root | None
+    base_root: Root | None
     seed: int
 
     def pieces(self) -> Iterable[Piece]:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.capture.pieces(self.comm.rank / self.comm.size)
 
-    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Taken:
+    def store(self, batches: Batches) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
 
         Args:
@@ -240,28 +239,33 @@ class _Take:
         """
         return run_shielded(partial(self._store, batches), limit=self.options.threads)
 
-    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
-        comm, publication = self.comm, self.publication
+    def _store(self, batches: Batches, crew: Crew) -> TakeResult:
+        comm = self.comm
         transaction = Transaction(
             self.objects,
             crew,
             self.codec,
             self.requests_before,
-            self.told,
+            self.base_root,
             puts_root=comm.rank == 0,
         )
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)
-            rounds_for(comm, crew, self.division).run(batches, hasher.hash)
+            if comm.size == 1 and not self.division.assigned:
+                hasher.hash_all(batches, crew)
+            else:
+                Exchange(comm, crew, self.division).run(batches, hasher.hash)
             comm.enter_phase("assembling the manifest")
             with collector_paused():
                 built = build_manifest(
                     comm, self.capture, self.division, hasher.digests, transaction.put_node
                 )
             comm.enter_phase("committing")
-            publish = partial(publication.publish, transaction, built)
-            return commit_together(comm, transaction, publish, publication.find)
+            commit = TakeCommit(self.objects, self.name, self.options, comm, self.started)
+            if built is None:
+                return commit.follow(transaction)
+            return commit.lead(transaction, built)
         except BaseException as e:
             crew.fail(e)
             raise

@@ -460,7 +460,7 @@ def test_what_is_named_is_what_cannot_be_restored(
 
 def test_a_pack_ends_without_a_gap_where_the_last_chunks_were_known(tmp_path, monkeypatch):
     # One hashing thread comes to the copy when all that it holds is in the pack already.
-    monkeypatch.setattr("casnap.take.rounds.cores", lambda: 1)
+    monkeypatch.setattr("casnap.take.hashing.cores", lambda: 1)
     store = Store(tmp_path / "store").make()
     tensor = torch.randint(0, 255, (9, 1_000_003), dtype=torch.uint8)
     store.take({"model": StateDict(x=tensor, y=tensor.clone())}, "a")

@@ -21,7 +21,7 @@ from casnap import StateDict, Store, release_memory
 from casnap.ranks import joining, processes
 from casnap.ranks.joining import join
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
-from casnap.take import rounds
+from casnap.take import exchange
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -129,7 +129,7 @@ def take_and_restore(path: str, case: str) -> list[bool]:
         if case == "refused" and rank == 1:
             patch(os, "memfd_create", mock.Mock(side_effect=PermissionError))
         if case == "little":
-            patch(rounds, "SHARED_BYTES", 100_000)
+            patch(exchange, "SHARED_BYTES", 100_000)
         store = Store(path, create=False)
         store.take(shards(fill=True), f"{case} 1")
         release_memory()

@@ -23,13 +23,12 @@ from casnap.format.entries import (
 from casnap.format.grid import grid_of
 from casnap.format.records import CONFIG_KEY, Row, Stats, encode
 from casnap.format.region import Region
-from casnap.format.tree import build
+from casnap.format.tree import Tree, build
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
-from casnap.storage.catalog.table import row_setter
 from casnap.storage.commits import commit
 from casnap.storage.commits.transaction import Transaction
 
@@ -69,15 +68,14 @@ def write(
             writer.finish()
             digest = transaction.put_node(encode(top))
 
-            def row(seq: int) -> Row:
+            def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
                 stats = Stats(
                     writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1
                 )
                 ref = transaction.ref(digest)
-                return Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)
+                return {name: Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)}
 
-            uri = store.objects.backend.uri
-            commit.publish(transaction, row_setter(name, row, overwrite=False, uri=uri))
+            commit.publish(transaction, change)
         finally:
             transaction.close()
     return store[name]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import casnap.take.rounds
+import casnap.take.exchange
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from casnap.format.codec import Codec
@@ -218,7 +218,7 @@ def take_with_small_slots(path: str, cores: int) -> None:
     state = {f"{i}": torch.randn(1 << 18, generator=generator) for i in range(12)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-        for module in (buffers, casnap.take.rounds):
+        for module in (buffers, casnap.take.exchange):
             patch.setattr(module, "SLOT_BYTES", MIB)
         patch.setattr(buffers, "_pools", {})
         Store(path).take({"model": StateDict(state)}, "x", timeout=20)

@@ -17,7 +17,7 @@ from casnap import StateDict, Store
 from casnap.errors import RankError
 from casnap.ranks import joining
 from casnap.runtime.buffers import Pool
-from casnap.take import rounds, split_cells, staging
+from casnap.take import exchange, split_cells, staging
 from tests.support.ranks import World
 
 CHUNK, TENSORS = 64 << 10, 50
@@ -41,8 +41,8 @@ def state_of_this_rank() -> StateDict:
 def little_room() -> Iterator[None]:
     joining._links.clear()
     little = [
-        (rounds, "SHARED_BYTES", 2 * CHUNK),
-        (rounds, "SLOT_BYTES", 4 * CHUNK),
+        (exchange, "SHARED_BYTES", 2 * CHUNK),
+        (exchange, "SLOT_BYTES", 4 * CHUNK),
         (split_cells, "_WINDOW_BYTES", 12 * CHUNK),
         (split_cells, "_cell_slots", Pool(2 * CHUNK, 1)),
         (staging, "_BLOCK_BYTES", CHUNK),

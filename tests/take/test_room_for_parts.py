@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import StateDict, Store
 from casnap.ranks import joining
 from casnap.runtime.buffers import Pool
-from casnap.take import plan, rounds, split_cells, staging
+from casnap.take import exchange, plan, split_cells, staging
 from tests.support.ranks import World
 
 CHUNK, TENSORS, LONG = 64 << 10, 200, 40
@@ -50,8 +50,8 @@ def take(path: str, axis: int, how: str) -> int:
         return messages(self)
 
     little = [
-        (rounds, "SHARED_BYTES", ROOM),
-        (rounds, "SLOT_BYTES", 16 * CHUNK),
+        (exchange, "SHARED_BYTES", ROOM),
+        (exchange, "SLOT_BYTES", 16 * CHUNK),
         (split_cells, "_WINDOW_BYTES", 5 * CHUNK),
         (split_cells, "_cell_slots", Pool(ROOM, 1)),
         (split_cells.SplitCells, "messages", watched),

@@ -12,7 +12,7 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StoreError
 from casnap.storage.chunks import pack
-from casnap.take import hashing, rounds, staging
+from casnap.take import hashing, staging
 
 CORES = 4
 
@@ -20,9 +20,9 @@ CORES = 4
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """Return a store on a machine of many cores, where takes are of many small batches."""
-    monkeypatch.setattr(rounds, "cores", lambda: CORES)
+    monkeypatch.setattr(hashing, "cores", lambda: CORES)
     monkeypatch.setattr(staging, "cores", lambda: CORES)
-    monkeypatch.setattr(rounds, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(hashing, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(pack, "_FIRST_BYTES", 128 << 10)
     return Store(tmp_path / "store", chunk_size=64 << 10).make()
 

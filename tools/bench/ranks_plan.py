@@ -22,7 +22,7 @@ from casnap.restore.schedule import Units, schedule_reads
 from casnap.restore.shared_reads import window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
-from casnap.take import path_owner, rounds
+from casnap.take import exchange, owners
 from casnap.take.plan import replicated_runs
 from casnap.take.staging import JointPart
 from tools.bench.measure import PeakMemory
@@ -103,11 +103,11 @@ def _memory(work: Callable[[], Any]) -> int:
 
 def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
     """Return what a rank tells the owner of some tensors."""
-    claims = path_owner.Claims([], [], [])
+    claims = owners.Claims([], [], [])
     for key, path, entry in tensors:
         start, count = _shard(entry.shape[0], rank, ranks)
         boxes = (((start, 0), (count, _COLUMNS)),) if count else ()
-        claims.sharded.append(path_owner.ShardClaim(key, path, entry, boxes, [b""] * len(boxes)))
+        claims.sharded.append(owners.ShardClaim(key, path, entry, boxes, [b""] * len(boxes)))
     return encode(claims)
 
 
@@ -115,9 +115,9 @@ def _sharded(ranks: int) -> _Cost:
     by_owner: defaultdict[int, list[tuple[bytes, str, TensorEntry]]] = defaultdict(list)
     for i, shape in enumerate(_shapes()):
         path = f"model/layers.{i}.weight"
-        key = path_owner.key_of(path)
+        key = owners.key_of_path(path)
         entry = TensorEntry("bfloat16", shape, Payload(2 * shape[0] * shape[1]))
-        by_owner[path_owner.owner_of(key, ranks)].append((key, path, entry))
+        by_owner[owners.owner_of(key, ranks)].append((key, path, entry))
     entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
     _, asking = _seconds(lambda: [_claims(by_owner[owner], 0, ranks) for owner in range(ranks)])
     planning, for_one = [], []
@@ -136,14 +136,14 @@ def _sharded(ranks: int) -> _Cost:
 
 def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
-    heard = [msgspec.msgpack.decode(claims, type=path_owner.Claims) for claims in told]
-    _, plans = path_owner.plan_sharded(heard, _CHUNK, range(len(heard)))
-    return [encode(verdict) for verdict in path_owner.replies(heard, plans, {})]
+    heard = [msgspec.msgpack.decode(claims, type=owners.Claims) for claims in told]
+    _, plans = owners.plan_sharded(heard, _CHUNK, range(len(heard)))
+    return [encode(verdict) for verdict in owners.replies(heard, plans, {})]
 
 
 def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
     """Do what a rank does with the answer of an owner, short of touching its tensors."""
-    verdict = msgspec.msgpack.decode(answer, type=path_owner.Reply)
+    verdict = msgspec.msgpack.decode(answer, type=owners.Reply)
     for key, plan in zip(keys, verdict.sharded, strict=True):
         grid_of(entries[key].shape, 2, _CHUNK)
         for send in plan.sends:
@@ -171,7 +171,7 @@ def _digests(ranks: int) -> _Cost:
     asks = -(-_BYTES // _CHUNK // (ranks * turns))
 
     def decided() -> float:
-        decides = rounds.WriterChoice(0, ranks)
+        decides = exchange.WriterChoice(0, ranks)
         return sum(
             _seconds(lambda asked=asked: decides.choose([0] * ranks, asked))[1]
             for asked in (_questions(ranks, asks) for _ in range(turns))
@@ -185,7 +185,7 @@ def _questions(ranks: int, asks: int) -> list[memoryview]:
     """Return what all ranks ask one of them in a round, about so many chunks in all."""
     questions = [bytearray() for _ in range(ranks)]
     for i in range(asks):
-        questions[i % ranks] += rounds.OFFER.pack(os.urandom(32), _CHUNK)
+        questions[i % ranks] += exchange.OFFER.pack(os.urandom(32), _CHUNK)
     return [memoryview(question) for question in questions]
 
 

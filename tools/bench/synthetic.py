@@ -16,7 +16,7 @@ from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.format.tree import build
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.table import row_setter
+from casnap.storage.catalog.table import Table
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 
@@ -62,12 +62,11 @@ class Synthetic:
             tree = build(entries, transaction.put_node)
             manifest = transaction.put_node(encode(Manifest({"model": tree}, {"0": {}})))
 
-            def row(seq: int) -> Row:
-                return Row(
-                    transaction.commit, transaction.ref(manifest), seq, time.time(), 1, Stats()
-                )
+            def change(_table: Table, seq: int) -> dict[str, Row]:
+                ref = transaction.ref(manifest)
+                return {name: Row(transaction.commit, ref, seq, time.time(), 1, Stats())}
 
-            publish(transaction, row_setter(name, row, overwrite=False, uri=self.store.uri))
+            publish(transaction, change)
         finally:
             transaction.close()
 

@@ -28,7 +28,7 @@ from casnap.state.parts import holds_parts, said_of_parts
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe, describe_shards
 from casnap.state.values import decode_value, encode_object
-from casnap.take.capturable import GivenLeaves
+from casnap.take.capture import GivenLeaves
 
 
 class _Paths(msgspec.Struct, array_like=True):

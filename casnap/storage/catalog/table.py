@@ -123,16 +123,6 @@ def check_path_is_free(backend: Backend, name: str) -> None:
             )
 
 
-def row_setter(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
-    """Return the change that adds a row, which ``row`` makes, given the number of its root."""
-
-    def change(table: Table, seq: int) -> dict[str, Row | None]:
-        check_free(table, name, overwrite=overwrite, uri=uri)
-        return {name: row(seq)}
-
-    return change
-
-
 def row_edit(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
     """Return the change that edits a row, or (None) removes it, if it is still of that commit."""
 

@@ -24,7 +24,6 @@ from casnap.format.names import rank_names
 from casnap.format.region import Region
 from casnap.state.tensors import itemsize_of
 from casnap.take.plan import RankPlan, plan_tensor
-from casnap.take.scopes import Declarations
 
 KEY_BYTES = 16
 NAMING_ADVICE = (
@@ -166,28 +165,20 @@ def _samples_by_key(claims: Claims) -> list[tuple[bytes, bytes]]:
     return [(key, s) for (key, _), s in zip(claims.replicated, claims.samples, strict=True)]
 
 
-def check_declared(
-    claims: list[Claims],
-    replicas: Mapping[bytes, Replica],
-    paths: Mapping[bytes, str],
-    declared: Declarations,
+def check_replicated(
+    claims: list[Claims], replicas: Mapping[bytes, Replica], named: Mapping[bytes, str]
 ) -> None:
     """Check that the paths that ``replicated=`` names are equal on all ranks.
 
     Args:
         claims: What each rank claims.
         replicas: What the owner found about them.
-        paths: Key → path, of the paths that this rank owns.
-        declared: What is declared.
+        named: Key → path, of these paths that this rank owns.
 
     Raises:
         StateError: Some are not equal.
     """
-    wrong = {
-        path: key
-        for key, path in paths.items()
-        if replicas.get(key) is Replica.DIFFERENT and declared.is_named_replicated(path)
-    }
+    wrong = {path: key for key, path in named.items() if replicas.get(key) is Replica.DIFFERENT}
     if not wrong:
         return
     path = min(wrong)

@@ -25,11 +25,10 @@ from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.chunks.pack import Choose
 from casnap.take.division import Division
+from casnap.take.hashing import Batches
 from casnap.take.split_cells import SHARED_BYTES, SplitCells
-from casnap.take.staging import PIECE_BYTES, Piece
+from casnap.take.staging import Piece
 
-Batches = Callable[[int], Iterable[list[Piece]]]
-"""Returns pieces in batches of so many bytes."""
 Hash = Callable[[Iterable[list[Piece]], Choose | None], None]
 """Hashes batches, on one thread; asks which of the chunks that are new this rank is to write."""
 
@@ -74,26 +73,6 @@ class _Heard:
         self.decisions = message[HEAD.size : offers]
         self.offers = message[offers:parts]
         self.parts = message[parts:]
-
-
-def rounds_for(comm: Comm, crew: Crew, division: Division) -> Rounds | NoRounds:
-    """Return how this rank hashes: in rounds with others, or without if it shares nothing."""
-    if comm.size == 1 and not division.assigned:
-        return NoRounds(crew)
-    shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
-    return Rounds(comm, crew, SplitCells(comm.rank, shared, division.keys, division.assigned))
-
-
-class NoRounds:
-    """How a single process hashes: it has no cells to put together, and writes all new chunks."""
-
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
-
-    def run(self, batches: Batches, hash_batches: Hash) -> None:
-        """Hash on all cores, up to eight, or up to the limit of the crew."""
-        source = SharedItems(batches(PIECE_BYTES), self._crew)
-        self._crew.run(lambda: hash_batches(source, None), self._crew.limited(min(cores(), 8)))
 
 
 class _Offer:
@@ -145,19 +124,20 @@ class WriterChoice:
         return [bytes(decision) for decision in decisions]
 
 
-class Rounds:
+class Exchange:
     """How one of several ranks hashes: some threads hash, and one talks to the other ranks.
 
     Args:
         comm: The ranks.
         crew: The owner of the threads.
-        split_cells: The cells that are put together from parts.
+        division: What this rank hashes.
     """
 
-    def __init__(self, comm: Comm, crew: Crew, split_cells: SplitCells) -> None:
+    def __init__(self, comm: Comm, crew: Crew, division: Division) -> None:
         self._comm = comm
         self._crew = crew
-        self._split_cells = split_cells
+        shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
+        self._split_cells = SplitCells(comm.rank, shared, division.keys, division.assigned)
         self._choice = WriterChoice(comm.rank, comm.size)
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.

@@ -1,0 +1,249 @@
+"""The commit of a take: rank 0 puts one root for all ranks, which hand over what they wrote.
+
+A single process is rank 0 of one. After the commit come the marker file and the pruning of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from casnap.errors import FencedError, RankError, StoreError
+from casnap.format.records import Row, Stats, encode, pack_key, segment_key
+from casnap.ranks.comm import Comm
+from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
+from casnap.runtime.threads import mapped
+from casnap.storage.catalog.mirror_notes import UNMIRRORED
+from casnap.storage.catalog.retention import Retention, RetentionChange, prune, unknown_metrics
+from casnap.storage.catalog.table import Table, check_free, mark
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
+from casnap.storage.commits.transaction import Transaction
+from casnap.take.manifest import BuiltManifest
+from casnap.take.options import TakeOptions
+
+_log = logging.getLogger("casnap")
+# The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
+_warned: set[str] = set()
+
+
+class TakeResult(msgspec.Struct, frozen=True):
+    """A snapshot that was taken just now.
+
+    Attributes:
+        row: Its row in the table.
+        requests: How many requests the take made, by kind, on all ranks. They are not stored: when
+            a row is written, its take still has to put the root.
+    """
+
+    row: Row
+    requests: dict[str, int] = {}
+
+
+class _Instruction(msgspec.Struct, array_like=True):
+    """The orders of rank 0 to the other ranks while it commits.
+
+    Attributes:
+        move: Move what you wrote to names under this root, and hand over again.
+        error: The commit failed.
+        result: The commit is done.
+    """
+
+    move: int | None = None
+    error: ErrorText | None = None
+    result: TakeResult | None = None
+
+
+@dataclass(frozen=True)
+class TakeCommit:
+    """The commit of a take, on each of its ranks.
+
+    Attributes:
+        objects: The store.
+        name: The name of the snapshot.
+        options: How it is taken.
+        comm: The ranks.
+        started: When the take began, by ``time.monotonic``.
+    """
+
+    objects: Objects
+    name: str
+    options: TakeOptions
+    comm: Comm
+    started: float
+
+    def lead(self, transaction: Transaction, built: BuiltManifest) -> TakeResult:
+        """On rank 0, commit the snapshot with all that the ranks wrote.
+
+        Raises:
+            FencedError: Something that a rank wrote, or relied on, is gone.
+            RankError: Another rank failed, died or hangs.
+        """
+        comm = self.comm
+        comm.broadcast(transaction.commit)
+
+        def move(seq: int) -> list[RankPart]:
+            comm.broadcast_message(_Instruction(move=seq), _Instruction)
+            return self._rank_parts()
+
+        try:
+            others = OtherRanks(self._rank_parts(), move, comm.check_not_abandoned)
+            self._check_written(others)
+            result = self._put(transaction, built, others)
+        except Exception as e:
+            if not comm.ended and not transaction.may_be_referenced:
+                comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
+            raise
+        try:
+            comm.broadcast_message(_Instruction(result=result), _Instruction)
+        except RankError as e:
+            _log.warning("it is committed, but rank 0 could not tell all ranks: %s", e)
+        return result
+
+    def _rank_parts(self) -> list[RankPart]:
+        """Return what the other ranks hand over.
+
+        Raises:
+            FencedError: Something that a rank wrote, or relied on, is gone; all ranks take again.
+        """
+        parts = self.comm.gather_messages(RankPart(b"", 0, 0), RankPart)[1:]
+        for part in parts:
+            if part.fenced:
+                raise FencedError(part.fenced)
+        return parts
+
+    def _check_written(self, others: OtherRanks) -> None:
+        """Check that rank 0 sees the files that the other ranks wrote.
+
+        Raises:
+            StoreError: It does not: they write to another storage, such as a copy of the store.
+        """
+        # At a remote place one of each rank says where it writes; all see a put that was answered.
+        backend = self.objects.backend
+        written = others.samples if backend.costly_requests else others.packs
+        ends = dict.fromkeys(map(pack_key, written), 0)
+        ends |= {segment_key(ref.id): 0 for ref in others.segments}
+        for _, place in others.records:
+            key = pack_key(place.pack)
+            if key in ends:
+                ends[key] = max(ends[key], place.offset + place.stored)
+        sizes = mapped(backend.size_if_there, ends, backend.in_flight)
+        lacking = [key for key, size in sizes if size is None or size < ends[key]]
+        if lacking:
+            raise StoreError(
+                f"{backend.where(lacking[0])}, which another rank has written, is not there, "
+                "or not whole, where rank 0 looks; all ranks must see one storage (a copy of a "
+                "store, on a disk of each host, is another one)"
+            )
+
+    def _put(
+        self, transaction: Transaction, built: BuiltManifest, others: OtherRanks
+    ) -> TakeResult:
+        """Put the root, write the marker, and prune the run."""
+        digest = transaction.put_node(encode(built.manifest))
+        uri, options = self.objects.backend.uri, self.options
+        row: Row | None = None
+        replaced: list[Row] = []
+
+        def change(table: Table, seq: int) -> Mapping[str, Row | None]:
+            nonlocal row
+            check_free(table, self.name, overwrite=options.overwrite, uri=uri)
+            replaced[:] = filter(None, [table.get(self.name)])
+            duration = time.monotonic() - self.started
+            new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
+            row = Row(
+                commit=transaction.commit,
+                manifest=transaction.ref(digest),
+                seq=seq,
+                time=time.time(),
+                world_size=self.comm.size,
+                stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
+                metadata=dict(options.metadata or {}),
+                tags=() if options.on_commit is None else (UNMIRRORED,),
+            )
+            return {self.name: row}
+
+        publish(transaction, change, others)
+        assert row is not None
+        options.on_release(replaced)
+        if options.on_commit is not None:
+            options.on_commit()
+        mark(self.objects, self.name, row)
+        if options.retention is not None:
+            self._prune(row, options.retention)
+        return TakeResult(row, dict(transaction.requests + others.requests))
+
+    def _prune(self, row: Row, retention: Retention) -> None:
+        """Prune the run. An error is a warning only: the snapshot is committed."""
+        run = self.name.rpartition("/")[0]
+        try:
+            verdicts = prune(
+                self.objects, RetentionChange(self.objects, retention, run, row.commit)
+            )
+        except Exception as e:  # noqa: BLE001
+            _log.warning(
+                "%s is committed, but its run was not pruned: %s: %s",
+                self.name,
+                type(e).__name__,
+                e,
+            )
+            return
+        self.options.on_release([verdict.row for verdict in verdicts if not verdict.kept])
+        store = self.objects.config.store_id
+        unknown = unknown_metrics(retention, (v.row for v in verdicts))
+        if unknown and store not in _warned:
+            _warned.add(store)
+            _log.warning(
+                "%s: keep_best keeps every snapshot, since none has %r as a number in its "
+                "metadata; give it to the takes: metadata={%r: ...}",
+                self.name,
+                unknown[0],
+                unknown[0],
+            )
+
+    # --- the other ranks ---
+
+    def follow(self, transaction: Transaction) -> TakeResult:
+        """Hand over what this rank wrote, and do what rank 0 says until it has committed.
+
+        Raises:
+            RankError: Another rank failed, died or hangs.
+        """
+        commit = bytes(self.comm.broadcast())
+        part = self._finish(transaction)
+        try:
+            while True:
+                self.comm.gather_messages(part, RankPart)
+                instruction = self.comm.broadcast_message(None, _Instruction)
+                if instruction.move is None:
+                    break
+                part = self._finish(transaction, instruction.move)
+        except RankError as e:
+            ended = 0 not in e.ranks and self.comm.await_end(0)
+            row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
+            if row is not None and row.commit == commit:
+                return TakeResult(row)
+            if ended:
+                raise
+            raise RankError(
+                f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 lives, "
+                "it may still commit it",
+                e.ranks,
+            ) from e
+        if instruction.error is not None:
+            transaction.may_be_referenced = False
+            raise error_of_ranks(self.comm.operation, {0: instruction.error})
+        assert instruction.result is not None
+        return instruction.result
+
+    def _finish(self, transaction: Transaction, seq: int = 0) -> RankPart:
+        """Return what this rank hands over; if some of it is gone, a part that says so."""
+        try:
+            return finish_rank_part(transaction, self.comm.size, seq)
+        except FencedError as e:
+            return RankPart(b"", 0, 0, fenced=str(e))
