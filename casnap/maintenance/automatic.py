@@ -71,7 +71,8 @@ class AutomaticCollector:
         state = max(row.stats.logical_bytes for row in rows)
         # So what was let go, and what waits since the last time, are at most half of what is kept.
         worth = min(state, self._needed / 4)
-        if self._released >= worth and self._is_ready():
+        # Once the process ends, Python may no longer wait for a thread that begins now.
+        if self._released >= worth and self._is_ready() and _main_thread_lives():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
                 if settings_of(objects.recent())[GC] != "off":
@@ -171,6 +172,10 @@ class AutomaticCollector:
         return report
 
 
+def _main_thread_lives() -> bool:
+    return threading.main_thread().is_alive()
+
+
 def _ending_with_process(patience: float) -> Progress:
     """Return what is called during a collection, and ends it soon after the process begins to end.
 
@@ -182,7 +187,7 @@ def _ending_with_process(patience: float) -> Progress:
 
     def look(_phase: str, _done: int, _total: int) -> None:
         nonlocal until
-        if not threading.main_thread().is_alive():
+        if not _main_thread_lives():
             until = min(until, time.monotonic() + patience)
             if time.monotonic() >= until:
                 raise _ExitError

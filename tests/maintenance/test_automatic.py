@@ -211,6 +211,28 @@ def test_short_processes(tmp_path: Path) -> None:
     assert torch.equal(store["step_4"].read_object("s/w"), dense(4))
 
 
+def test_a_process_that_takes_while_it_ends(tmp_path: Path) -> None:
+    """Python does not wait for threads that begin then, and ends while they run."""
+    code = """
+        import atexit, sys, threading
+        from casnap import Store
+        from tests.maintenance.test_automatic import take
+
+        def late():
+            for step in range(4):
+                take(store, step)
+                print([t.name for t in threading.enumerate() if t.name == "casnap-gc"])
+
+        store = Store(sys.argv[1])
+        atexit.register(late)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert ended.stdout == "[]\n" * 4
+    assert ended.stderr == ""
+    assert_newest(tmp_path / "store", 3)
+
+
 @pytest.mark.parametrize("how", ["retention", "overwrite"])
 def test_a_mirror_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(automatic, "_SHARE", 0.0)
