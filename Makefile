@@ -3,6 +3,7 @@
 # make test-servers  the tests on servers that take long to install or to try
 # make test-integrations  the tests with Lightning, Transformers, Accelerate and torchtitan
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
+# make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers
 # make bench   casnap beside its peers and the limits of this machine
 # make docs    write the API reference into build/api, and run the examples of README.md and docs/
@@ -38,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help set-up demo test test-servers test-integrations \
-	test-torch soak check format bench docs clean distclean
+	test-gpu test-torch soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -126,6 +127,11 @@ test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/integrations tests/state tests/take \
 		tests/restore tests/ranks
+
+# On a machine with a GPU, in an environment whose torch is built for it.
+test-gpu:
+	python -m pytest -m gpu --timeout 600
+	python -m tools.bench --only device --out gpu.md && cat gpu.md
 
 soak: $(STAMP)
 	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep or sampled' --timeout $(SOAK_TIMEOUT)

@@ -252,6 +252,20 @@ def test_each_byte_crosses_once(tmp_path: Path, how: str) -> None:
     assert (counts[SOURCE], counts[TARGET]) == (nbytes, 0)
 
 
+def test_an_async_take_stages_no_more_than_it_may(tmp_path: Path) -> None:
+    x = torch.arange(36_000_000, device="late")
+    pending = Snapshot.async_take(
+        tmp_path / "run" / "step", {"s": StateDict(x=x)}, max_staging_bytes=256 << 20
+    )
+    x.zero_()
+    snapshot = pending.wait()
+    assert counts[TARGET] == x.nbytes
+    assert torch.equal(
+        snapshot.read_object("s/x", index=slice(-5, None)), torch.arange(36_000_000)[-5:]
+    )
+    assert staging._kept._made <= 4
+
+
 def test_slots_are_bounded(tmp_path: Path) -> None:
     """However large a state is, it is staged in four slots, all of them pinned."""
     x = torch.ones(60_000, 500, device="late")
