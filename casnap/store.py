@@ -19,6 +19,7 @@ from casnap.errors import (
     MirrorError,
     NotAStoreError,
     SnapshotNotFoundError,
+    StorageFullError,
     StoreError,
     nearest,
 )
@@ -482,6 +483,7 @@ class Store:
             on_commit=self.on_commit,
             on_release=partial(collector.note, self.objects),
             make_room=partial(collector.make_room, self.objects),
+            on_full=self.on_full,
             threads=options.threads or self._threads,
         )
 
@@ -493,6 +495,14 @@ class Store:
         from casnap.maintenance.automatic import automatic_collector
 
         return automatic_collector(self.objects)
+
+    def on_full(self, error: StorageFullError, count_bytes: Callable[[], int]) -> None:
+        """Make room on a full disk; for takes and copies, which then start again.
+
+        Raises:
+            StorageFullError: Nothing there can be freed.
+        """
+        self._collector().meet_full_disk(self.objects, error, count_bytes)
 
     @property
     def on_commit(self) -> Callable[[], None] | None:
@@ -729,7 +739,9 @@ class Store:
             check_pair(self.objects, objects)
             chosen = [c._replace(target=to.full_name(c.target)) for c in chosen]
         many = len(chosen) > 1
-        options = CopyOptions(dry_run=dry_run, skip_gone=many, on_commit=to.on_commit)
+        options = CopyOptions(
+            dry_run=dry_run, skip_gone=many, on_commit=to.on_commit, on_full=to.on_full
+        )
         return copy_snapshots(self.objects, objects, chosen, options, progress)
 
     # --- maintenance ---
@@ -1032,6 +1044,7 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import Destination
+    from casnap.transfer.report import CopyOptions
 
     if prefix:
         uri = objects.backend.uri
@@ -1059,7 +1072,9 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
                 raise
             raise wrong_mirror_error(objects, known, f"there is no store: {e}") from e
         there.check_writable("mirror to")
-        return Destination(there, place.name, partial(automatic_collector(there).note, there))
+        collector = automatic_collector(there)
+        options = CopyOptions(on_full=partial(collector.meet_full_disk, there))
+        return Destination(there, place.name, partial(collector.note, there), options)
 
     distributed: Any = sys.modules.get("torch.distributed")
     # On many ranks, rank 0 commits, and copies.

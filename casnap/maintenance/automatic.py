@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-from casnap.errors import CasnapError
+from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import Row
 from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.progress import Progress
+from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
 from casnap.storage.catalog.settings import GC, settings_of
 from casnap.storage.chunks.objects import Objects
@@ -78,22 +79,47 @@ class AutomaticCollector:
                 if settings_of(objects.recent())[GC] != "off":
                     self._start(objects)
 
-    def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> bool:
+    def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
         """Collect all that nobody needs, now, if a state may not fit on the disk.
 
         Args:
             objects: The store, as the caller has it open.
             count_bytes: Returns the bytes of the state.
-
-        Returns:
-            Whether that freed anything.
         """
         try:
-            freed = self._sweep(objects) if self._may_not_fit(objects, count_bytes) else 0
+            if self._may_not_fit(objects, count_bytes):
+                root = objects.newest()
+                if self._released or root.condemned:
+                    self._sweep(objects)
         except Exception as e:  # noqa: BLE001 - the take may fit all the same
             _log.warning("%s: its garbage is not collected: %s", objects.backend.uri, e)
-            return False
-        return freed > 0
+
+    def meet_full_disk(
+        self, objects: Objects, error: StorageFullError, count_bytes: Callable[[], int]
+    ) -> None:
+        """Collect all that nobody needs, so that what found no space can start again.
+
+        Args:
+            objects: The store, as the caller has it open.
+            error: What was found.
+            count_bytes: Returns how many bytes are to be written, at most.
+
+        Raises:
+            StorageFullError: That freed nothing. The message says what would.
+        """
+        uri, report = objects.backend.uri, None
+        try:
+            report = self._sweep(objects)
+        except Exception as e:  # noqa: BLE001 - the disk is full in any case
+            _log.warning("%s: its garbage is not collected: %s", uri, e)
+        if report is not None and report.freed_bytes:
+            return
+        free = objects.backend.free_bytes()
+        lacking = f"up to {size(count_bytes())} are needed"
+        lacking += "" if free is None else f", {size(free)} are free"
+        raise StorageFullError(f"{error}. {lacking}; {_what_frees(uri, report)}") from (
+            error.__cause__ or error
+        )
 
     def _may_not_fit(self, objects: Objects, count_bytes: Callable[[], int]) -> bool:
         free = objects.backend.free_bytes()
@@ -103,17 +129,16 @@ class AutomaticCollector:
         self._counted = count_bytes()
         return free <= self._counted + self._counted // 10
 
-    def _sweep(self, objects: Objects) -> int:
-        """Collect without any grace; return how many bytes that freed."""
+    def _sweep(self, objects: Objects) -> GcReport | None:
+        """Collect without any grace; return None if the store's garbage is left to the user."""
         # A collection that is under way has not condemned yet what it will.
         with self._collecting:
-            root = objects.newest()
-            is_on = collects_by_itself() and settings_of(root)[GC] != "off"
-            if not is_on or not (self._released or root.condemned):
-                return 0
-            freed = self._collect(objects, GcOptions(grace=0)).freed_bytes
-        _log.info("%s: the disk is nearly full; %d bytes freed", objects.backend.uri, freed)
-        return freed
+            if not collects_by_itself() or settings_of(objects.newest())[GC] == "off":
+                return None
+            report = self._collect(objects, GcOptions(grace=0))
+        uri, freed = objects.backend.uri, report.freed_bytes
+        _log.info("%s: the disk is full, or nearly; %d bytes freed", uri, freed)
+        return report
 
     def _start(self, objects: Objects) -> None:
         with self._lock:
@@ -174,6 +199,20 @@ class AutomaticCollector:
 
 def _main_thread_lives() -> bool:
     return threading.main_thread().is_alive()
+
+
+def _what_frees(uri: str, report: GcReport | None) -> str:
+    """Return what would free space, after a collection without grace; None if there was none."""
+    if report is None:
+        return f"`casnap gc {uri} --grace 0` frees what no snapshot needs any more"
+    waiting = f", and {size(report.waiting_bytes)} wait for other takes" * bool(
+        report.waiting_packs
+    )
+    return (
+        f"{uri} has no garbage left to free: its {report.snapshots:,} snapshots take up "
+        f"{size(report.live_bytes)}{waiting}. Let some of them go, with `casnap rm` or `casnap "
+        f"prune`; then `casnap gc {uri} --grace 0` frees their bytes"
+    )
 
 
 def _ending_with_process(patience: float) -> Progress:

@@ -80,6 +80,17 @@ class Comm(ABC):
     def enter_phase(self, phase: str) -> None:
         """Note what this rank does from now on, for the messages of others if it gets lost."""
 
+    def resume(self, error: BaseException) -> bool:
+        """Tell the other ranks of an error; go on with them if all that failed have such an error.
+
+        Args:
+            error: The error of this rank, which it may have heard of from others.
+
+        Returns:
+            Whether the operation goes on, on all ranks; if not, it has ended.
+        """
+        return True
+
     def background(self, number: int) -> Comm:
         """Return these ranks for the part of the operation that goes on in the background.
 

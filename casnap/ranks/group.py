@@ -65,6 +65,8 @@ class Group(Comm):
         self._kind = crc32(f"{operation.partition(' of ')[0]} {number}".encode())
         self._phase = ""
         self._calls = 0
+        # What all ranks have heard, if the ranks are in step all the same.
+        self._errors: dict[int, ErrorText] = {}
         self.ended = False
 
     def __del__(self) -> None:
@@ -101,7 +103,8 @@ class Group(Comm):
         if _FAILED in sizes:
             self.ended = True
             self._forget_shared()
-            raise error_of_ranks(self.operation, self._exchange_errors(sizes, b""))
+            self._errors = self._exchange_errors(sizes, b"")
+            raise error_of_ranks(self.operation, self._errors)
         came = self._transfer(parts, sizes, room)
         if not proven:
             self._verify(came, expected)
@@ -186,9 +189,19 @@ class Group(Comm):
         text = error_text(error)
         with suppress(CasnapError):  # this rank raises its own error in any case
             sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, text)
-            self._exchange_errors(sizes, encode(text))
+            self._errors = self._exchange_errors(sizes, encode(text))
         self._forget_shared()
         self.ended = True
+
+    @override
+    def resume(self, error: BaseException) -> bool:
+        patience = self.timeout
+        self.fail(error)
+        self.timeout = patience
+        errors, self._errors = self._errors, {}
+        kinds = {sent.kind for sent in errors.values()}
+        self.ended = kinds != {type(error).__name__}
+        return not self.ended
 
     @override
     def leave(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from casnap.errors import DamagedError, SnapshotExistsError
+from casnap.errors import DamagedError, SnapshotExistsError, StorageFullError
 from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root, Row
@@ -28,8 +28,12 @@ def _ignore(_rows: Sequence[Row]) -> None:
     pass
 
 
-def _make_no_room(_count_bytes: Callable[[], int]) -> bool:
-    return False
+def _make_no_room(_count_bytes: Callable[[], int]) -> None:
+    pass
+
+
+def _raise_full(error: StorageFullError, _count_bytes: Callable[[], int]) -> None:
+    raise error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,8 @@ class TakeOptions:
         on_commit: Called right after the commit, on the rank that commits; the snapshot is then
             noted as one that the mirror of the store lacks. None if there is no mirror.
         on_release: Called after the commit with the rows of snapshots that it let go.
-        make_room: Called before anything is written, with what counts the bytes of the state, and
-            where the disk is full; returns whether there is more room now.
+        make_room: Called before anything is written, with what counts the bytes of the state.
+        on_full: Called where the disk is full, with that too; returns if there is more room now.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -56,7 +60,8 @@ class TakeOptions:
     threads: int | None = None
     on_commit: Callable[[], None] | None = None
     on_release: Callable[[Sequence[Row]], None] = _ignore
-    make_room: Callable[[Callable[[], int]], bool] = _make_no_room
+    make_room: Callable[[Callable[[], int]], None] = _make_no_room
+    on_full: Callable[[StorageFullError, Callable[[], int]], None] = _raise_full
 
     def __post_init__(self) -> None:
         if self.retention is not None:

@@ -7,11 +7,11 @@ by block; one on an accelerator through pinned memory, by a copy on a side strea
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -277,6 +277,9 @@ def _wait_for(under_way: threading.Lock) -> None:
 class StagedCopies:
     """Copies of pieces in memory that is kept between takes; the originals may change.
 
+    A copy that was read stays until the take has ended, so that the take can start again, or until
+    a later copy needs its memory.
+
     Args:
         max_bytes: The most memory to use, at least a few blocks of 64 MiB; None for no bound.
         threads: The most threads that copy; None for one a core.
@@ -286,10 +289,15 @@ class StagedCopies:
         self._threads = threads
         _kept.limit = None if max_bytes is None else max(2 * cores(), max_bytes // _BLOCK_BYTES)
         self._when_full: Callable[[], None] = lambda: None
-        self._copies: deque[Piece] = deque()
+        # All copies in order, how many of them were drawn, and what frees those that were read.
+        self._copies: list[Piece] = []
+        self._drawn = 0
+        self._read: list[Callable[[], None]] = []
+        self._keeps = True
         self._changed = threading.Condition()
         self._complete = False
         self._error: BaseException | None = None
+        _with_copies.add(self)
 
     def fill(self, pieces: Iterable[Piece], when_full: Callable[[], None]) -> None:
         """Copy pieces on all cores, or on as many threads as are allowed.
@@ -334,7 +342,8 @@ class StagedCopies:
                 under_way = threading.Lock()
                 under_way.acquire()
                 wait = partial(_wait_for, under_way)
-                copied = piece._replace(view=target, owner=None, ready=wait, done=block.done)
+                done = partial(self._note_read, block.done)
+                copied = piece._replace(view=target, owner=None, ready=wait, done=done)
                 block.share()
                 with self._changed:
                     self._copies.append(copied)
@@ -359,8 +368,34 @@ class StagedCopies:
         slot = _kept.acquire(wait=False)
         if slot is None:
             self._when_full()
+            for copies in list(_with_copies):
+                copies._forget()
             slot = _kept.take()
         return slot
+
+    def _note_read(self, done: Callable[[], None]) -> None:
+        with self._changed:
+            if self._keeps:
+                self._read.append(done)
+                return
+        done()
+
+    def _forget(self) -> None:
+        """Free the copies that were read, now and from now on."""
+        with self._changed:
+            self._keeps = False
+            read, self._read = self._read, []
+        for done in read:
+            done()
+
+    def rewind(self) -> bool:
+        """Have :meth:`batches` begin again; return False if not all copies are there any more."""
+        with self._changed:
+            # One that was drawn and is not read was lost in a failure.
+            if not self._keeps or len(self._read) < self._drawn:
+                return False
+            self._read, self._drawn = [], 0
+            return True
 
     def batches(self, nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
         """Yield all copies as they are made, in batches of about so many bytes.
@@ -370,21 +405,29 @@ class StagedCopies:
         """
         while True:
             with self._changed:
-                if not self._copies and not self._complete:
+                if self._drawn == len(self._copies) and not self._complete:
                     self._changed.wait(_LOOK)
-                if not self._copies and self._complete:
+                if self._drawn == len(self._copies) and self._complete:
                     break
                 batch, total = list[Piece](), 0
-                while self._copies and total < nbytes and len(batch) < _BATCH:
-                    batch.append(self._copies.popleft())
+                while self._drawn < len(self._copies) and total < nbytes and len(batch) < _BATCH:
+                    batch.append(self._copies[self._drawn])
+                    self._drawn += 1
                     total += len(batch[-1].view)
             yield batch
         if self._error is not None:
             raise self._error
 
     def release(self) -> None:
-        """Give back the memory of copies that were not read, for the next take."""
+        """Give back the memory of all copies, for the next take."""
+        self._forget()
         with suppress(BaseException):
             for batch in self.batches():
                 with suppress(BaseException):
                     give_back(batch)
+        # Whoever has an error of the take has a reference to this.
+        self._copies, self._drawn = [], 0
+
+
+# Takes whose copies may still be there. Only a thread that has the turn to begin a take looks here.
+_with_copies: WeakSet[StagedCopies] = WeakSet()

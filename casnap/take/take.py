@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from casnap.take.pending import PendingTake
 from casnap.take.staging import Piece, StagedCopies, batched
 
 _log = logging.getLogger("casnap")
-_FENCED_TRIES = 5
+_TRIES = 5
 
 
 def take(
@@ -59,20 +59,7 @@ def take(
         background.wait_for_last()
         background.raise_unseen(objects.config.store_id, name, 1, alone=comm.size == 1)
         work = _begin(objects, name, asked, options, comm, started)
-        for tries in count(1):
-            try:
-                return work.store(partial(batched, work.pieces()))
-            except FencedError:
-                if tries == _FENCED_TRIES or comm.ended:
-                    raise
-                _log.info("%s: a collector went past the take, which starts again", name)
-                work = replace(work, base_root=None)
-            except StorageFullError:
-                # Ranks have heard of the error. A process alone can begin again.
-                if tries > 1 or comm.size > 1 or not options.make_room(work.capture.bytes_to_hash):
-                    raise
-                work = replace(work, base_root=None)
-    raise AssertionError
+        return _stored(work, lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
 
 
 def async_take(
@@ -160,12 +147,55 @@ def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> T
                 # do not count their requests.
                 before = Counter(work.objects.backend.requests)
                 before.subtract(in_call)
-                own = work.objects.recent() if comm.rank == 0 else None
+                own = None
+                if comm.rank == 0:
+                    work.options.make_room(work.count_bytes)
+                    own = work.objects.recent()
                 base_root = comm.broadcast_message(own, Root)
                 work = replace(work, comm=comm, requests_before=before, base_root=base_root)
-            return work.store(copies.batches)
+            return _stored(work, copies.batches, copies.rewind)
         finally:
             copies.release()
+
+
+def _stored(work: _Take, batches: Batches, rewind: Callable[[], bool]) -> TakeResult:
+    """Store a state; start again where a collector was faster, or has made room on a full disk.
+
+    Args:
+        work: The take.
+        batches: Returns the pieces in batches of so many bytes.
+        rewind: Has that begin again; returns whether it can.
+
+    Raises:
+        FencedError: A collector was faster, and the take cannot start again.
+        StorageFullError: The disk is full, and nothing there can be freed.
+    """
+    comm, name = work.comm, work.name
+    for tries in count(1):
+        try:
+            return work.store(batches)
+        except FencedError:
+            if tries == _TRIES or comm.ended:
+                raise
+            again = "%s: a collector went past the take, which starts again"
+            if not _all_can(comm, rewind):
+                raise
+        except StorageFullError as e:
+            if tries == _TRIES or not comm.resume(e):
+                raise
+            again = "%s: the disk was full, and there is room now; the take starts again"
+            if comm.rank == 0:
+                work.options.on_full(e, work.count_bytes)
+            # The other ranks wait for that here.
+            if not _all_can(comm, rewind):
+                raise
+        _log.info(again, name)
+        work = replace(work, base_root=None)
+    raise AssertionError
+
+
+def _all_can(comm: Comm, rewind: Callable[[], bool]) -> bool:
+    return all(map(any, comm.all_gather(bytes([rewind()]))))
 
 
 def _begin(
@@ -184,7 +214,8 @@ def _begin(
     chunk_size = objects.config.chunk_size
     keys = [key_of(component) for component in request.keys]
     capture = asked.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
-    if comm.rank == 0:
+    if comm.rank == 0 and options.max_pending == 1:
+        # Otherwise this waits for its turn: what earlier takes rely on is not freed.
         options.make_room(lambda: comm.size * capture.bytes_to_hash())
     comm.enter_phase("sharing out the work")
     division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
@@ -226,6 +257,10 @@ class _Take:
     requests_before: Mapping[str, int]
     base_root: Root | None
     seed: int
+
+    def count_bytes(self) -> int:
+        """Return about how many bytes the state has on all ranks."""
+        return self.comm.size * self.capture.bytes_to_hash()
 
     def pieces(self) -> Iterable[Piece]:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from itertools import count
 
-from casnap.errors import FencedError, SnapshotNotFoundError
+from casnap.errors import FencedError, SnapshotNotFoundError, StorageFullError
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import Table
@@ -24,7 +24,7 @@ from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
 _log = logging.getLogger("casnap")
-_FENCED_TRIES = 5
+_TRIES = 5
 # The most nodes of earlier snapshots of this copy that are remembered.
 _MOST_SEEN = 1 << 19
 
@@ -129,12 +129,17 @@ class _Copy:
                 self._try(chosen)
             except FencedError as e:
                 self._forget()
-                if tries == _FENCED_TRIES:
+                if tries == _TRIES:
                     raise FencedError(
                         f"{chosen.target} is not copied: collectors without grace deleted what it "
                         f"relied on, {tries} times; copy again, and give `casnap gc` a --grace"
                     ) from e
                 _log.info("%s: a collector went past the copy, which starts again", chosen.target)
+            except StorageFullError as e:
+                self._forget()
+                if tries == _TRIES:
+                    raise
+                self._options.on_full(e, lambda: chosen.row.stats.logical_bytes)
             else:
                 return
 

@@ -221,7 +221,8 @@ class Mirror:
     def _copy_some(self, there: Destination) -> bool:
         """Copy what is new; return whether anything was."""
         if self._follower is None:
-            pair = Pair(self._source, there.objects, partial(self._choose, there))
+            choose = partial(self._choose, there)
+            pair = Pair(self._source, there.objects, choose, there.options)
             self._follower = Follower(pair, self._on_progress, partial(self._explain, there))
         copied: dict[str, bytes] = {}
         settled = time.monotonic()

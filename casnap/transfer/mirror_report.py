@@ -18,6 +18,7 @@ from casnap.format.records import Row
 from casnap.runtime.environment import cache_folder, is_running
 from casnap.storage.catalog.retention import Retention
 from casnap.storage.chunks.objects import Objects
+from casnap.transfer.report import CopyOptions
 
 
 class Destination(NamedTuple):
@@ -27,11 +28,13 @@ class Destination(NamedTuple):
         objects: The store.
         prefix: The folder there that all snapshots go into; empty for none.
         on_release: Called with the rows of snapshots that were let go there.
+        options: How to copy to it.
     """
 
     objects: Objects
     prefix: str
     on_release: Callable[[Sequence[Row]], None]
+    options: CopyOptions
 
 
 class MirrorOptions(NamedTuple):

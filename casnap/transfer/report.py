@@ -6,7 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from casnap.errors import StorageFullError
 from casnap.format.records import Row
+
+
+def _raise_full(error: StorageFullError, _count_bytes: Callable[[], int]) -> None:
+    raise error
+
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
@@ -40,6 +46,8 @@ class CopyOptions:
         part_seconds: Commit it also when about so many seconds have passed: a link may be slow.
         on_commit: Called after each snapshot is committed; it is then noted as one that the mirror
             of the destination lacks.
+        on_full: Called where the disk of the destination is full, with the error, and what counts
+            the bytes to be written, at most; returns if there is more room now.
     """
 
     dry_run: bool = False
@@ -47,6 +55,7 @@ class CopyOptions:
     part_bytes: int = PART_BYTES
     part_seconds: float = PART_SECONDS
     on_commit: Callable[[], None] | None = None
+    on_full: Callable[[StorageFullError, Callable[[], int]], None] = _raise_full
 
 
 @dataclass

@@ -1,0 +1,194 @@
+"""A disk that gets full while something is stored: its garbage is freed, and that goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import StorageFullError
+from casnap.maintenance import automatic
+from casnap.runtime.buffers import Pool
+from casnap.take import staging
+from tests.support.cli_calls import invoke
+from tests.support.mounts import tmpfs
+from tests.support.ranks import World
+
+STATE = 8 << 20
+
+
+@pytest.fixture(autouse=True)
+def turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASNAP_GC", "auto")
+
+
+def dense(step: int, nbytes: int = STATE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(-(2**62), 2**62, (nbytes // 8,), generator=generator)
+
+
+def state(step: int) -> dict[str, StateDict]:
+    return {"s": StateDict(w=dense(step))}
+
+
+@contextmanager
+def disk_with_garbage(tmp_path: Path) -> Iterator[Path]:
+    """Give a disk of six states, with a store of one snapshot, and garbage of two."""
+    with tmpfs(tmp_path / "disk", str(6 * STATE + (2 << 20))) as disk:
+        store = Store(disk / "store")
+        for step in range(3):
+            store.take(state(step), f"step_{step}")
+        for step in range(2):
+            store.delete(f"step_{step}")
+        wait_for_collectors()
+        yield disk
+
+
+def wait_for_collectors() -> None:
+    for collector in list(automatic._collectors.values()):
+        if collector._worker is not None:
+            collector._worker.wait()
+
+
+class Filling:
+    """Fills a disk once something is stored there, but for half a state."""
+
+    def __init__(self, disk: Path, leave: int = STATE // 2) -> None:
+        self._file, self._leave = disk / "fill", leave
+
+    def __call__(self, *_: object) -> None:
+        with suppress(FileExistsError):
+            fd = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            with suppress(OSError):
+                while True:
+                    os.write(fd, bytes(1 << 16))
+            os.ftruncate(fd, max(0, os.fstat(fd).st_size - self._leave))
+            os.close(fd)
+
+
+def assert_whole(store: Store, name: str, step: int, path: str = "s/w") -> None:
+    snapshot = Store(store.uri)[name]
+    assert torch.equal(snapshot.read_object(path), dense(step))
+    assert store.check(data=True).ok
+
+
+def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:
+    return store.async_take(*args, **options).wait()
+
+
+@pytest.mark.parametrize("how", [Store.take, async_take], ids=["take", "async_take"])
+def test_a_take(tmp_path: Path, how: Callable[..., Snapshot]) -> None:
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        how(store, state(9), "new", progress=Filling(disk))
+        assert_whole(store, "new", 9)
+
+
+def test_takes_that_wait_for_one_another(tmp_path: Path) -> None:
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        filling = Filling(disk, leave=3 * STATE // 2)
+        first = store.async_take(state(8), "first", max_pending=2, progress=filling)
+        second = store.async_take(state(9), "second", max_pending=2)
+        first.wait()
+        second.wait()
+        assert_whole(store, "first", 8)
+        assert_whole(store, "second", 9)
+
+
+def test_copies_that_are_not_there_any_more(tmp_path: Path) -> None:
+    """What was read is given up for what was not, so the take cannot start again."""
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        large = {"s": StateDict(w=dense(9, 5 * STATE // 2))}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(staging, "_kept", Pool(STATE // 4, None))
+            patch.setattr(staging, "_BLOCK_BYTES", STATE // 4)
+            patch.setattr(staging, "PIECE_BYTES", STATE // 8)
+            pending = store.async_take(large, "new", max_staging_bytes=1, progress=Filling(disk))
+            with pytest.raises(StorageFullError):
+                pending.wait()
+        store.take(state(9), "new")
+        assert_whole(store, "new", 9)
+
+
+def take_on_ranks(path: str, how: str) -> None:
+    half, rank = STATE // 16, dist.get_rank()
+    mine = {"s": StateDict(w=dense(9)[rank * half :][:half].clone())}
+    progress = Filling(Path(path).parent) if rank == 1 else None
+    store = Store(path)
+    options: dict[str, Any] = {"per_rank": ["**"], "progress": progress}
+    if how == "take":
+        store.take(mine, "new", **options)
+    else:
+        store.async_take(mine, "new", max_pending=int(how), **options).wait()
+
+
+def test_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
+    for how in ("take", "1", "2"):
+        with disk_with_garbage(tmp_path) as disk:
+            world(2).run(take_on_ranks, str(disk / "store"), how)
+            store = Store(disk / "store")
+            for rank in range(2):
+                part = dense(9)[rank * (STATE // 16) :][: STATE // 16]
+                assert torch.equal(store["new"].read_object(f"{rank}/s/w"), part)
+            assert store.check(data=True).ok
+
+
+def test_a_copy(tmp_path: Path) -> None:
+    source = Store(tmp_path / "source")
+    source.take(state(9), "new")
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        Filling(disk)()
+        assert source.copy("new", to=store).copied == ["new"]
+        assert_whole(store, "new", 9)
+
+
+def test_a_copy_by_the_command(tmp_path: Path) -> None:
+    Store(tmp_path / "source").take(state(9), "new")
+    with disk_with_garbage(tmp_path) as disk:
+        Filling(disk)()
+        invoke("cp", tmp_path / "source/new", disk / "store/new")
+        assert_whole(Store(disk / "store"), "new", 9)
+
+
+def test_a_mirror(tmp_path: Path) -> None:
+    with disk_with_garbage(tmp_path) as disk:
+        Filling(disk)()
+        store = Store(tmp_path / "source", mirror=disk / "store")
+        store.take(state(9), "new")
+        store.wait_mirrored(60)
+        assert_whole(Store(disk / "store"), "new", 9)
+
+
+def test_an_import(tmp_path: Path) -> None:
+    save_file({"w": dense(9)}, tmp_path / "file.safetensors")
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        store.import_file(tmp_path / "file.safetensors", "new", progress=Filling(disk))
+        assert_whole(store, "new", 9, "model/w")
+
+
+def test_what_the_error_says(tmp_path: Path) -> None:
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        store.gc(grace=0)
+        Filling(disk)()
+        expected = (
+            r"earlier snapshots are whole.*up to 8\.4 MB are needed, 4\.\d MB are free; .*store "
+            r"has no garbage left to free: its 1 snapshots take up 8\.4 MB.*`casnap rm`"
+        )
+        with pytest.raises(StorageFullError, match=expected):
+            store.take(state(9), "new")
+        store.configure(gc="off")
+        with pytest.raises(StorageFullError, match=r"`casnap gc .*store --grace 0` frees"):
+            store.take(state(9), "new")
