@@ -64,7 +64,7 @@ TORCH_NAMES = ("torch", "rng_state")
 
 
 class RNGState:
-    """The global random states of torch (CPU, and the accelerator if it is in use), Python and numpy.
+    """The global random states of torch (CPU, and the accelerator in use), Python and numpy.
 
     The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported.
     Of a state that lacks some parts, as TorchSnapshot's has only torch's, the others are left as
