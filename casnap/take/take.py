@@ -56,8 +56,7 @@ def take(
     """
     started = time.monotonic()
     with background.turn:
-        background.wait_for_last()
-        background.raise_unseen(objects.config.store_id, name, 1, alone=comm.size == 1)
+        background.wait_for_room(objects.config.store_id, name, 1, alone=comm.size == 1)
         work = _begin(objects, name, asked, options, comm, started)
         return _stored(work, lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
 
@@ -80,9 +79,8 @@ def async_take(
     pending: PendingTake | None = None
     try:
         with background.turn:
-            background.wait_for_room(options.max_pending - 1)
             store, most = objects.config.store_id, options.max_pending
-            background.raise_unseen(store, name, most, alone=comm.size == 1)
+            background.wait_for_room(store, name, most, alone=comm.size == 1)
             work = _begin(objects, name, asked, options, comm, started)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
             in_call = Counter(objects.backend.requests) - Counter(work.requests_before)
