@@ -33,6 +33,10 @@ _log = logging.getLogger("casnap")
 _SHARE, _REMOTE_REST = 20.0, 3600.0
 # After a failure, so many seconds.
 _FAILURE_REST = 60.0
+# What the first one of a process is likely to cost: so many seconds of a processor a snapshot. At a
+# remote place it begins this many seconds after the first snapshot was let go, so that a process
+# which ends soon makes no requests in vain.
+_SNAPSHOT_SECONDS, _REMOTE_START = 0.0003, 60.0
 # A process that ends waits for its collection for so many seconds; for one at a remote place not.
 _LAST_SECONDS = 0.5
 
@@ -53,7 +57,8 @@ class AutomaticCollector:
         self._released = math.inf
         self._needed = 0
         self._counted = 0
-        self._ready_at = self._processor_ready_at = 0.0
+        self._ready_at: float | None = None
+        self._processor_ready_at = 0.0
         # What was condemned up to this root had a whole cycle; at first, what others condemned.
         self._condemned_until: int | None = None
 
@@ -73,10 +78,10 @@ class AutomaticCollector:
         # So what was let go, and what waits since the last time, are at most half of what is kept.
         worth = min(state, self._needed / 4)
         # Once the process ends, Python may no longer wait for a thread that begins now.
-        if self._released >= worth and self._is_ready() and _main_thread_lives():
+        if self._released >= worth and _main_thread_lives():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
-                if settings_of(objects.recent())[GC] != "off":
+                if self._is_ready(objects) and settings_of(objects.recent())[GC] != "off":
                     self._start(objects)
 
     def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
@@ -177,7 +182,13 @@ class AutomaticCollector:
             report.waiting_bytes,
         )
 
-    def _is_ready(self) -> bool:
+    def _is_ready(self, objects: Objects) -> bool:
+        if self._ready_at is None:
+            self._ready_at = time.monotonic()
+            self._ready_at += _REMOTE_START if objects.backend.costly_requests else 0.0
+            cost = _SNAPSHOT_SECONDS * len(objects.table(objects.recent()))
+            # For what costs less, the end of the process waits.
+            self._processor_ready_at = _SHARE * cost if cost > _LAST_SECONDS else 0.0
         is_rested = time.process_time() >= self._processor_ready_at
         return is_rested and time.monotonic() >= self._ready_at
 

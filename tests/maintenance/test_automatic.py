@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.damaged import damage_everywhere, forget_cache
 from tests.support.faults import in_child, start, wait
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
+from tests.support.remote import RemoteDouble
 
 STATE = 8 << 20
 KEEP = Retention(keep_last=2)
@@ -209,6 +211,40 @@ def test_short_processes(tmp_path: Path) -> None:
         assert process("rm", tmp_path / f"store/step_{step}", "--yes").returncode == 0
     assert nbytes_of(tmp_path / "store") < 3.5 * STATE
     assert torch.equal(store["step_4"].read_object("s/w"), dense(4))
+
+
+def test_in_a_store_of_many_snapshots_a_process_has_to_work_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first collection costs as much as the ones after it."""
+    monkeypatch.setattr(automatic, "_SNAPSHOT_SECONDS", 100.0)
+    store = Store(tmp_path / "store")
+    for step in range(5):
+        take(store, step)
+        wait_for_collectors()
+    assert not store.objects.newest().condemned
+    assert nbytes_of(tmp_path / "store") > 5 * STATE
+
+
+def test_requests_to_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends soon asks nothing more; any other one for one collection an hour."""
+
+    def requests_of_takes(gc: str) -> list[int]:
+        monkeypatch.setenv("CASNAP_GC", gc)
+        backend = RemoteDouble(f"{tmp_path.name}-{gc}-{automatic._REMOTE_START}")
+        counts = [0]
+        for step in range(8):
+            take(Store(backend), step, nbytes=1 << 20)
+            wait_for_collectors()
+            counts.append(backend.count)
+        return [after - before for before, after in pairwise(counts)]
+
+    without = requests_of_takes("off")
+    assert requests_of_takes("auto") == without
+    monkeypatch.setattr(automatic, "_REMOTE_START", 0.0)
+    more = [auto - off for auto, off in zip(requests_of_takes("auto"), without, strict=True)]
+    assert 10 <= more[2] <= 25
+    assert more == [0, 0, more[2], 0, 0, 0, 0, 0]
 
 
 def test_a_process_that_takes_while_it_ends(tmp_path: Path) -> None:
