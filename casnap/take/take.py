@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import count
 
 from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
-from casnap.format.codec import Codec
 from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
@@ -24,9 +22,9 @@ from casnap.storage.catalog.table import checked_metadata
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
-from casnap.take.capture import Capturable, Capture
+from casnap.take.capture import Capturable
 from casnap.take.commit import TakeCommit, TakeResult
-from casnap.take.division import Division, divide
+from casnap.take.division import divide
 from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher
 from casnap.take.manifest import build_manifest
@@ -39,11 +37,7 @@ _TRIES = 5
 
 
 def take(
-    objects: Objects,
-    name: str,
-    asked: Capturable,
-    options: TakeOptions,
-    comm: Comm,
+    objects: Objects, name: str, source: Capturable, options: TakeOptions, comm: Comm
 ) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
@@ -54,19 +48,15 @@ def take(
         StoreError: The store failed; nothing was committed.
         RankError: Another rank failed, died or hangs.
     """
-    started = time.monotonic()
+    work = _Take(objects, name, options, comm)
     with background.turn:
         background.wait_for_room(objects.config.store_id, name, 1, alone=comm.size == 1)
-        work = _begin(objects, name, asked, options, comm, started)
-        return _stored(work, lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
+        work.begin(source)
+        return work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
 
 
 def async_take(
-    objects: Objects,
-    name: str,
-    asked: Capturable,
-    options: TakeOptions,
-    comm: Comm,
+    objects: Objects, name: str, source: Capturable, options: TakeOptions, comm: Comm
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
@@ -75,16 +65,16 @@ def async_take(
     This blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
-    started = time.monotonic()
+    work = _Take(objects, name, options, comm)
     pending: PendingTake | None = None
     try:
         with background.turn:
             store, most = objects.config.store_id, options.max_pending
             background.wait_for_room(store, name, most, alone=comm.size == 1)
-            work = _begin(objects, name, asked, options, comm, started)
+            work.begin(source)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
-            in_call = Counter(objects.backend.requests) - Counter(work.requests_before)
-            pending = PendingTake(store, name, partial(_store_copies, work, copies, in_call))
+            in_call = work.requests()
+            pending = PendingTake(store, name, lambda: work.store_copies(copies, in_call))
             try:
                 if options.max_pending > 1:
                     comm.leave()
@@ -98,7 +88,7 @@ def async_take(
                         run_shielded(lambda _: copies.release())
                     except UnavailableError:
                         copies.release()
-                    _tell_ranks_later(work, e)
+                    work.tell_ranks_later(e)
                 pending.note_seen()
                 raise
             return pending
@@ -108,194 +98,175 @@ def async_take(
         raise
 
 
-def _ranks_later(work: _Take) -> Comm:
-    """Return the ranks as they meet for the part of an async take in the background."""
-    return work.comm.background(work.seed) if work.options.max_pending > 1 else work.comm
-
-
-def _tell_ranks_later(work: _Take, error: BaseException) -> None:
-    """When its turn comes, tell the other ranks that a take failed before it stood in line.
-
-    They may still store earlier takes, and would take the error for one of those.
-    """
-
-    def tell() -> TakeResult:
-        _ranks_later(work).__exit__(type(error), error, None)
-        raise StateError(f"the call for {work.name!r} failed")
-
-    if work.options.max_pending == 1:
-        work.comm.__exit__(type(error), error, None)
-        return
-    telling = PendingTake(work.objects.config.store_id, work.name, tell)
-    telling.error_seen = True
-    try:
-        telling.start()
-    except UnavailableError:
-        # No thread can be started.
-        background.wait_for_last()
-        with suppress(BaseException):
-            tell()
-
-
-def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> TakeResult:
-    with _ranks_later(work) as comm:
-        try:
-            if work.options.max_pending > 1:
-                # Takes that were pending at the call have ended since: rely on what they wrote, and
-                # do not count their requests.
-                before = Counter(work.objects.backend.requests)
-                before.subtract(in_call)
-                own = None
-                if comm.rank == 0:
-                    work.options.make_room(work.count_bytes)
-                    own = work.objects.recent()
-                base_root = comm.broadcast_message(own, Root)
-                work = replace(work, comm=comm, requests_before=before, base_root=base_root)
-            return _stored(work, copies.batches, copies.rewind)
-        finally:
-            copies.release()
-
-
-def _stored(work: _Take, batches: Batches, rewind: Callable[[], bool]) -> TakeResult:
-    """Store a state; start again where a collector was faster, or has made room on a full disk.
+class _Take:
+    """A take, on one of its ranks.
 
     Args:
-        work: The take.
-        batches: Returns the pieces in batches of so many bytes.
-        rewind: Has that begin again; returns whether it can.
-
-    Raises:
-        FencedError: A collector was faster, and the take cannot start again.
-        StorageFullError: The disk is full, and nothing there can be freed.
-    """
-    comm, name = work.comm, work.name
-    for tries in count(1):
-        try:
-            return work.store(batches)
-        except FencedError:
-            if tries == _TRIES or comm.ended:
-                raise
-            again = "%s: a collector went past the take, which starts again"
-            if not _all_can(comm, rewind):
-                raise
-        except StorageFullError as e:
-            if tries == _TRIES or not comm.resume(e):
-                raise
-            again = "%s: the disk was full, and there is room now; the take starts again"
-            if comm.rank == 0:
-                work.options.on_full(e, work.count_bytes)
-            # The other ranks wait for that here.
-            if not _all_can(comm, rewind):
-                raise
-        _log.info(again, name)
-        work = replace(work, base_root=None)
-    raise AssertionError
-
-
-def _all_can(comm: Comm, rewind: Callable[[], bool]) -> bool:
-    return all(map(any, comm.all_gather(bytes([rewind()]))))
-
-
-def _begin(
-    objects: Objects,
-    name: str,
-    asked: Capturable,
-    options: TakeOptions,
-    comm: Comm,
-    started: float,
-) -> _Take:
-    """Do the steps that need the caller's state: agree, capture, divide the work."""
-    options = replace(options, metadata=checked_metadata(options.metadata or {}))
-    before = dict(objects.backend.requests)
-    comm.enter_phase("beginning a take")
-    request = agree_on_request(objects, name, asked.keys(), options, comm)
-    chunk_size = objects.config.chunk_size
-    keys = [key_of(component) for component in request.keys]
-    capture = asked.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
-    if comm.rank == 0 and options.max_pending == 1:
-        # Otherwise this waits for its turn: what earlier takes rely on is not freed.
-        options.make_room(lambda: comm.size * capture.bytes_to_hash())
-    comm.enter_phase("sharing out the work")
-    division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
-    capture.assign(division.assigned)
-    return _Take(
-        objects,
-        name,
-        options,
-        request.codec,
-        comm,
-        capture,
-        division,
-        started,
-        before,
-        request.root,
-        request.seed,
-    )
-
-
-@dataclass(frozen=True)
-class _Take:
-    """A take whose state is captured, and whose work is divided among the ranks.
-
-    Attributes:
-        codec: How new chunks are stored.
-        started: When it began, by ``time.monotonic``.
-        base_root: The root to base it on, if rank 0 has sent one; by default the newest one.
-        seed: A random number that all ranks of this take have, and no other take.
+        objects: The store.
+        name: The name of the snapshot.
+        options: How to take it.
+        comm: The ranks.
     """
 
-    objects: Objects
-    name: str
-    options: TakeOptions
-    codec: Codec
-    comm: Comm
-    capture: Capture
-    division: Division
-    started: float
-    requests_before: Mapping[str, int]
-    base_root: Root | None
-    seed: int
+    def __init__(self, objects: Objects, name: str, options: TakeOptions, comm: Comm) -> None:
+        self._started = time.monotonic()
+        self._objects = objects
+        self._name = name
+        self._options = options
+        self._comm = comm
+        self._requests_before = Counter[str]()
 
-    def count_bytes(self) -> int:
+    def begin(self, source: Capturable) -> None:
+        """Do the steps that need the caller's state: agree, capture, divide the work."""
+        objects, comm = self._objects, self._comm
+        metadata = checked_metadata(self._options.metadata or {})
+        options = self._options = replace(self._options, metadata=metadata)
+        self._requests_before = Counter(objects.backend.requests)
+        comm.enter_phase("beginning a take")
+        request = agree_on_request(objects, self._name, source.keys(), options, comm)
+        # The root to base the take on; if it is None, the newest one.
+        self._base_root = request.root
+        self._codec, self._seed = request.codec, request.seed
+        chunk_size = objects.config.chunk_size
+        keys = [key_of(component) for component in request.keys]
+        self.capture = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
+        if comm.rank == 0 and options.max_pending == 1:
+            # Otherwise this waits for its turn: what earlier takes rely on is not freed.
+            options.make_room(self._count_bytes)
+        comm.enter_phase("sharing out the work")
+        self._division = divide(
+            comm, self.capture, source.values, options, chunk_size, request.seed
+        )
+        self.capture.assign(self._division.assigned)
+
+    def _count_bytes(self) -> int:
         """Return about how many bytes the state has on all ranks."""
-        return self.comm.size * self.capture.bytes_to_hash()
+        return self._comm.size * self.capture.bytes_to_hash()
 
     def pieces(self) -> Iterable[Piece]:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
-        return self.capture.pieces(self.comm.rank / self.comm.size)
+        return self.capture.pieces(self._comm.rank / self._comm.size)
 
-    def store(self, batches: Batches) -> TakeResult:
+    def requests(self) -> Counter[str]:
+        """Return how many requests it has made so far, by kind."""
+        return Counter(self._objects.backend.requests) - self._requests_before
+
+    # --- in the background ---
+
+    def store_copies(self, copies: StagedCopies, in_call: Counter[str]) -> TakeResult:
+        """Store copies of the pieces, and give back their memory.
+
+        Args:
+            copies: The copies.
+            in_call: The requests that the call has made.
+        """
+        with self._background_ranks() as comm:
+            try:
+                if self._options.max_pending > 1:
+                    # Takes that were pending at the call have ended since: rely on what they wrote,
+                    # and do not count their requests.
+                    self._requests_before = Counter(self._objects.backend.requests)
+                    self._requests_before.subtract(in_call)
+                    root = None
+                    if comm.rank == 0:
+                        self._options.make_room(self._count_bytes)
+                        root = self._objects.recent()
+                    self._base_root = comm.broadcast_message(root, Root)
+                    self._comm = comm
+                return self.store(copies.batches, copies.rewind)
+            finally:
+                copies.release()
+
+    def _background_ranks(self) -> Comm:
+        """Return the ranks as they meet for the part of an async take in the background."""
+        return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
+
+    def tell_ranks_later(self, error: BaseException) -> None:
+        """When its turn comes, tell the other ranks that this take failed before it stood in line.
+
+        They may still store earlier takes, and would take the error for one of those.
+        """
+
+        def tell() -> TakeResult:
+            self._background_ranks().__exit__(type(error), error, None)
+            raise StateError(f"the call for {self._name!r} failed")
+
+        if self._options.max_pending == 1:
+            self._comm.__exit__(type(error), error, None)
+            return
+        telling = PendingTake(self._objects.config.store_id, self._name, tell)
+        telling.error_seen = True
+        try:
+            telling.start()
+        except UnavailableError:
+            # No thread can be started.
+            background.wait_for_last()
+            with suppress(BaseException):
+                tell()
+
+    # --- storing ---
+
+    def store(self, batches: Batches, rewind: Callable[[], bool]) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
+
+        Starts again where a collector was faster, or has made room on a full disk.
 
         Args:
             batches: Returns the pieces in batches of so many bytes.
-        """
-        return run_shielded(partial(self._store, batches), limit=self.options.threads)
+            rewind: Has that begin again; returns whether it can.
 
-    def _store(self, batches: Batches, crew: Crew) -> TakeResult:
-        comm = self.comm
+        Raises:
+            FencedError: A collector was faster, and the take cannot start again.
+            StorageFullError: The disk is full, and nothing there can be freed.
+        """
+        comm, limit = self._comm, self._options.threads
+        for tries in count(1):
+            try:
+                return run_shielded(lambda crew: self._store_once(batches, crew), limit)
+            except (FencedError, StorageFullError) as e:
+                if tries == _TRIES:
+                    raise
+                if isinstance(e, FencedError):
+                    if comm.ended:
+                        raise
+                    reason = "a collector went past it"
+                else:
+                    if not comm.resume(e):
+                        raise
+                    reason = "the disk was full, and there is room now"
+                    if comm.rank == 0:
+                        self._options.on_full(e, self._count_bytes)
+                # All ranks start again, or none. The others wait here until rank 0 has made room.
+                if not all(map(any, comm.all_gather(bytes([rewind()])))):
+                    raise
+            _log.info("%s: the take starts again: %s", self._name, reason)
+            self._base_root = None
+        raise AssertionError
+
+    def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:
+        comm, options = self._comm, self._options
         transaction = Transaction(
-            self.objects,
+            self._objects,
             crew,
-            self.codec,
-            self.requests_before,
-            self.base_root,
+            self._codec,
+            self._requests_before,
+            self._base_root,
             puts_root=comm.rank == 0,
         )
         try:
             comm.enter_phase("hashing and writing")
-            hasher = Hasher(self.capture, transaction, self.options.progress)
-            if comm.size == 1 and not self.division.assigned:
+            hasher = Hasher(self.capture, transaction, options.progress)
+            if comm.size == 1 and not self._division.assigned:
                 hasher.hash_all(batches, crew)
             else:
-                Exchange(comm, crew, self.division).run(batches, hasher.hash)
+                Exchange(comm, crew, self._division).run(batches, hasher.hash)
             comm.enter_phase("assembling the manifest")
             with collector_paused():
                 built = build_manifest(
-                    comm, self.capture, self.division, hasher.digests, transaction.put_node
+                    comm, self.capture, self._division, hasher.digests, transaction.put_node
                 )
             comm.enter_phase("committing")
-            commit = TakeCommit(self.objects, self.name, self.options, comm, self.started)
+            commit = TakeCommit(self._objects, self._name, options, comm, self._started)
             if built is None:
                 return commit.follow(transaction)
             return commit.lead(transaction, built)
