@@ -28,9 +28,11 @@ from casnap.storage.catalog.settings import GC, settings_of
 from casnap.storage.chunks.objects import Objects
 
 _log = logging.getLogger("casnap")
-# A collection begins at the earliest when this process has used so many times the processor time of
-# the one before; at a remote place, where each costs requests, after so many seconds.
-_SHARE, _REMOTE_REST = 20.0, 3600.0
+# A process uses so many times the processor time that its collections do. What it has used before
+# counts, up to so many seconds: so they keep up where a run begins with many small takes.
+_SHARE, _SAVED = 20.0, 20.0
+# At a remote place, where each costs requests, the next collection begins after so many seconds.
+_REMOTE_REST = 3600.0
 # After a failure, so many seconds.
 _FAILURE_REST = 60.0
 # What the first one of a process is likely to cost: so many seconds of a processor a snapshot. At a
@@ -56,6 +58,8 @@ class AutomaticCollector:
         # known. And the bytes that snapshots needed then.
         self._released = math.inf
         self._needed = 0
+        # The bytes of the last state that was let go, and of one that is taken.
+        self._state = 0
         self._counted = 0
         self._ready_at: float | None = None
         self._processor_ready_at = 0.0
@@ -74,14 +78,12 @@ class AutomaticCollector:
             return
         with self._lock:
             self._released += sum(row.stats.new_bytes for row in rows)
-        state = max(row.stats.logical_bytes for row in rows)
-        # So what was let go, and what waits since the last time, are at most half of what is kept.
-        worth = min(state, self._needed / 4)
+            self._state = max(row.stats.logical_bytes for row in rows)
         # Once the process ends, Python may no longer wait for a thread that begins now.
-        if self._released >= worth and _main_thread_lives():
+        if _main_thread_lives():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
-                if self._is_ready(objects) and settings_of(objects.recent())[GC] != "off":
+                if self._is_due(objects) and settings_of(objects.recent())[GC] != "off":
                     self._start(objects)
 
     def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
@@ -152,8 +154,19 @@ class AutomaticCollector:
                 self._worker.start()
 
     def _run(self, objects: Objects) -> None:
+        patience = 0.0 if objects.backend.costly_requests else _LAST_SECONDS
+        progress = _ending_with_process(patience)
+        while self._collect_in_background(objects, progress):
+            with self._lock:
+                # What is let go from here on starts another thread.
+                if not self._is_due(objects):
+                    self._worker = None
+                    return
+
+    def _collect_in_background(self, objects: Objects, progress: Progress) -> bool:
+        """Collect once; return whether that succeeded."""
         backend = objects.backend
-        rest, patience = (_REMOTE_REST, 0.0) if backend.costly_requests else (0.0, _LAST_SECONDS)
+        rest = _REMOTE_REST if backend.costly_requests else 0.0
         began = time.monotonic()
         try:
             with self._collecting:
@@ -163,17 +176,18 @@ class AutomaticCollector:
                 )
                 if backend.costly_requests:
                     options = GcOptions(grace=DAY)
-                report = self._collect(objects, options, _ending_with_process(patience))
+                report = self._collect(objects, options, progress)
         except _ExitError:
-            return
+            return False
         except Exception as e:  # noqa: BLE001 - a backend may raise anything; the takes go on
             # It may take as long each time as one that goes well.
             took = time.monotonic() - began
             self._ready_at = time.monotonic() + max(rest, _FAILURE_REST, _SHARE * took)
             _log.warning("%s: its garbage is not collected: %s", backend.uri, e)
-            return
+            return False
         self._ready_at = time.monotonic() + rest
-        self._processor_ready_at = time.process_time() + _SHARE * report.processor_seconds
+        since = max(self._processor_ready_at, time.process_time() - _SAVED)
+        self._processor_ready_at = since + _SHARE * report.processor_seconds
         _log.info(
             "%s: collected garbage in %.3f s: %d bytes freed, %d bytes wait for the next time",
             backend.uri,
@@ -181,8 +195,13 @@ class AutomaticCollector:
             report.freed_bytes,
             report.waiting_bytes,
         )
+        return True
 
-    def _is_ready(self, objects: Objects) -> bool:
+    def _is_due(self, objects: Objects) -> bool:
+        """Whether a collection is worth it, and the process has done enough else since the last."""
+        # So what was let go, and what waits since the last time, are at most half of what is kept.
+        if not self._released or self._released < min(self._state, self._needed / 4):
+            return False
         if self._ready_at is None:
             self._ready_at = time.monotonic()
             self._ready_at += _REMOTE_START if objects.backend.costly_requests else 0.0

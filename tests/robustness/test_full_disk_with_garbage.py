@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from casnap import Snapshot, StateDict, Store
+from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
 from casnap.maintenance import automatic
 from casnap.runtime.buffers import Pool
@@ -46,8 +46,7 @@ def disk_with_garbage(tmp_path: Path) -> Iterator[Path]:
         store = Store(disk / "store")
         for step in range(3):
             store.take(state(step), f"step_{step}")
-        for step in range(2):
-            store.delete(f"step_{step}")
+        store.prune(Retention(keep_last=1))
         wait_for_collectors()
         yield disk
 
