@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from casnap import Retention, StateDict, Store
-from casnap.backends import LocalBackend
 from casnap.errors import CasnapError, StoreError
-from tests.support.faults import content_of, untouched
+from tests.support.faults import backend_faults, content_of, untouched
+from tests.support.sweep import spread
 
 
 @pytest.fixture(params=["at once", "walked"], autouse=True)
@@ -35,18 +36,22 @@ def state(step: int) -> dict[str, StateDict]:
     return {"s": StateDict(x=torch.randn(50_000, generator=generator), step=step)}
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    make_both(tmp_path / "store")
-    return tmp_path / "store"
-
-
-def make_both(path: Path) -> None:
-    """Make a store of five snapshots; beside it, ``other`` is one of three."""
-    for folder, first, count in ((path, 0, 5), (path.with_name("other"), 10, 3)):
-        store = Store(folder)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a store of five snapshots; ``other`` is one of three. Use copies."""
+    folder = tmp_path_factory.mktemp("both")
+    for name, first, count in (("store", 0, 5), ("other", 10, 3)):
+        store = Store(folder / name)
         for step in range(first, first + count):
             store.take(state(step), f"run/step_{step}")
+    return folder
+
+
+@pytest.fixture
+def path(both: Path, tmp_path: Path) -> Path:
+    """Return the store of five snapshots; the other one is beside it."""
+    shutil.copytree(both, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "store"
 
 
 def swap(path: Path) -> None:
@@ -103,48 +108,40 @@ def test_a_store_that_is_made_anew_at_the_path(path: Path) -> None:
         store.take(state(7), "run/step_7")
 
 
-CHANGES = ("write", "put_if_absent", "delete", "keep_copy", "sync", "tidy")
+CHANGES = ["write", "put_if_absent", "delete", "keep_copy", "sync", "tidy"]
 
 
-@contextmanager
-def swapped_at(method: str, call: int, path: Path) -> Iterator[None]:
-    """Move the other store to the path right before a call of the backend."""
-    real = getattr(LocalBackend, method)
-    calls = 0
-
-    def late(backend: LocalBackend, *arguments: object, **more: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            swap(path)
-        return real(backend, *arguments, **more)
-
-    with mock.patch.object(LocalBackend, method, late):
-        yield
-
-
-@pytest.mark.parametrize(
-    "method", ["write", "put_if_absent", "delete", "keep_copy", "sync", "tidy"]
-)
+@pytest.mark.sweep
 @pytest.mark.parametrize("use", ["take", "delete a snapshot", "gc", "repair"])
-def test_within_a_use(path: Path, use: str, method: str) -> None:
-    """Before each of its calls that change something, until it makes no more of them."""
-    for call in range(1, 40):
+def test_within_a_use(both: Path, path: Path, use: str) -> None:
+    """Before each of its calls that change something."""
+
+    def prepared() -> Store:
         for folder in (path, path.with_name("other"), path.with_name("first")):
             shutil.rmtree(folder, ignore_errors=True)
-        make_both(path)
+        shutil.copytree(both, path.parent, dirs_exist_ok=True)
         store = Store(path)
         store.take(state(6), "run/step_6")
         Store(path).delete("run/step_1")
         if use == "repair":
             (path / "casnap-store/casnap.json").write_bytes(b"torn")
-        with untouched_other(path), swapped_at(method, call, path), suppress(CasnapError):
+        return store
+
+    store = prepared()
+    with backend_faults(names=CHANGES) as calls:
+        USES[use](store)
+    assert calls.count > 3
+    for k in spread(calls.count, offset=0, most=8):
+        store = prepared()
+        with (
+            untouched_other(path),
+            backend_faults(k, partial(swap, path), CHANGES),
+            suppress(CasnapError),
+        ):
             USES[use](store)
-        if not path.with_name("first").exists():
-            return
+        assert path.with_name("first").exists()
         if use != "repair":
             assert Store(path.with_name("first")).check(data=True).ok
-    raise AssertionError("it never ends")
 
 
 @contextmanager

@@ -2,171 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from casnap import Snapshot, Store
-from casnap.runtime.buffers import SLOTS, shared_pool
+from casnap import Snapshot, StateDict, Store
+from casnap.runtime.threads import Worker, collector_paused
 from tests.support.faults import (
     CHUNK,
-    WRITING_CALLS,
-    Calls,
     app_state,
+    assert_given_back,
     assert_holds,
     assert_store,
     backend_faults,
     files,
     in_child,
-    interrupt,
-    kill,
     start,
-    system_faults,
     take,
     wait,
 )
-from tests.support.sweep import sweep
 
-pytestmark = pytest.mark.sweep
-
-Faults = Callable[..., "Calls"]
 KILLED = -signal.SIGKILL
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """Return a store of two snapshots; each case works on a copy."""
+    """Return a store of two snapshots."""
     store = Store(tmp_path / "base", chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     return tmp_path / "base"
-
-
-def crash_everywhere(
-    base: Path,
-    work: Callable[[Path], object],
-    check: Callable[[Path], object],
-    faults: Faults,
-    **options: bool,
-) -> None:
-    """Do some work on copies of a store, killed at each of its calls in turn; check each copy."""
-    copy = base.parent / "copy"
-
-    def fresh() -> Path:
-        shutil.rmtree(copy, ignore_errors=True)
-        if base.exists():
-            shutil.copytree(base, copy)
-        return copy
-
-    for k in sweep():
-        fresh()
-
-        def crashing(k: int = k) -> None:
-            with faults(k, kill, **options):
-                work(copy)
-
-        status = in_child(crashing)
-        check(copy)
-        if status == 0:
-            # There are no more calls.
-            assert k > (2 if faults is writing else 5)
-            return
-        assert status == KILLED
-
-
-# Between two calls that write, what is on the disk stays the same.
-writing = partial(backend_faults, names=WRITING_CALLS)
-EACH_KILL = [
-    pytest.param(writing, True, id="after-writing"),
-    *(
-        pytest.param(faults, after, id=name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
-        for faults, after, name in [
-            (backend_faults, False, "before-backend"),
-            (backend_faults, True, "after-backend"),
-            (system_faults, False, "before-system"),
-            (system_faults, True, "after-system"),
-        ]
-    ),
-]
-# A system call that ended well is soon followed by the next, before which is tested.
-EACH_MOMENT = [
-    pytest.param(backend_faults, False, id="before-backend"),
-    pytest.param(backend_faults, True, id="after-backend"),
-    pytest.param(system_faults, False, id="before-system", marks=pytest.mark.slow),
-    pytest.param(system_faults, True, id="after-system", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
-def test_a_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
-    def check(store: Path) -> None:
-        found = assert_store(store, {0, 1}, maybe=2)
-        take(store, 2, overwrite=2 in found)
-        assert_store(store, {0, 1, 2})
-
-    crash_everywhere(base, lambda store: take(store, 2), check, faults, after=after)
-
-
-@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
-def test_an_overwriting_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
-    def overwrite(store: Path) -> None:
-        Store(store).take(app_state(7), "step_1", metadata={"step": 7}, overwrite=True)
-
-    def check(store: Path) -> None:
-        snapshot = Store(store)["step_1"]
-        step = snapshot.metadata.user["step"]
-        assert step in (1, 7)
-        assert_holds(snapshot, step)
-        assert_holds(Store(store)["step_0"], 0)
-
-    crash_everywhere(base, overwrite, check, faults, after=after)
-
-
-@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
-def test_a_delete_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
-    def check(store: Path) -> None:
-        found = assert_store(store, {0}, maybe=1)
-        if 1 in found:
-            Store(store).delete("step_1")
-        take(store, 1)
-        assert_store(store, {0, 1})
-
-    crash_everywhere(base, lambda store: Store(store).delete("step_1"), check, faults, after=after)
-
-
-@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
-def test_the_creation_of_a_store_killed_at_any_call(
-    tmp_path: Path, faults: Faults, after: bool
-) -> None:
-    def check(store: Path) -> None:
-        take(store, 0)
-        assert_store(store, {0})
-
-    crash_everywhere(
-        tmp_path / "none", lambda store: Store(store).make(), check, faults, after=after
-    )
-
-
-@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
-def test_an_async_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
-    def work(store: Path) -> None:
-        pending = Store(store).async_take(app_state(2), "step_2", metadata={"step": 2})
-        pending.wait()
-
-    def check(store: Path) -> None:
-        found = assert_store(store, {0, 1}, maybe=2)
-        take(store, 2, overwrite=2 in found)
-        assert_store(store, {0, 1, 2})
-
-    crash_everywhere(base, work, check, faults, after=after)
 
 
 def takes_killed_at_random(tmp_path: Path, rounds: int, seed: int) -> None:
@@ -219,50 +93,6 @@ def test_takes_killed_at_many_random_moments(tmp_path: Path, seed: int) -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 
-def assert_no_slot_is_lost() -> None:
-    pool = shared_pool(CHUNK + (64 << 10))
-    assert len(pool._free) == pool._made <= SLOTS
-    # Python never forgets a thread whose start was interrupted.
-    # A daemon serves the connections of the whole process.
-    left = [t for t in threading.enumerate() if t.name.startswith("casnap") and not t.daemon]
-    assert not [t for t in left if t.is_alive()]
-
-
-@pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)
-def test_a_take_interrupted_at_any_call(base: Path, faults: Faults, after: bool) -> None:
-    steps, step = {0, 1}, 2
-    with faults() as counter:
-        take(base, step)
-    steps.add(step)
-    for k in range(counter.count):
-        step += 1
-        with faults(k, interrupt, after=after) as calls:
-            try:
-                take(base, step)
-            except KeyboardInterrupt:
-                assert calls.struck
-            else:
-                # Where a marker is written, or a root is: the take stands, whatever came after.
-                steps.add(step)
-        if step in Store(base).snapshots()[-1].metadata.user.values():
-            steps.add(step)
-        assert_no_slot_is_lost()
-    assert_store(base, steps)
-    take(base, step + 1)
-    assert_store(base, steps | {step + 1})
-
-
-def test_an_interrupted_take_deletes_its_packs(base: Path) -> None:
-    before = files(base)
-    store = Store(base).make()
-    with (
-        backend_faults(0, interrupt, names=["write"], after=True),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        take(store, 2)
-    assert files(base) == before
-
-
 class Alarm:
     """Sends SIGINT to this process after a while."""
 
@@ -303,7 +133,7 @@ def test_takes_interrupted_by_signals(tmp_path: Path) -> None:
     def work() -> None:
         path = tmp_path / "store"
         assert interrupted_at_random(lambda i: take(path, i), 60) > 10
-        assert_no_slot_is_lost()
+        assert_given_back()
         take(path, 1000)
         steps = {s.metadata.user["step"] for s in Store(path).snapshots()}
         assert steps >= {0, 1, 1000}
@@ -322,7 +152,7 @@ def test_async_takes_interrupted_by_signals(tmp_path: Path) -> None:
 
         assert interrupted_at_random(async_take, 60) > 10
         take(store, 1000)
-        assert_no_slot_is_lost()
+        assert_given_back()
         assert_store(store.uri, {s.metadata.user["step"] for s in store.snapshots()})
 
     assert in_child(work) == 0
@@ -332,27 +162,10 @@ def test_restores_interrupted_by_signals(base: Path) -> None:
     def work() -> None:
         snapshot = Store(base)["step_1"]
         interrupted_at_random(lambda _: assert_holds(snapshot, 1), 60)
-        assert_no_slot_is_lost()
+        assert_given_back()
         assert_holds(snapshot, 1)
 
     assert in_child(work) == 0
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_restore_interrupted_at_any_call(base: Path, after: bool) -> None:
-    snapshot = Store(base)["step_1"]
-    assert_holds(snapshot, 1)
-    with backend_faults() as counter:
-        assert_holds(snapshot, 1)
-    for k in range(counter.count):
-        state = app_state(0)
-        loaded: list[object] = []
-        state["state"].load_state_dict = loaded.append  # type: ignore[method-assign]
-        with backend_faults(k, interrupt, after=after), pytest.raises(KeyboardInterrupt):
-            snapshot.restore(state)
-        assert loaded == []
-        assert_no_slot_is_lost()
-    assert_holds(snapshot, 1)
 
 
 class Gate:
@@ -383,7 +196,7 @@ def test_an_interrupted_take_waits_for_its_threads(base: Path) -> None:
         take(base, 2)
     signals.join()
     assert gate.open.is_set()
-    assert_no_slot_is_lost()
+    assert_given_back()
     assert files(base) == before
 
 
@@ -402,3 +215,58 @@ def test_an_interrupted_wait_can_be_repeated(base: Path) -> None:
     assert isinstance(snapshot, Snapshot)
     assert pending.done()
     assert_store(base, {0, 1, 2})
+
+
+# --- at the moments that leave the most behind -----------------------------------------------
+
+
+def interrupted_at(moment: str) -> type[Worker]:
+    """Return a class of threads; one interrupt comes while one of them is made or started."""
+    met: list[str] = []
+
+    def here(now: str) -> None:
+        if now == moment and not met:
+            met.append(now)
+            raise KeyboardInterrupt
+
+    class Interrupted(Worker):
+        def __init__(self, *args: Any) -> None:
+            here("made")
+            super().__init__(*args)
+
+        def start(self) -> None:
+            here("before it starts")
+            super().start()
+            here("after it started")
+
+    return Interrupted
+
+
+@pytest.mark.parametrize("moment", ["made", "before it starts", "after it started"])
+def test_an_async_take_whose_thread_begins(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store", chunk_size=64 << 10)
+    state = {"s": StateDict(x=torch.randn(100_000))}
+    monkeypatch.setattr("casnap.take.pending.Worker", interrupted_at(moment))
+    with pytest.raises(KeyboardInterrupt):
+        store.async_take(state, "step_1")
+    store.async_take(state, "step_2").wait()
+    store.take(state, "step_3")
+    names = {s.name for s in store.snapshots()}
+    assert names - {"step_1"} == {"step_2", "step_3"}
+    for name in names:
+        assert torch.equal(store[name].read_object("s/x"), state["s"]["x"])
+
+
+def test_the_collector_of_python_is_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt), collector_paused():
+        pass
+    assert gc.isenabled()

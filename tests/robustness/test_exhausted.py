@@ -14,12 +14,8 @@ import pytest
 import casnap.maintenance.gc
 import casnap.maintenance.repair  # noqa: F401
 from casnap import Store
-from casnap.backends import LocalBackend
-from casnap.errors import UnavailableError
-from tests.support.damaged import record_of
-from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
-from tests.support.faulty import Fault, FaultyBackend, fail
-from tests.support.unavailable import EXHAUSTED, unavailable
+from tests.support.faults import assert_holds, files, in_child, take
+from tests.support.unavailable import unavailable
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
 
 
-ASKED: dict[str, Callable[[Store], object]] = {
+VERBS: dict[str, Callable[[Store], object]] = {
     "restore": lambda s: assert_holds(s["step_0"], 0),
     "take": lambda s: take(s, 2),
     "check": lambda s: s.check(data=True),
@@ -60,13 +56,13 @@ ASKED: dict[str, Callable[[Store], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", ASKED)
-def test_a_process_that_may_open_no_more_files(path: Path, what: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_process_that_may_open_no_more_files(path: Path, verb: str) -> None:
     def work() -> None:
         store = Store(path)
         assert_holds(store["step_0"], 0)
         with no_more_files(), unavailable("exhausted", match="too many files open"):
-            ASKED[what](store)
+            VERBS[verb](store)
         before = len(files(path, "packs"))
         # All is known still.
         assert take(store, 3).stats.new_bytes < 120_000
@@ -74,34 +70,3 @@ def test_a_process_that_may_open_no_more_files(path: Path, what: str) -> None:
         assert store.check(data=True).ok
 
     assert in_child(work) == 0
-
-
-CALLS = ["read", "read_into", "size", "names"]
-
-
-@pytest.mark.parametrize("what", ASKED)
-@pytest.mark.parametrize("call", CALLS)
-def test_any_call_that_fails_for_that(path: Path, what: str, call: str) -> None:
-    """Whichever it is: the answer is right, or the error says so."""
-    number, struck = 0, True
-    step = 1 if what in ("restore", "take") else 3
-    while struck:
-        backend = FaultyBackend(LocalBackend(path))
-        store = Store(backend)
-        with backend.during(Fault(fail(EXHAUSTED), call, skip=number)) as (fault,):
-            try:
-                answer = ASKED[what](store) if what != "open" else Store(backend)
-                assert getattr(answer, "ok", True)
-            except UnavailableError:
-                pass
-        struck = bool(fault.struck)
-        number += step
-        if "step_2" in Store(path):
-            Store(path).delete("step_2")
-    store = Store(path)
-    assert store.check(data=True).ok
-    objects = store.objects
-    digest = record_of(path, content(0)["frozen"][: CHUNK // 4])[0]
-    assert len(objects.index.find_all(objects.view(), digest)) == 1
-    assert_holds(store["step_1"], 1)
-    store.take(app_state(4), "again")

@@ -1,10 +1,12 @@
-"""A disk that is full, at any write: a clear error, no root, and nothing that was there is lost."""
+"""A file system that is full: a clear error, nothing is lost, and deleting brings space back."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,38 +15,28 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
-from casnap.errors import BackendError, DamagedError, StorageFullError
+from casnap import Retention, Snapshot, StateDict, Store
+from casnap.errors import DamagedError, StorageFullError
 from tests.support.faults import (
     CHUNK,
-    FILLING_CALLS,
     app_state,
     assert_holds,
+    assert_no_orphans,
     assert_store,
     backend_faults,
-    disk_full,
     files,
+    held,
     in_child,
+    kill,
+    littered_store,
     memory_folder,
     system_faults,
     take,
 )
 from tests.support.mounts import tmpfs
-from tests.support.sweep import STEP, sweep
 
-pytestmark = pytest.mark.sweep
-
+PAGE = 4096
 Take = Callable[..., Any]
-
-
-@pytest.fixture
-def base() -> Iterator[Path]:
-    """Return a store of two snapshots, in memory where that can be had: hundreds are taken."""
-    with memory_folder() as folder:
-        store = Store(folder / "base", chunk_size=CHUNK)
-        take(store, 0)
-        take(store, 1)
-        yield folder / "base"
 
 
 def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:
@@ -54,64 +46,20 @@ def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:
 BOTH = pytest.mark.parametrize("how", [Store.take, async_take], ids=["take", "async_take"])
 
 
-def fill(disk: Path, leave: int) -> None:
+def free(disk: Path) -> int:
+    return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+
+
+def fill(disk: Path, leave: int = 0) -> None:
     """Fill a disk but for some bytes."""
-    fd = os.open(disk / "fill", os.O_CREAT | os.O_WRONLY)
-    with suppress(OSError):
-        while True:
-            os.write(fd, bytes(4096))
-    os.ftruncate(fd, os.fstat(fd).st_size - leave)
-    os.close(fd)
+    with (disk / "fill").open("ab", buffering=0) as f:
+        with suppress(OSError):
+            while True:
+                f.write(bytes(PAGE))
+        f.truncate(f.tell() - leave)
 
 
-def storage_full() -> None:
-    raise StorageFullError("no space left, on purpose")
-
-
-def full_at_the_backend(k: int, *, lasting: bool) -> Any:
-    names = ["write", "put_if_absent", "sync"]
-    return backend_faults(k, storage_full, names, lasting=lasting)
-
-
-def full_at_the_system(k: int, *, lasting: bool) -> Any:
-    return system_faults(k, disk_full, FILLING_CALLS, lasting=lasting)
-
-
-@BOTH
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-@pytest.mark.parametrize("full", [full_at_the_backend, full_at_the_system])
-def test_a_disk_that_is_full_at_any_call(
-    base: Path, how: Take, lasting: bool, full: Callable[..., Any]
-) -> None:
-    copy, failures = base.parent / "copy", 0
-    for k in sweep():
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(base, copy)
-        store = Store(copy)
-        store.snapshots()
-        before = {folder: files(copy, folder) for folder in ("packs", "roots", "tmp")}
-        error: Exception | None = None
-        with full(k, lasting=lasting) as calls:
-            try:
-                how(store, app_state(2), "step_2", metadata={"step": 2})
-            except BackendError as e:
-                error = e
-        found = assert_store(copy, {0, 1}, maybe=2)
-        if isinstance(error, StorageFullError):
-            failures += 1
-            assert 2 not in found
-            assert {folder: files(copy, folder) for folder in before} == before
-        else:
-            # The root stood before the disk was full; that it lasts may be unknown.
-            assert 2 in found
-            assert error is None or "may be lost" in str(error)
-        assert files(copy, "tmp") == set()
-        take(store, 2, overwrite=2 in found)
-        take(store, 3)
-        assert_store(copy, {0, 1, 2, 3})
-        if not calls.struck:
-            break
-    assert failures > 5 // STEP
+# --- takes ------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -119,23 +67,14 @@ def test_a_disk_that_is_full(tmp_path: Path, how: Take) -> None:
     with tmpfs(tmp_path / "disk", "40m") as disk:
         store = Store(disk / "store")
         take(store, 0)
-
-        def free() -> int:
-            return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-
-        before, packs, roots = (
-            free(),
-            files(disk / "store", "packs"),
-            files(disk / "store", "roots"),
-        )
+        before, there = free(disk), files(disk / "store")
         large = {"s": StateDict(x=torch.arange(16 << 20))}
         with pytest.raises(StorageFullError, match="earlier snapshots are whole") as e:
             how(store, large, "large")
         assert isinstance(e.value.__cause__, OSError)
         assert e.value.__cause__.errno == errno.ENOSPC
-        assert before - free() < 64 << 10
-        assert files(disk / "store", "packs") == packs
-        assert files(disk / "store", "roots") == roots
+        assert before - free(disk) < 64 << 10
+        assert files(disk / "store") == there
         assert_store(store.uri, {0})
         how(store, app_state(1), "step_1", metadata={"step": 1})
         assert_store(store.uri, {0, 1})
@@ -143,7 +82,7 @@ def test_a_disk_that_is_full(tmp_path: Path, how: Take) -> None:
 
 def test_a_disk_that_is_full_when_a_store_is_made(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", "64k") as disk:
-        fill(disk, leave=0)
+        fill(disk)
         with pytest.raises(StorageFullError):
             Store(disk / "store").make()
         (disk / "fill").unlink()
@@ -151,32 +90,16 @@ def test_a_disk_that_is_full_when_a_store_is_made(tmp_path: Path) -> None:
         assert Snapshot(disk / "store/step").read_object("s/x") == 1
 
 
-@pytest.mark.parametrize("free_pages", [0, 1, 2, 4, 8, 16, 32])
-def test_a_full_disk_under_the_cache(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_pages: int
-) -> None:
-    many = {"s": StateDict({f"key {i}": i for i in range(3000)})}
-    with tmpfs(tmp_path / "disk", "1m") as disk:
-        monkeypatch.setenv("CASNAP_CACHE_DIR", str(disk / "cache"))
-        (disk / "cache").mkdir()
-        fill(disk, leave=4096 * free_pages)
-
-        def work() -> None:
-            take(base, 2)
-            Store(base).take(many, "many")
-            assert Store(base)["many"].read_object("s/key 7") == 7
-            Store(base).delete("many")
-            assert_store(base, {0, 1, 2})
-
-        assert in_child(work) == 0
-    assert_store(base, {0, 1, 2})
+def storage_full() -> None:
+    raise StorageFullError("no space left, on purpose")
 
 
-def test_a_failed_take_does_not_forget_what_was_found_damaged(base: Path) -> None:
-    store = Store(base)
-    before = files(base)
+def test_a_failed_take_does_not_forget_what_was_found_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    take(store, 0)
+    before = files(tmp_path / "store")
     snapshot = store.take({"s": StateDict(x=torch.arange(99_999))}, "x")
-    for path in (base / key for key in files(base) - before):
+    for path in (tmp_path / "store" / key for key in files(tmp_path / "store") - before):
         if path.stat().st_size > 99_999:
             path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(DamagedError):
@@ -187,3 +110,167 @@ def test_a_failed_take_does_not_forget_what_was_found_damaged(base: Path) -> Non
     assert torch.equal(store.take(again, "y").read_object("s/x"), torch.arange(99_999))
     assert torch.equal(snapshot.read_object("s/x"), torch.arange(99_999))
     assert_holds(store["step_0"], 0)
+
+
+# --- collections ------------------------------------------------------------------------------
+
+
+def values(first: int, count: int) -> torch.Tensor:
+    """Return numbers of which no other ``first`` has any, four bytes each."""
+    return torch.arange(first << 20, (first << 20) + count, dtype=torch.int32)
+
+
+def large(step: int) -> dict[str, StateDict]:
+    """Return a state of half a megabyte that no other step shares any of."""
+    return {"s": StateDict(x=values(step, 1 << 17))}
+
+
+def garbage(disk: Path) -> Path:
+    """Return a store with half a megabyte of garbage, and as much to become some."""
+    store = Store(disk / "store", chunk_size=CHUNK)
+    take(store, 0)
+    for step in range(3):
+        store.take(large(step), f"large_{step}")
+    store.delete("large_0")
+    return disk / "store"
+
+
+def left(path: Path) -> set[str]:
+    return {s.name for s in Store(path).snapshots()}
+
+
+def assert_whole(path: Path) -> None:
+    store = Store(path)
+    assert_holds(store["step_0"], 0)
+    for name in left(path) - {"step_0"}:
+        step = int(name.removeprefix("large_"))
+        assert torch.equal(store[name].read_object("s/x"), large(step)["s"]["x"])
+
+
+def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
+    """What it takes: four pages for a delete; three more to collect, and three to copy."""
+    with tmpfs(tmp_path / "disk", "4m") as disk:
+        path = garbage(disk)
+        fill(disk, leave=10 * PAGE)
+        Store(path).delete("large_1")
+        assert Store(path).gc(grace=0).freed_bytes > 1_000_000
+        assert free(disk) > 900_000
+        assert_no_orphans(path)
+        assert left(path) == {"step_0", "large_2"}
+        take(path, 1)
+        Store(path).delete("large_2")
+        Store(path).gc(grace=0)
+        assert_store(path, {0, 1})
+
+
+@pytest.mark.parametrize("pages", range(6))
+def test_what_fails_for_want_of_space_leaves_nothing(tmp_path: Path, pages: int) -> None:
+    """Else each attempt would take some of what is left, until not even a delete fits."""
+    with tmpfs(tmp_path / "disk", "4m") as disk:
+        path = garbage(disk)
+        fill(disk, leave=pages * PAGE)
+        for work in (lambda s: s.delete("large_1"), lambda s: s.gc(grace=0)):
+            for _ in range(3):
+                roots, there = files(path, "roots"), files(path, "index") | files(path, "packs")
+                try:
+                    work(Store(path))
+                    break
+                except StorageFullError:
+                    assert_whole(path)
+                # What was committed on the way is progress.
+                if files(path, "roots") == roots:
+                    assert files(path, "index") | files(path, "packs") == there
+        (disk / "fill").unlink()
+        found = left(path)
+        assert found - {"large_1"} == {"step_0", "large_2"}
+        Store(path).gc(grace=0)
+        assert_no_orphans(path)
+        assert left(path) == found
+
+
+def test_garbage_is_freed_though_copies_do_not_fit(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "6m") as disk:
+        store = Store(disk / "store", chunk_size=CHUNK)
+        kept = values(10, 1 << 17)
+        store.take({"s": StateDict(kept=kept, gone=values(11, 1 << 18))}, "both")
+        store.take({"s": StateDict(kept=kept)}, "kept")
+        store.take(large(0), "large")
+        store.delete("both")
+        store.delete("large")
+        fill(disk, leave=200_000)
+        # Half a megabyte would have to be copied; there is room once what is wholly dead is gone.
+        assert store.gc(grace=0).freed_bytes > 2_000_000
+        assert_no_orphans(store.uri)
+        assert torch.equal(store["kept"].read_object("s/kept"), kept)
+
+
+@pytest.mark.parametrize("pages", [0, 1])
+def test_what_a_killed_take_left_is_freed_first(tmp_path: Path, pages: int) -> None:
+    with tmpfs(tmp_path / "disk", "4m") as disk:
+        path = garbage(disk)
+
+        def killed() -> None:
+            with system_faults(0, kill, ["link"]):
+                Store(path).take(large(5), "large_5")
+
+        assert in_child(killed) == -signal.SIGKILL
+        assert files(path, "tmp")
+        fill(disk, leave=pages * PAGE)
+        assert Store(path).gc(grace=0).freed_bytes > 1_000_000
+        assert_no_orphans(path)
+        assert left(path) == {"step_0", "large_1", "large_2"}
+        Store(path).delete("large_1")
+
+
+def test_no_inodes_left(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "4m,nr_inodes=200") as disk:
+        path = garbage(disk)
+        with suppress(OSError):
+            for i in itertools.count():
+                (disk / str(i)).touch()
+        for work in (lambda s: s.delete("large_1"), lambda s: s.gc(grace=0)):
+            with pytest.raises(StorageFullError, match="earlier snapshots are whole"):
+                work(Store(path))
+        for i in range(16):
+            (disk / str(i)).unlink()
+        Store(path).delete("large_1")
+        assert Store(path).gc(grace=0).freed_bytes > 1_000_000
+        assert_no_orphans(path)
+        assert left(path) == {"step_0", "large_2"}
+
+
+# --- the disk of the cache ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def littered() -> Iterator[Path]:
+    """Return a store with garbage of every kind."""
+    with memory_folder() as folder:
+        yield littered_store(folder / "littered")
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2, 4, 8, 16, 32])
+def test_a_full_disk_under_the_cache(
+    littered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    copy = Path(shutil.copytree(littered, tmp_path / "copy"))
+    many = {"s": StateDict({f"key {i}": i for i in range(3000)})}
+    with tmpfs(tmp_path / "disk", "1m") as disk:
+        monkeypatch.setenv("CASNAP_CACHE_DIR", str(disk / "cache"))
+        (disk / "cache").mkdir()
+        fill(disk, leave=pages * PAGE)
+
+        def work() -> None:
+            Store(copy).take(many, "many")
+            assert Store(copy)["many"].read_object("s/key 7") == 7
+            Store(copy).delete("many")
+            assert Store(copy).gc(grace=0, repack=0.9).deleted_packs > 0
+            assert_no_orphans(copy)
+            take(copy, 0)
+            Store(copy).prune(Retention(keep_last=2))
+            Store(copy).gc(grace=0)
+            assert_no_orphans(copy)
+            assert held(copy) == {"step_0": 0, "step_4": 4}
+
+        assert in_child(work) == 0
+    assert held(copy) == {"step_0": 0, "step_4": 4}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
-import signal
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,59 +30,15 @@ from tests.support.damaged import (
     damage_chunk,
     damages,
     expected,
-    forget_cache,
     listing_of,
     lost_in,
     named,
     objects_of,
     pristine_store,  # noqa: F401 - a fixture
-    record_of,
     repair,
 )
 from tests.support.examples import FEW
-from tests.support.faults import backend_faults, elsewhere, faults, in_child, kill
-
-
-def wreck(store: Path, *, index: bool) -> None:
-    """Damage a chunk, cut off a pack, and maybe lose a segment."""
-    damage_chunk(store, FROZEN)
-    _, place = record_of(store, WEIGHT)
-    change(store / "casnap-store" / pack_key(place.pack), lambda raw: raw[:-30])
-    if index:
-        sorted((store / "casnap-store/index").iterdir())[2].unlink()
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_call(store: Path, cache_dir: Path, after: bool) -> None:
-    """A repair that was killed harmed nothing, and the next one finishes."""
-    wreck(store, index=not after)
-    wrecked = Path(shutil.copytree(store, store.parent / "wrecked"))
-    frozen = digest_of(FROZEN.numpy().tobytes())
-    names = ["write", "copy", "put_if_absent", *([] if after else ["sync"])]
-    forget_cache(cache_dir)
-    hurt = broken(store)
-    for k in itertools.count():
-        shutil.rmtree(store)
-        shutil.copytree(wrecked, store)
-        forget_cache(cache_dir)
-
-        def killed(k: int = k) -> None:
-            with backend_faults(k, kill, names, after=after):
-                repair(store)
-
-        status = in_child(killed)
-        assert broken(store) <= hurt
-        forget_cache(cache_dir)
-        report = repair(store)
-        assert {d.digest for d in report.remaining} == {frozen.hex()}
-        assert lost_in(store) == {frozen}
-        if status == 0:
-            assert k > 3
-            break
-        assert status == -signal.SIGKILL
-    collect(Store(store).objects, GcOptions(grace=0))
-    assert lost_in(store) == {frozen}
-    assert torch.equal(Store(store)["b"].read_object(f"{KEY}/weight"), expected(1)["weight"])
+from tests.support.faults import backend_faults, elsewhere, faults
 
 
 def test_a_take_that_relied_on_a_damaged_pack(store: Path) -> None:

@@ -26,6 +26,7 @@ import casnap.take.take  # noqa: F401 - before any fork: another user may not re
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
+from casnap.runtime.buffers import SLOTS, shared_pool
 from casnap.storage.chunks.objects import Objects
 
 CHUNK = 64 << 10
@@ -131,6 +132,16 @@ def untouched(folder: Path) -> Iterator[None]:
     before = content_of(folder)
     yield
     assert content_of(folder) == before
+
+
+def assert_given_back() -> None:
+    """Check that no call holds memory of the pool, and that no thread of casnap works on."""
+    pool = shared_pool(CHUNK + (64 << 10))
+    assert len(pool._free) == pool._made <= SLOTS
+    # Python never forgets a thread whose start was interrupted.
+    # A daemon serves the connections of the whole process.
+    left = [t for t in threading.enumerate() if t.name.startswith("casnap") and not t.daemon]
+    assert not [t for t in left if t.is_alive()]
 
 
 # --- children ---------------------------------------------------------------------------------

@@ -17,3 +17,15 @@ def sweep(times: int = 1) -> Iterator[int]:
         times: Strike at so many times fewer, for dear cases; in ``make soak`` at each one too.
     """
     return itertools.count(0, STEP if STEP == 1 else STEP * times)
+
+
+def spread(count: int, offset: int, most: int = 3) -> range:
+    """Return a few of so many calls, at equal distances; each one in ``make soak``.
+
+    Args:
+        count: How many calls there are.
+        offset: Which to begin with. Tests that differ in it strike at other calls.
+        most: How many to return at most.
+    """
+    step = 1 if STEP == 1 else -(-count // most)
+    return range(offset % step, count, step)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from casnap.errors import StorageFullError
+from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import (
     PackId,
     Record,
@@ -174,10 +175,15 @@ def _parts(segment: Segment) -> list[Segment]:
 
 
 def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
-    """Write a segment; make it and all packs durable."""
+    """Write a segment; make it and all packs durable. If that fails, none is left."""
     ident = SegmentId(new_id(base))
-    objects.backend.write(segment_key(ident), content)
-    objects.backend.sync()
+    try:
+        objects.backend.write(segment_key(ident), content)
+        objects.backend.sync()
+    except BaseException:
+        with suppress(CasnapError):
+            objects.backend.delete(segment_key(ident))
+        raise
     return ident
 
 
