@@ -352,6 +352,19 @@ def test_a_repeated_chunk_is_read_once(store, monkeypatch):
     assert sum(n for _, _, n in done) <= CHUNK + 2 * PAGE
 
 
+def test_one_of_many_entries(tmp_path, monkeypatch):
+    """Of a tree of some hundred nodes a read looks at a list and a leaf."""
+    tensors = torch.arange(20_000 * 20, dtype=torch.int64).reshape(20_000, 20)
+    state = StateDict({f"layer.{i}": t for i, t in enumerate(tensors)})
+    Snapshot.take(tmp_path / "store/step_1", {"s": state})
+    snapshot = Snapshot(tmp_path / "store/step_1")
+    reads = count_reads(monkeypatch, snapshot)
+    for i in (0, 777, 19_999):
+        assert_same(snapshot.read_object(f"0/s/layer.{i}"), tensors[i].clone())
+    assert len(reads) < 20
+    assert len(snapshot.get_manifest()) == 20_001
+
+
 BUDGET = """
 import sys, threading, torch
 from casnap import Snapshot

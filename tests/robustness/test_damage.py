@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,26 +123,21 @@ def failed(outcomes: Outcomes) -> set[str]:
 # --- damages ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["fresh cache", "old cache"])
-def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) -> None:
+def test_any_damage_beside_an_old_cache(store: Path, cache_dir: Path) -> None:
     """Whatever happens to one file: right, or a typed error."""
     assert failed(observe(store)) == set()
-    choose = random.Random(cached)
-    hurt: dict[str, int] = {}
+    choose = random.Random(1)
+    hurt: Counter[str] = Counter()
     for file in objects_of(store):
-        # What is cached is not read, so there is less to see.
-        for damage in islice(damages(file, choose), 0, None, 9 if cached else 6):
+        for damage in islice(damages(file, choose), 0, None, 9):
             forget_cache(cache_dir)
-            if cached:
-                Store(store, create=False)["run/c"].get_manifest()
+            Store(store, create=False)["run/c"].get_manifest()
             with damaged(file, damage):
                 top = file.relative_to(store / "casnap-store").parts[0]
-                hurt[top] = hurt.get(top, 0) + bool(failed(observe(store)))
-    assert hurt.keys() == {"roots", "packs", "index", "casnap.json"}
+                hurt[top] += bool(failed(observe(store)))
     # Each root and node is stored twice: one damage to either does no harm.
     assert not hurt["roots"]
-    if not cached:
-        assert all(count for top, count in hurt.items() if top != "roots")
+    assert hurt["packs"]
     forget_cache(cache_dir)
     assert failed(observe(store)) == set()
 
@@ -375,13 +371,10 @@ def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache
 def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str) -> None:
     files = [p for p in objects_of(store) if p.relative_to(store / "casnap-store").parts[0] == top]
     hurt = 0
-    for file in files:
-        for other in files:
-            if other != file and (top != "packs" or (files.index(file) + files.index(other)) % 2):
-                forget_cache(cache_dir)
-                with damaged(file, lambda _, o=other: o.read_bytes()):
-                    outcomes = observe(store)
-                hurt += bool(failed(outcomes))
+    for file, other in pairwise([*files, files[0]]):
+        forget_cache(cache_dir)
+        with damaged(file, lambda _, o=other: o.read_bytes()):
+            hurt += bool(failed(observe(store)))
     # The newest root has a copy.
     assert bool(hurt) == (top != "roots")
     forget_cache(cache_dir)
