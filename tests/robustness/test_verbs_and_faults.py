@@ -45,6 +45,7 @@ from tests.support.faults import (
     assert_given_back,
     assert_holds,
     assert_no_orphans,
+    assert_packs_are_there,
     content,
     disk_full,
     files,
@@ -461,6 +462,8 @@ class Cell:
             present = whole(self._path)
             assert present == self._result
         assert present in (self._before, self._result)
+        if present:
+            assert_packs_are_there(self._path)
         snapshot = take(store or Store(self._path, chunk_size=CHUNK), 20)
         if present and not self._failure.alters:
             # No other fault is taken for damage: what is there is not stored anew.

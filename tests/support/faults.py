@@ -113,6 +113,13 @@ def assert_no_orphans(path: Path | str) -> None:
     assert files(path, "tmp") == set()
 
 
+def assert_packs_are_there(path: Path | str) -> None:
+    """Check that a store has the packs and segments that its newest root names, condemned too."""
+    view = Objects(LocalBackend(Path(path))).view()
+    assert files(path, "packs") >= set(map(pack_key, view.packs))
+    assert files(path, "index") >= set(map(segment_key, view.segments))
+
+
 @contextmanager
 def memory_folder() -> Iterator[Path]:
     """Make a folder in memory where that can be had: for hundreds of takes and collections."""
