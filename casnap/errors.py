@@ -164,9 +164,9 @@ def retold(error: BaseException, text: str) -> CasnapError:
     """Return an error of the same type with another text; a CasnapError for a foreign type."""
     if not isinstance(error, CasnapError):
         return CasnapError(text)
-    told = type(error)(text)
-    told.__dict__.update(error.__dict__)
-    return told
+    copy = type(error)(text)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

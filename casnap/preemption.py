@@ -140,13 +140,13 @@ class Preemption:
         import torch
         import torch.distributed as dist
 
-        told = torch.tensor(values, dtype=torch.float64, device="cpu")
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         try:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as e:
             raise RankError(f"the ranks cannot agree whether to stop: {e}") from e
-        found: list[float] = told.tolist()
-        return found
+        maxima: list[float] = tensor.tolist()
+        return maxima
 
     def _take(self, step: int, until: float) -> None:
         from casnap.take.pending import held_back, wait_for_last
@@ -231,7 +231,7 @@ def on_preemption(
         ValueError: ``within`` or ``every`` is not above 0, or there is no such signal.
         OSError: A signal cannot be handled, as SIGKILL.
     """
-    for what, seconds in (("within", within), ("every", every)):
+    for argument, seconds in (("within", within), ("every", every)):
         if not seconds > 0:
-            raise ValueError(f"{what} is a number of seconds above 0; got {seconds!r:.80}")
+            raise ValueError(f"{argument} is a number of seconds above 0; got {seconds!r:.80}")
     return Preemption(store, app_state, within, signals, every, name, pg)

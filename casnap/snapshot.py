@@ -435,7 +435,7 @@ class Snapshot:
         from casnap.files.report import ExportOptions, format_of, tied_names
 
         names = tied_names(tied)
-        how = ExportOptions(
+        options = ExportOptions(
             path=path,
             format=format_of(out, format),
             max_shard_size=max_shard_size,
@@ -444,7 +444,7 @@ class Snapshot:
             dry_run=dry_run,
         )
         with self.contents.reading():
-            return export(self.contents, Path(local_path(out)), how, progress)
+            return export(self.contents, Path(local_path(out)), options, progress)
 
     # --- reading: no method here talks to other ranks ---
 
@@ -727,15 +727,15 @@ class PendingSnapshot:
             CasnapError: The take failed; nothing was committed. Or this snapshot is durable, but an
                 earlier take of the store failed, and no call has raised that yet: call again.
         """
-        taken = self._take.wait()
-        return Snapshot.of(self._store, self._name, taken.row, self._pg, taken.requests)
+        result = self._take.wait()
+        return Snapshot.of(self._store, self._name, result.row, self._pg, result.requests)
 
 
 # --- the store of a path ---
 
 
 def store_above(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, **how: Any
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, **options: Any
 ) -> tuple[Store, str]:
     """Return the store that the path of a snapshot is in, and the name there.
 
@@ -743,7 +743,7 @@ def store_above(
     """
     place = locate_snapshot(path, storage_options)
     try:
-        objects, is_new = open_objects(place._replace(name=""), asked=False, ahead=True, **how)
+        objects, is_new = open_objects(place._replace(name=""), asked=False, ahead=True, **options)
     except NotAStoreError as e:
         raise only_marker_error(place.backend, place.name) or e from None
     return store_of(objects, is_new=is_new), place.name
@@ -808,18 +808,18 @@ def find_store_together(
         if comm.rank == 0:
             opened, name = find_store(path, storage_options, store, create=True)
             objects = opened.objects
-            said = _SnapshotPlace(os.fspath(path), objects.backend.uri, opened.outer_name(name))
+            answer = _SnapshotPlace(os.fspath(path), objects.backend.uri, opened.outer_name(name))
             if objects.backend.costly_requests and comm.size > 1:
-                said.config, said.root = objects.config, objects.recent()
-            comm.broadcast_message(said, _SnapshotPlace)
+                answer.config, answer.root = objects.config, objects.recent()
+            comm.broadcast_message(answer, _SnapshotPlace)
             return opened, name
-        said = comm.broadcast_message(None, _SnapshotPlace)
-        comm.check_same("the path", os.fspath(path), said.path)
+        answer = comm.broadcast_message(None, _SnapshotPlace)
+        comm.check_same("the path", os.fspath(path), answer.path)
         # Each rank reaches the store in its own way, but never looks for another one.
-        if isinstance(store, Store) and store.objects.backend.uri == said.uri:
-            return store.whole(), said.name
-        place = locate_store(said.uri, storage_options)
-        objects, _ = open_objects(place, create=False, config=said.config)
-        if said.root is not None:
-            objects.observe_root(said.root)
-        return store_of(objects, place.name), said.name
+        if isinstance(store, Store) and store.objects.backend.uri == answer.uri:
+            return store.whole(), answer.name
+        place = locate_store(answer.uri, storage_options)
+        objects, _ = open_objects(place, create=False, config=answer.config)
+        if answer.root is not None:
+            objects.observe_root(answer.root)
+        return store_of(objects, place.name), answer.name

@@ -153,12 +153,12 @@ class Store:
     ) -> None:
         if threads is not None:
             check_count("threads", threads)
-        chosen = Codec.RAW if codec is None else codec_named(codec)
+        codec_of_new = Codec.RAW if codec is None else codec_named(codec)
         place = locate(uri, storage_options)
         opening = partial(
             open_objects,
             chunk_size=chunk_size,
-            codec=chosen,
+            codec=codec_of_new,
             exclusive=exclusive,
             cache_bytes=cache_bytes,
             markers=markers,
@@ -447,8 +447,8 @@ class Store:
 
         with comm:
             full, options = self.full_name(name), self._with_settings(options)
-            taken = take(self.objects, full, capture(), options, comm)
-        return Snapshot.of(self, check_name(name), taken.row, pg, taken.requests)
+            result = take(self.objects, full, capture(), options, comm)
+        return Snapshot.of(self, check_name(name), result.row, pg, result.requests)
 
     def begin_take(
         self,
@@ -787,9 +787,9 @@ class Store:
         refuse_nested_take()
         full = self.full_name(name)
         where = (lambda: (self.make(), name)) if not dry_run else None
-        how = {"overwrite": overwrite, "progress": progress}
+        options = {"overwrite": overwrite, "progress": progress}
         return import_snapshot(
-            source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {})
+            source, full, where, options, key=key, rank=rank, metadata=dict(metadata or {})
         )
 
     def prune(

@@ -45,10 +45,10 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     stores = [_fields(list(group)) for _, group in groupby(packs, key=attrgetter("store_id"))]
     if store is not None:
         stores = _named(store, stores)
-    chosen = {fields["id"] for fields in stores}
+    store_ids = {fields["id"] for fields in stores}
     if clear:
         for pack in packs:
-            if pack.store_id in chosen:
+            if pack.store_id in store_ids:
                 pack.path.unlink(missing_ok=True)
     total = sum(fields["cached_bytes"] for fields in stores)
     if as_json:

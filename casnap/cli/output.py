@@ -299,8 +299,8 @@ class _Bar:
             if time.monotonic() - self._started < PATIENCE:
                 return
             self._open(total)
-        made = requests_text(self._requests())
-        self._bar.update(self._task, completed=done, total=total, requests=made)
+        requests = requests_text(self._requests())
+        self._bar.update(self._task, completed=done, total=total, requests=requests)
 
     def _open(self, total: int) -> None:
         from rich.console import Console

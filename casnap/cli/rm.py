@@ -21,24 +21,24 @@ def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_js
     Nothing is deleted unless all of them are found, and none has a tag; --tagged deletes those too.
     Their bytes stay on disk until `casnap gc` frees them.
     """
-    chosen = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
-    for snapshot in chosen:
+    doomed = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
+    for snapshot in doomed:
         if snapshot.tags and not tagged:
             raise CommandError(
                 f"{snapshot.path} has a tag, {', '.join(snapshot.tags)}, which protects it, so "
                 "nothing was deleted; --tagged deletes it, `casnap tag --remove` removes the tag"
             )
     if not (yes or dry_run):
-        question = f"Delete {amount(len(chosen), 'snapshot')}?"
-        confirm(question, "--yes to delete, or --dry-run to look", list(map(_line, chosen)))
-    for snapshot in chosen:
+        question = f"Delete {amount(len(doomed), 'snapshot')}?"
+        confirm(question, "--yes to delete, or --dry-run to look", list(map(_line, doomed)))
+    for snapshot in doomed:
         if not dry_run:
             snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
         if not as_json:
             say(f"would be deleted {_line(snapshot)}" if dry_run else f"deleted {snapshot.path}")
     if as_json:
-        deleted = [{**identity_of(s), "tags": list(s.tags)} for s in chosen]
-        emit({"dry_run": dry_run, "deleted": deleted}, *(s.store for s in chosen))
+        deleted = [{**identity_of(s), "tags": list(s.tags)} for s in doomed]
+        emit({"dry_run": dry_run, "deleted": deleted}, *(s.store for s in doomed))
     elif not dry_run:
         say("`casnap gc` frees the bytes")
 

@@ -130,8 +130,10 @@ def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
     except OSError as e:
         if e.errno != errno.EMFILE:
             raise
-        what = "too many open files; each file of an import needs one: raise the limit (ulimit -n)"
-        raise OSError(e.errno, what, str(path)) from e
+        problem = (
+            "too many open files; each file of an import needs one: raise the limit (ulimit -n)"
+        )
+        raise OSError(e.errno, problem, str(path)) from e
 
 
 class MappedFolder:

@@ -28,11 +28,11 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def _made(of: type[Any], kind: Any) -> Any:
-    found = _decoders.get((of, kind))
-    if found is None:
+    decoder = _decoders.get((of, kind))
+    if decoder is None:
         with _making:
-            found = _decoders[of, kind] = of(kind)
-    return found
+            decoder = _decoders[of, kind] = of(kind)
+    return decoder
 
 
 def _forked() -> None:

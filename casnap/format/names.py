@@ -42,9 +42,9 @@ def check_name(name: str) -> str:
         problem = "has control characters"
     elif "\\" in clean:
         problem = "has a backslash"
-    elif taken := {STORE_FOLDER, MARKER}.intersection(clean.lower().split("/")):
+    elif reserved := {STORE_FOLDER, MARKER}.intersection(clean.lower().split("/")):
         # Some file systems and gateways do not tell upper from lower case.
-        problem = f"has the component {min(taken)!r}, which a store uses itself"
+        problem = f"has the component {min(reserved)!r}, which a store uses itself"
     if problem:
         raise InvalidNameError(
             f"the snapshot name {name!r:.200} {problem}; choose another, like 'run1/step_100'"

@@ -180,7 +180,7 @@ T = TypeVar("T")
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
+def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
     """Decode msgpack into a closed type.
 
     Raises:
@@ -189,7 +189,7 @@ def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
     try:
         return decoder(as_type).decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
-        raise DamagedError(f"{what} cannot be decoded: {e}") from e
+        raise DamagedError(f"{label} cannot be decoded: {e}") from e
 
 
 _MAGIC, _VERSION = b"CASNAP", b"%d" % FORMAT
@@ -201,13 +201,13 @@ def seal(kind: bytes, body: bytes) -> bytes:
     return b"".join((head, body, digest_of(head + body)))
 
 
-def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
+def unseal(kind: bytes, data: bytes, label: str) -> memoryview:
     """Return the body of a sealed record.
 
     Args:
         kind: The kind of record.
         data: Its bytes.
-        what: Its name, for messages.
+        label: Its name, for messages.
 
     Raises:
         DamagedError: It is damaged.
@@ -215,11 +215,11 @@ def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
     """
     head = _MAGIC + kind
     if len(data) < 8 + DIGEST_SIZE or data[:7] != head:
-        raise DamagedError(f"{what} is not a casnap record ({len(data)} bytes)")
+        raise DamagedError(f"{label} is not a casnap record ({len(data)} bytes)")
     if data[-DIGEST_SIZE:] != digest_of(memoryview(data)[:-DIGEST_SIZE]):
-        raise DamagedError(f"{what} is damaged: its checksum does not match")
+        raise DamagedError(f"{label} is damaged: its checksum does not match")
     if data[7:8] != _VERSION:
-        raise UnsupportedFormatError(f"{what} is of a newer format; update casnap")
+        raise UnsupportedFormatError(f"{label} is of a newer format; update casnap")
     return memoryview(data)[8:-DIGEST_SIZE]
 
 
@@ -242,13 +242,13 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
     Raises:
         DamagedError: ``tail`` does not end in a whole footer.
     """
-    what = f"the footer of pack {pack.hex()}"
+    label = f"the footer of pack {pack.hex()}"
     if len(tail) < PACK_TAIL_SIZE:
-        raise DamagedError(f"{what} is cut off")
+        raise DamagedError(f"{label} is cut off")
     count, magic, digest = _PACK_TAIL.unpack_from(tail, len(tail) - PACK_TAIL_SIZE)
     start = len(tail) - PACK_TAIL_SIZE - count * _PACKED.size
     if magic[:6] != _MAGIC or start < 0 or digest_of(tail[start:-DIGEST_SIZE]) != digest:
-        raise DamagedError(f"{what} is damaged")
+        raise DamagedError(f"{label} is damaged")
     records = _PACKED.iter_unpack(tail[start : len(tail) - PACK_TAIL_SIZE])
     return [(Digest(d), Place(pack, *rest)) for d, *rest in records]
 
@@ -281,12 +281,12 @@ def encode_segment(segment: Segment) -> bytes:
     return seal(b"s", b"".join(body))
 
 
-def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterator[RawRecord]]:
+def segment_records(data: bytes, label: str) -> tuple[tuple[PackId, ...], Iterator[RawRecord]]:
     """Return the packs of a sealed segment, and its records one by one.
 
     Args:
         data: The bytes of the segment.
-        what: Its name, for messages.
+        label: Its name, for messages.
 
     Returns:
         The packs, and an iterator: a million decoded records would take some 400 MB.
@@ -294,17 +294,17 @@ def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterato
     Raises:
         DamagedError: It is damaged.
     """
-    body = unseal(b"s", data, what)
+    body = unseal(b"s", data, label)
     if len(body) < _SEGMENT_HEAD.size:
-        raise DamagedError(f"{what} is malformed: it is cut off")
+        raise DamagedError(f"{label} is malformed: it is cut off")
     n_packs, n_records = _SEGMENT_HEAD.unpack_from(body)
     start = _SEGMENT_HEAD.size + n_packs * ID_SIZE
     if len(body) != start + n_records * _RECORD.size:
-        raise DamagedError(f"{what} has the wrong length")
+        raise DamagedError(f"{label} has the wrong length")
     packs = tuple(
         PackId(bytes(body[i : i + ID_SIZE])) for i in range(_SEGMENT_HEAD.size, start, ID_SIZE)
     )
-    return packs, _checked_records(body[start:], n_packs, what)
+    return packs, _checked_records(body[start:], n_packs, label)
 
 
 def segment_count(data: bytes) -> int:
@@ -320,10 +320,10 @@ def max_segment_bytes(count: int) -> int:
     return min((1 << 20) + count * (_RECORD.size + ID_SIZE), MAX_SEGMENT_BYTES)
 
 
-def _checked_records(body: memoryview, n_packs: int, what: str) -> Iterator[RawRecord]:
+def _checked_records(body: memoryview, n_packs: int, label: str) -> Iterator[RawRecord]:
     for record in _RECORD.iter_unpack(body):
         if record[1] >= n_packs:
-            raise DamagedError(f"{what} is malformed: a record names a pack that it does not list")
+            raise DamagedError(f"{label} is malformed: a record names a pack that it does not list")
         yield record
 
 
@@ -357,13 +357,13 @@ class SegmentLayout(NamedTuple):
         return list(_RECORD.iter_unpack(data))
 
 
-def decode_segment(data: bytes, what: str) -> Segment:
+def decode_segment(data: bytes, label: str) -> Segment:
     """Decode a sealed segment.
 
     Raises:
         DamagedError: It is damaged.
     """
-    packs, records = segment_records(data, what)
+    packs, records = segment_records(data, label)
     return Segment(packs, [(Digest(d), Place(packs[n], *rest)) for d, n, *rest in records])
 
 
@@ -384,8 +384,8 @@ def merged_segment(
     """
     numbers: dict[PackId, int] = {}
     merged: set[bytes] = set()
-    for data, what in parts:
-        packs, records = segment_records(data, what)
+    for data, label in parts:
+        packs, records = segment_records(data, label)
         renumbered = [
             None if pack in without else numbers.setdefault(pack, len(numbers)) for pack in packs
         ]

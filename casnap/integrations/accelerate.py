@@ -83,7 +83,7 @@ def save_state(
         hook(accelerator._models, weights, os.fspath(output_dir))
     state |= {_numbered("model", i): Value(w) for i, w in enumerate(weights)}
     state |= {"step": Value(accelerator.step), "rng": RNGState()}
-    taken = Snapshot.take(
+    snapshot = Snapshot.take(
         _absolute(output_dir),
         state,
         overwrite=not automatic,
@@ -92,7 +92,7 @@ def save_state(
         metadata={"step": accelerator.step},
     )
     if accelerator.is_main_process:
-        put_notices(taken, _NOTICE, WEIGHTS_NAME)
+        put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
     if automatic:
         limit = accelerator.project_configuration.total_limit
         if limit is not None and accelerator.is_main_process:
@@ -100,7 +100,7 @@ def save_state(
             for folder in own[:-limit]:
                 _forget(folder)
     accelerator.project_configuration.iteration += 1
-    return taken
+    return snapshot
 
 
 def load_state(
@@ -130,13 +130,13 @@ def load_state(
     if input_dir is None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             raise StateError("no input_dir, and automatic_checkpoint_naming is off")
-        found = _checkpoints(_project(accelerator))
-        if not found:
+        numbers = _checkpoints(_project(accelerator))
+        if not numbers:
             raise SnapshotNotFoundError(
                 f"there is no checkpoint in {_project(accelerator)}, neither a snapshot nor one of "
                 "the Accelerator's own"
             )
-        input_dir = found[-1]
+        input_dir = numbers[-1]
         accelerator.project_configuration.iteration = _number(input_dir) + 1
     snapshot = snapshot_at(_absolute(input_dir))
     if snapshot is None:

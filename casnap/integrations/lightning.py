@@ -122,13 +122,13 @@ class CasnapCheckpointIO(TorchCheckpointIO):
 
         def wait() -> Snapshot:
             try:
-                taken = pending()
+                snapshot = pending()
             except BaseException:
                 put_back()
                 raise
             if aside is not None:
                 aside.unlink(missing_ok=True)
-            return taken
+            return snapshot
 
         try:
             pending = take_alone(
@@ -273,10 +273,12 @@ saving.pl_load = _load_any
 
 def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `casnap ls` is to show: where the training is, and the metrics watched."""
-    found: dict[str, Any] = {k: checkpoint[k] for k in ("epoch", "global_step") if k in checkpoint}
+    numbers: dict[str, Any] = {
+        k: checkpoint[k] for k in ("epoch", "global_step") if k in checkpoint
+    }
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and isinstance(state.get("monitor"), str):
             score = state.get("current_score")
             if isinstance(score, torch.Tensor) and math.isfinite(score):
-                found[state["monitor"]] = score.item()
-    return found
+                numbers[state["monitor"]] = score.item()
+    return numbers

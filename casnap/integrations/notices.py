@@ -23,25 +23,25 @@ _CALL = NOTICE_HEAD + b"%b\nX%b%b\x85R."
 """A pickle of protocol 2 that calls a function of this module with one text."""
 
 
-def notice(what: str) -> bytes:
+def notice(subject: str) -> bytes:
     """Return the content of a file whose unpickling fails, with an error that says casnap.
 
     Args:
-        what: The message: what is in the snapshot, and how to read it.
+        subject: The message: what is in the snapshot, and how to read it.
     """
-    text = what.encode()
+    text = subject.encode()
     function = read_this_with_casnap.__name__.encode()
     return _CALL % (function, len(text).to_bytes(4, "little"), text)
 
 
-def put_notices(snapshot: Snapshot, what: str, *names: str) -> None:
+def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
     """Put notices beside a snapshot, where its marker is; not in place of other files.
 
     An error is a warning only: the snapshot is committed.
 
     Args:
         snapshot: The snapshot.
-        what: What they say, as for :func:`notice`.
+        subject: What they say, as for :func:`notice`.
         names: Their names.
     """
     objects = snapshot.store.objects
@@ -51,7 +51,7 @@ def put_notices(snapshot: Snapshot, what: str, *names: str) -> None:
         try:
             if not os.path.lexists(path) or is_notice(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                put_whole(path, notice(what))
+                put_whole(path, notice(subject))
         except OSError as e:
             _log.warning("%s is committed, but %s cannot be written: %s", snapshot.path, path, e)
 
@@ -65,13 +65,13 @@ def is_notice(path: Path) -> bool:
         return False
 
 
-def read_this_with_casnap(what: str) -> NoReturn:
+def read_this_with_casnap(subject: str) -> NoReturn:
     """Fail: this is what a notice calls when something unpickles it.
 
     Raises:
         StateError: Always.
     """
-    raise StateError(what)
+    raise StateError(subject)
 
 
 def put_whole(path: Path, content: bytes | Path) -> None:

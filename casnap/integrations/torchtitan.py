@@ -123,11 +123,11 @@ class CasnapCheckpointManager(CheckpointManager):
 
     def _find_load_step(self, folder: str = "") -> int:
         folder = folder or self.folder
-        found: int = super()._find_load_step(folder)
+        load_step: int = super()._find_load_step(folder)
         for step, path in reversed(self._steps(folder)):
-            if step > found and snapshot_at(path) is not None:
+            if step > load_step and snapshot_at(path) is not None:
                 return step
-        return found
+        return load_step
 
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():
@@ -144,9 +144,9 @@ class CasnapCheckpointManager(CheckpointManager):
         """Return step and path of all folders of checkpoints, the first step first."""
         if not filesystem.isdir(folder):
             return []
-        found = ((re.search(r"step-(\d+)", name), name) for name in filesystem.listdir(folder))
+        matches = ((re.search(r"step-(\d+)", name), name) for name in filesystem.listdir(folder))
         return sorted(
             (int(match[1]), os.fspath(filesystem.join(folder, name)))
-            for match, name in found
+            for match, name in matches
             if match
         )

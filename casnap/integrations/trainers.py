@@ -32,16 +32,16 @@ def check_version(package: str, first: str, below: str) -> None:
         ImportError: It is not; the message says what was found, and what to do.
     """
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError:
-        what = "it is not installed"
+        problem = "it is not installed"
     else:
-        if _numbers(first) <= _numbers(found) < _numbers(below):
+        if _numbers(first) <= _numbers(installed) < _numbers(below):
             return
-        what = f"this is {package} {found}"
+        problem = f"this is {package} {installed}"
     raise ImportError(
-        f"casnap.integrations.{package} is tested with {package} >={first},<{below}, and {what}: "
-        f"pip install 'casnap[{package}]'",
+        f"casnap.integrations.{package} is tested with {package} >={first},<{below}, and "
+        f"{problem}: pip install 'casnap[{package}]'",
         name=package,
     )
 

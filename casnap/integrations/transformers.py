@@ -101,14 +101,14 @@ class CasnapTrainerMixin(_Base):
 
     def _check_supported(self) -> None:
         names = ("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled")
-        found = [name for name in names if getattr(self, name, False)]
+        unsupported = [name for name in names if getattr(self, name, False)]
         if self.args.push_to_hub and self.args.hub_strategy != "end":
-            found.append(f"hub_strategy={self.args.hub_strategy!r}")
-        if found:
+            unsupported.append(f"hub_strategy={self.args.hub_strategy!r}")
+        if unsupported:
             raise StateError(
-                f"CasnapTrainerMixin does not support {', '.join(found)}; for FSDP, use the plain "
-                "Trainer after casnap.integrations.dcp.install(output_dir); checkpoints have no "
-                'weights to push to the hub: hub_strategy="end"'
+                f"CasnapTrainerMixin does not support {', '.join(unsupported)}; for FSDP, use the "
+                "plain Trainer after casnap.integrations.dcp.install(output_dir); checkpoints have "
+                'no weights to push to the hub: hub_strategy="end"'
             )
 
     # --- saving ---
@@ -132,15 +132,15 @@ class CasnapTrainerMixin(_Base):
             state["rng"] = RNGState()
         with TemporaryDirectory(prefix="casnap-") as staged:
             files = self._put_files(folder, Path(staged)) if self.args.should_save else {}
-            taken = Snapshot.take(
+            snapshot = Snapshot.take(
                 folder.absolute(),
                 state | {"files": Value(files)},
                 overwrite=True,
                 metadata=self._casnap_metadata(),
             )
             if self.args.should_save:
-                self._put_weights(taken, folder, Path(staged))
-                self._rotate(run_dir, taken)
+                self._put_weights(snapshot, folder, Path(staged))
+                self._rotate(run_dir, snapshot)
 
     def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
@@ -158,16 +158,16 @@ class CasnapTrainerMixin(_Base):
                 put = folder / path.relative_to(staged)
                 put.parent.mkdir(parents=True, exist_ok=True)
                 put.write_bytes(path.read_bytes())
-        found = (path for path in sorted(folder.iterdir()) if path.is_file())
-        return {p.name: p.read_bytes() for p in found if p.name not in (MARKER, _UNFINISHED)}
+        files = (path for path in sorted(folder.iterdir()) if path.is_file())
+        return {p.name: p.read_bytes() for p in files if p.name not in (MARKER, _UNFINISHED)}
 
-    def _put_weights(self, taken: Snapshot, folder: Path, staged: Path) -> None:
+    def _put_weights(self, snapshot: Snapshot, folder: Path, staged: Path) -> None:
         """Put the adapter beside the snapshot, whole, for the tools of PEFT; without, a notice."""
         if not self._has_adapter:
-            put_notices(taken, _NOTICE, WEIGHTS_NAME)
+            put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
             return
         if not self.args.save_only_model:
-            put_notices(taken, _NOTICE, *_STATE)
+            put_notices(snapshot, _NOTICE, *_STATE)
         for path in sorted(staged.rglob("*")):
             if path.name in _ADAPTER:
                 put_whole(folder / path.relative_to(staged), path)
@@ -184,7 +184,7 @@ class CasnapTrainerMixin(_Base):
 
         return isinstance(model, PeftModel)
 
-    def _rotate(self, run_dir: str, taken: Snapshot) -> None:
+    def _rotate(self, run_dir: str, snapshot: Snapshot) -> None:
         before = set(Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         rotate_checkpoints(
             output_dir=run_dir,
@@ -192,19 +192,19 @@ class CasnapTrainerMixin(_Base):
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=True,
         )
-        prefix = taken.name.rpartition("/")[0]
+        prefix = snapshot.name.rpartition("/")[0]
         for gone in before - set(Path(run_dir).iterdir()):
             name = f"{prefix}/{gone.name}".lstrip("/")
-            if name in taken.store:
-                taken.store.delete(name)
+            if name in snapshot.store:
+                snapshot.store.delete(name)
 
     def _casnap_metadata(self) -> dict[str, Any]:
         """Return what `casnap ls` is to show: the step, and the last numbers that were logged."""
-        found: dict[str, Any] = {"step": self.state.global_step}
+        metadata: dict[str, Any] = {"step": self.state.global_step}
         for entry in self.state.log_history[-2:]:
             if entry.get("step") == self.state.global_step:
-                found |= {k: v for k, v in entry.items() if isinstance(v, int | float)}
-        return {k: v for k, v in found.items() if math.isfinite(v)}
+                metadata |= {k: v for k, v in entry.items() if isinstance(v, int | float)}
+        return {k: v for k, v in metadata.items() if math.isfinite(v)}
 
     def _plain_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -292,8 +292,8 @@ class CasnapTrainerMixin(_Base):
 def _weights_in(folder: Path) -> list[Path]:
     """Return the weights that the Trainer itself has written: files, or a folder of FSDP."""
     names = ("*.safetensors", "*.bin", "*.index.json", "*/adapter_model.*", "pytorch_model_fsdp*")
-    found = (path for name in names for path in folder.glob(name))
-    return [path for path in found if path.name != "training_args.bin" and not is_notice(path)]
+    files = (path for name in names for path in folder.glob(name))
+    return [path for path in files if path.name != "training_args.bin" and not is_notice(path)]
 
 
 def _last_whole(output_dir: str) -> str | None:

@@ -65,7 +65,7 @@ READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
 """What is raised where an object of a store cannot be read."""
 
 
-def kind_and_message(error: Exception, what: str) -> tuple[str, str]:
+def kind_and_message(error: Exception, label: str) -> tuple[str, str]:
     """Return the kind of a damage and its message, given the error of reading an object.
 
     Raises:
@@ -74,7 +74,7 @@ def kind_and_message(error: Exception, what: str) -> tuple[str, str]:
     if isinstance(error, UnavailableError):
         raise error
     if isinstance(error, FileNotFoundError):
-        return "missing", f"{what} is missing"
+        return "missing", f"{label} is missing"
     return "unreadable" if isinstance(error, BackendError) else "changed", str(error)
 
 

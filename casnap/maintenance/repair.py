@@ -238,9 +238,9 @@ class _Repair:
             if not useful:
                 continue
             bad = set()
-            for record, why in bad_records(self._objects, footer, lambda n: None):
-                if why.reason is Reason.UNREADABLE:
-                    raise self._unreadable(pack_key(pack), str(why))
+            for record, failure in bad_records(self._objects, footer, lambda n: None):
+                if failure.reason is Reason.UNREADABLE:
+                    raise self._unreadable(pack_key(pack), str(failure))
                 bad.add(record)
             records = [record for record in footer if record not in bad]
             if useful.intersection(digest for digest, _ in records):
@@ -390,8 +390,8 @@ class _Repair:
             if self.report.dry_run:
                 self._copied.update(wants[0].digest for _, wants in places_to_read)
                 continue
-            for place, wants, why in self._objects.read_places(places_to_read, _READ):
-                survey.note_bad(wants[0].digest, place, why)
+            for place, wants, failure in self._objects.read_places(places_to_read, _READ):
+                survey.note_bad(wants[0].digest, place, failure)
                 all_whole = False
         return all_whole
 

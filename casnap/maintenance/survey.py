@@ -255,9 +255,9 @@ class Survey:
     def run_again(self) -> None:
         """Survey the newest root, and keep the bad places that were found before."""
         self._begin(self.objects.newest())
-        for (digest, place), why in list(self._bad.items()):
+        for (digest, place), failure in list(self._bad.items()):
             if place in self.index.of(digest):
-                self.note_bad(digest, place, why)
+                self.note_bad(digest, place, failure)
         self._look_at_packs()
         self._snapshots()
 
@@ -298,11 +298,11 @@ class Survey:
         record = (digest, place)
         return place.pack not in self._gone and record not in self._cut and record not in self._bad
 
-    def note_bad(self, digest: Digest, place: Place, why: Failure) -> None:
+    def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
         """Record that the bytes at a place are not what was written."""
-        self._bad[digest, place] = why
-        message = f"at byte {place.offset:,}: {why}"
-        damage = self._hurt_pack(PackId(place.pack), KINDS[why.reason], message, digest)
+        self._bad[digest, place] = failure
+        message = f"at byte {place.offset:,}: {failure}"
+        damage = self._hurt_pack(PackId(place.pack), KINDS[failure.reason], message, digest)
         self._blame.setdefault(digest, []).append(damage)
         self._damages_of.pop(digest, None)
 
@@ -321,8 +321,8 @@ class Survey:
             try:
                 yield self._read_segment(ref, key), key
             except READ_ERRORS as e:
-                kind, why = kind_and_message(e, "an index segment")
-                damage = self.unreadable[ref] = self._add_damage(kind, key, why)
+                kind, message = kind_and_message(e, "an index segment")
+                damage = self.unreadable[ref] = self._add_damage(kind, key, message)
                 # The index cannot be read until the segment is replaced. Its chunks may be whole.
                 damage.hurts[ALL] = None
 
@@ -421,8 +421,8 @@ class Survey:
             self._progress("reading", min(self.read_bytes, total), total)
 
         records = (r for r in self._to_read() if share >= 1 or choice.random() < share)
-        for (digest, place), why in bad_records(self.objects, records, report):
-            self.note_bad(digest, place, why)
+        for (digest, place), failure in bad_records(self.objects, records, report):
+            self.note_bad(digest, place, failure)
 
     @property
     def stored_bytes(self) -> int:
@@ -589,16 +589,16 @@ class Survey:
         pack = PackId(places[0].pack)
         self.rescued.add(pack)
         if pack not in self._condemned_damage:
-            why = "the pack is needed, but condemned: a garbage collector will delete it"
-            self._condemned_damage[pack] = self._add_damage("condemned", pack_key(pack), why)
+            message = "the pack is needed, but condemned: a garbage collector will delete it"
+            self._condemned_damage[pack] = self._add_damage("condemned", pack_key(pack), message)
         return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
         if digest in self._blame:
             return self._blame[digest]
         if digest in self.known_lost:
-            why = "known to be lost since an earlier repair"
-            return [self._add_damage("lost", "", why, digest)]
+            message = "known to be lost since an earlier repair"
+            return [self._add_damage("lost", "", message, digest)]
         if self.unreadable:
             return list(self.unreadable.values())
         return [self._add_damage("missing", "", "no pack of the index holds it", digest)]

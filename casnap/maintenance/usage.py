@@ -127,13 +127,13 @@ def shared_bytes(
     snapshots = _snapshots(objects, objects.view())
     earlier = [c.row for c in snapshots if c.row.seq < contents.row.seq]
     earlier.sort(key=lambda row: -row.seq)
-    seen: set[bytes] = set()
+    visited: set[bytes] = set()
     for done, row in enumerate(earlier):
         if not missing:
             break
         if progress is not None:
             progress("looking through earlier snapshots", done, len(earlier))
-        for _, below in walk(objects, [MANIFEST + row.manifest.digest], seen):
+        for _, below in walk(objects, [MANIFEST + row.manifest.digest], visited):
             missing.difference_update(below)
             if not missing:
                 break

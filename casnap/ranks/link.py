@@ -457,8 +457,8 @@ class Link:
 
     def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""
-        here = self.hosts[self.rank]
-        return [rank for rank, process in enumerate(self._processes) if process.has_ended(here)]
+        own_host = self.hosts[self.rank]
+        return [rank for rank, process in enumerate(self._processes) if process.has_ended(own_host)]
 
     def await_end(self, rank: int, seconds: float) -> bool:
         """Wait until another rank has left the operation of this one; False if it died first."""

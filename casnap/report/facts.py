@@ -120,22 +120,22 @@ class Facts:
 
 
 def gather(
-    objects: Objects, chosen: Sequence[Contents], last: int, progress: Progress | None = None
+    objects: Objects, snapshots: Sequence[Contents], last: int, progress: Progress | None = None
 ) -> Facts:
     """Gather what a report on some snapshots shows.
 
     Args:
         objects: The store.
-        chosen: The snapshots, in the order of their commits.
+        snapshots: The snapshots, in the order of their commits.
         last: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
 
     Raises:
         DamagedError: Something in the store cannot be read.
     """
-    usages = usage(list(chosen), objects, progress)
+    usages = usage(list(snapshots), objects, progress)
     by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
-    for contents, use in zip(chosen, usages, strict=True):
+    for contents, use in zip(snapshots, usages, strict=True):
         facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
         by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, facts))
     newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
@@ -145,7 +145,7 @@ def gather(
     return Facts(
         uri=objects.backend.uri,
         chunk_size=objects.config.chunk_size,
-        snapshots=len(chosen),
+        snapshots=len(snapshots),
         logical_bytes=sum(use.logical_bytes for use in usages),
         store_bytes=disk_usage(objects).nbytes,
         live_bytes=live,

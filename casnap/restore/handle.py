@@ -68,8 +68,8 @@ class Handle:
             return payload_of(self._entry).nbytes
         with self._contents.reading():
             below = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
-        found = (entry for entry in below.values() if not isinstance(entry, ContainerEntry))
-        return sum(payload_of(entry).nbytes for entry in found)
+        entries = (entry for entry in below.values() if not isinstance(entry, ContainerEntry))
+        return sum(payload_of(entry).nbytes for entry in entries)
 
     @property
     def is_global(self) -> bool:
@@ -114,16 +114,16 @@ class Handle:
             DamagedError: Stored bytes are missing or damaged.
         """
         with self._contents.reading():
-            found = read_objects(self._contents, [self.path], allow_pickle=allow_pickle)
-            return found[self.path]
+            values = read_objects(self._contents, [self.path], allow_pickle=allow_pickle)
+            return values[self.path]
 
     def __repr__(self) -> str:
         entry = self._entry
-        what = entry.kind
+        text = entry.kind
         if isinstance(entry, TensorEntry):
-            what = f"{what}, {entry.dtype} {list(entry.shape)}"
+            text = f"{text}, {entry.dtype} {list(entry.shape)}"
         whose = "global" if self.is_global else f"rank {self.rank}'s own"
-        return f"<{self.path}: {what}, {whose}>"
+        return f"<{self.path}: {text}, {whose}>"
 
 
 def handle_of(contents: Contents, path: str) -> Handle:
@@ -138,5 +138,5 @@ def handle_of(contents: Contents, path: str) -> Handle:
 
 def handles(contents: Contents, pattern: str) -> dict[str, Handle]:
     """Return handles on the tensors and values that a glob matches, by path."""
-    found = contents.matching(pattern)
-    return {each.name: Handle(contents, each.name, each.entry, each.owner) for each in found}
+    entries = contents.matching(pattern)
+    return {each.name: Handle(contents, each.name, each.entry, each.owner) for each in entries}

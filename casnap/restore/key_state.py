@@ -54,8 +54,8 @@ def key_state(
         None if the snapshot has nothing of the key for this rank; the report says what is missing.
     """
     component = component_of(key)
-    seen = contents.trees(rank).get(component)
-    entries = {} if seen is None else {component + inner: e for inner, e in seen.items()}
+    trees = contents.trees(rank).get(component)
+    entries = {} if trees is None else {component + inner: e for inner, e in trees.items()}
     # All ranks call state_dict(), which may itself be a collective.
     current = stateful.state_dict()
     check_state(key, stateful, current)
@@ -65,7 +65,7 @@ def key_state(
         if own is not None:
             return own
     kept = _kept_for_others(contents, component, rank, entries)
-    if not kept and seen is not None:
+    if not kept and trees is not None:
         return replace(state, entries=_reached(contents, component, rank, entries))
     report.missing += kept or [key]
     return None

@@ -106,19 +106,19 @@ def _below(contents: Contents, prefix: str) -> dict[str, Listed]:
     """Return the tensors and values below a path, or of a submodule, by their names there."""
     prefix = prefix.rstrip("/")
     for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
-        found: dict[str, list[Listed]] = {}
+        by_name: dict[str, list[Listed]] = {}
         for each in contents.listed(start):
             if not isinstance(each.entry, ContainerEntry):
-                found.setdefault(each.path, []).append(each)
-        for path, same in found.items():
+                by_name.setdefault(each.path, []).append(each)
+        for path, same in by_name.items():
             shared = [each for each in same if each.owner is None]
             owners = [each.owner for each in same if each.owner is not None]
             if not shared:
                 contents.check_one_keeper(path, owners if len(same) > 1 else [])
-        if found:
+        if by_name:
             return {
                 "/".join(map(key_of, path[len(start) :].split("/"))): same[0]
-                for path, same in found.items()
+                for path, same in by_name.items()
             }
     keys = sorted(contents.trees(None))
     hint = nearest(prefix, keys) or f"; it has the keys {', '.join(keys)[:200]}"
@@ -153,20 +153,20 @@ def _places(
     """
     where = None if device is None else torch.device(device)
     places: dict[str, Shards] = {}
-    made: dict[int, torch.Tensor] = {}
+    by_address: dict[int, torch.Tensor] = {}
     unfit: dict[str, str] = {}
     for name, each in own.items():
         if name not in stored:
             continue
         value = each.value
-        why = _why_unfit(value, stored[name], where)
-        if why:
-            unfit[name] = f"{stored[name].path}: {why}"
+        reason = _why_unfit(value, stored[name], where)
+        if reason:
+            unfit[name] = f"{stored[name].path}: {reason}"
             continue
         if value.is_meta:
-            if id(value) not in made:
-                made[id(value)] = torch.empty_like(value, device=where)
-            value = made[id(value)]
+            if id(value) not in by_address:
+                by_address[id(value)] = torch.empty_like(value, device=where)
+            value = by_address[id(value)]
         shape = tuple(value.shape)
         whole = Shards(shape, (Region.whole(shape),), (value,), value)
         places[name] = shards_of(name, value) or whole
@@ -179,8 +179,8 @@ def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) ->
     entry = each.entry
     if not isinstance(entry, TensorEntry):
         return f"a tensor here, of kind {entry.kind} in the snapshot"
-    if why := _why_not_one_box(value):
-        return why
+    if reason := _why_not_one_box(value):
+        return reason
     if tuple(value.shape) != entry.shape:
         return f"{tuple(value.shape)} here, {entry.shape} in the snapshot"
     if not fits(entry, value):
@@ -189,8 +189,8 @@ def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) ->
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         if where is not None and is_plain:
             return ""
-        how = ", or pass device=" if is_plain else ""
-        return f"on the meta device here; call to_empty(device=...) first{how}"
+        advice = ", or pass device=" if is_plain else ""
+        return f"on the meta device here; call to_empty(device=...) first{advice}"
     if where is not None and not _is_on(value, where):
         return f"on {value.device} here; device= is for tensors on the meta device: use to() first"
     shards = shards_of(each.path, value)
@@ -206,8 +206,8 @@ def _why_not_one_box(value: torch.Tensor) -> str:
 
 
 def _why_not_filled(memory: torch.Tensor) -> str:
-    if why := why_not_writable(memory):
-        return why
+    if reason := why_not_writable(memory):
+        return reason
     if not is_fillable(memory) or overlaps_itself(memory):
         return "cannot be filled in place here; use restore(), or a plain tensor"
     return ""
@@ -240,14 +240,14 @@ def _leave_out_conflicts(
 
 def _replace(own: Mapping[str, _ModuleTensor], places: Mapping[str, Shards]) -> None:
     """Put new tensors into the module where its own were on the meta device; keep ties."""
-    made: dict[int, torch.Tensor] = {}
+    replaced: dict[int, torch.Tensor] = {}
     filled = {id(own[name].value): places[name].value for name in places}
     for each in own.values():
         old = each.value
         if not old.is_meta or id(old) not in filled:
             continue
-        if id(old) not in made:
+        if id(old) not in replaced:
             new = filled[id(old)]
             is_parameter = isinstance(old, torch.nn.Parameter)
-            made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
-        each.tensors[each.key] = made[id(old)]
+            replaced[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
+        each.tensors[each.key] = replaced[id(old)]

@@ -267,10 +267,10 @@ def _moves(
     """Yield moves that fill a tensor with elements of an entry, for the cells that hold some."""
     if isinstance(region, Selection):
         itemsize = itemsize_of(entry)
-        for number, taken, place in region.cells(cells):
+        for number, source, place in region.cells(cells):
             cell = cells.region(number)
             kept = prod(axis.stop - axis.start for axis in place) * itemsize
-            sink = _elements_to(entry, target[place], cell, taken)
+            sink = _elements_to(entry, target[place], cell, source)
             yield _Move(number, cell.numel * itemsize, kept, sink)
         return
     plain = target.dtype == carrier_dtype(entry) and is_its_memory(target)
@@ -297,9 +297,9 @@ def _moves(
 
 
 def _elements_to(
-    entry: TensorEntry, box: torch.Tensor, cell: Region, taken: tuple[slice, ...]
+    entry: TensorEntry, box: torch.Tensor, cell: Region, box_of_cell: tuple[slice, ...]
 ) -> Sink:
     def sink(raw: memoryview) -> None:
-        fill(box, elements_of(entry, raw, cell)[taken])
+        fill(box, elements_of(entry, raw, cell)[box_of_cell])
 
     return sink

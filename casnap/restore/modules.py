@@ -24,14 +24,14 @@ def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> 
     """
     rewritten = _paths_of_children(state, module, _rewrites)
     unchecked = rewritten + _paths_of_children(state, module, _forgives)
-    there = {p for p in state.entries if p.count("/") == 1 and not p.startswith(unchecked)}
-    here = {f"{state.component}/{component_of(k)}" for k in state.current}
-    here = {path for path in here if not path.startswith(unchecked)}
+    stored_names = {p for p in state.entries if p.count("/") == 1 and not p.startswith(unchecked)}
+    live_names = {f"{state.component}/{component_of(k)}" for k in state.current}
+    live_names = {path for path in live_names if not path.startswith(unchecked)}
     shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(rewritten)}
-    report.missing += sorted(here - there)
-    report.unexpected += sorted(there - here)
+    report.missing += sorted(live_names - stored_names)
+    report.unexpected += sorted(stored_names - live_names)
     report.mismatched += [shapes[p] for p in sorted(shapes)]
-    skipped = frozenset((there - here) | shapes.keys())
+    skipped = frozenset((stored_names - live_names) | shapes.keys())
     return replace(state, rewritten=rewritten, unchecked=unchecked, skipped=skipped)
 
 
@@ -113,6 +113,6 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
             shapes[path] = f"{path}: fake here; make the module outside of FakeTensorMode"
         elif tuple(value.shape) != entry.shape:
             shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
-        elif why := why_not_writable(value):
-            shapes[path] = f"{path}: {why}"
+        elif reason := why_not_writable(value):
+            shapes[path] = f"{path}: {reason}"
     return shapes

@@ -55,14 +55,14 @@ def _other_groups(
         if path not in state.entries:
             yield f"{path}: not in the snapshot; an optimizer needs it"
             return
-    here, there = len(groups), _count(state.entries[where])
-    if here != there:
-        yield f"{where}: {here} parameter groups here, {there} in the snapshot"
+    live, in_snapshot = len(groups), _count(state.entries[where])
+    if live != in_snapshot:
+        yield f"{where}: {live} parameter groups here, {in_snapshot} in the snapshot"
         return
     for i, group in enumerate(groups):
-        here, there = len(group["params"]), _count(state.entries.get(f"{where}/{i}/params"))
-        if here != there:
-            yield f"{where}/{i}: {here} parameters here, {there} in the snapshot"
+        live, in_snapshot = len(group["params"]), _count(state.entries.get(f"{where}/{i}/params"))
+        if live != in_snapshot:
+            yield f"{where}/{i}: {live} parameters here, {in_snapshot} in the snapshot"
 
 
 def _no_random_state(component: str, state: KeyState) -> Iterator[str]:

@@ -206,8 +206,8 @@ def _check_out(
         raise MismatchError(
             f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
         )
-    if why := why_not_writable(out):
-        raise MismatchError(f"{contents.where}: {path} cannot be read into obj_out, which {why}")
+    if reason := why_not_writable(out):
+        raise MismatchError(f"{contents.where}: {path} cannot be read into obj_out, which {reason}")
     if is_float4(entry) != is_float4(out):
         raise MismatchError(
             f"{contents.where}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "

@@ -21,14 +21,14 @@ def renamed(where: str, paths: Mapping[str, str], rename: Rename) -> dict[str, s
     Raises:
         MismatchError: Two names become one.
     """
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name, path in paths.items():
         new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
-        if new in found:
+        if new in sources:
             raise MismatchError(
-                f"{where}: rename= gives {paths[found[new]]} and {path} the same name {new!r}; "
+                f"{where}: rename= gives {paths[sources[new]]} and {path} the same name {new!r}; "
                 "nothing was read"
             )
         if new is not None:
-            found[new] = name
-    return found
+            sources[new] = name
+    return sources

@@ -38,15 +38,15 @@ def mismatch_message(report: RestoreReport, where: str, keys: Iterable[str] = ()
         keys: Its keys, if one that it lacks was asked for.
     """
     lines = [f"{where} does not fit the state; nothing was restored"]
-    for what, paths in (
+    for label, paths in (
         ("missing in the snapshot", report.missing),
         ("unexpected in the snapshot", report.unexpected),
         ("of another shape, size or kind", report.mismatched),
     ):
-        lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
-    if told := ", ".join(keys):
+        lines += [f"  {label} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
+    if listed := ", ".join(keys):
         lines.append(
-            f"The snapshot has the keys {told[:_MOST_CHARS]}. rename= maps them to others."
+            f"The snapshot has the keys {listed[:_MOST_CHARS]}. rename= maps them to others."
         )
     lines.append("Pass strict=False to restore what fits.")
     return "\n".join(lines)

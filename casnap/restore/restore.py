@@ -77,8 +77,8 @@ def restore(
     if options.strict and report:
         has = contents.keys()
         lacks_key = not has.issuperset(app_state) or options.rename is not None
-        told = sorted(has) if lacks_key else ()
-        raise MismatchError(mismatch_message(report, contents.where, told))
+        known_keys = sorted(has) if lacks_key else ()
+        raise MismatchError(mismatch_message(report, contents.where, known_keys))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry) and not options.allow_pickle:

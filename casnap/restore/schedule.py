@@ -127,13 +127,13 @@ class _Windows:
         last, filled, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]
         adds.append((reader, self._read_for([nbytes for _, nbytes in lists])))
-        chosen = 0
+        window = 0
         for i, nbytes in adds:
             first = last[i] + (0 < filled[i] > bounds[i] - nbytes)
-            chosen = max(chosen, first)
+            window = max(window, first)
         for i, nbytes in adds:
-            if last[i] < chosen:
-                last[i], filled[i] = chosen, 0
+            if last[i] < window:
+                last[i], filled[i] = window, 0
             filled[i] += nbytes
-        self.count = max(self.count, chosen + 1)
-        return chosen
+        self.count = max(self.count, window + 1)
+        return window

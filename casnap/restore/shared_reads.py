@@ -76,7 +76,7 @@ def fetch_shared(
     comm: Comm,
     objects: Objects,
     wants: Iterable[Want],
-    how: ReadOptions = DEFAULT_READ,
+    options: ReadOptions = DEFAULT_READ,
     *,
     window: int | None = None,
     only_in_memory: bool = False,
@@ -87,7 +87,7 @@ def fetch_shared(
         comm: The ranks; all call this.
         objects: Where to read from.
         wants: The chunks that this rank wants, each with its length; may be empty.
-        how: How this rank reads.
+        options: How this rank reads.
         window: About how many bytes a rank receives at once, the same on all ranks. A rank also
             keeps three to six times its share of a window in buffers for other ranks.
         only_in_memory: Have each rank read all that it wants, unless all ranks share memory and
@@ -98,15 +98,15 @@ def fetch_shared(
             raised on all ranks.
     """
     if comm.size == 1:
-        objects.fetch(wants, how)
+        objects.fetch(wants, options)
         return
-    passing = _SharedFetch(comm, objects, wants, how)
+    passing = _SharedFetch(comm, objects, wants, options)
     passing.run(window or window_for(comm.size), only_in_memory)
     error = passing.fetch_the_rest()
-    told = comm.all_gather(error_text(error).text.encode() if error else b"")
+    errors = comm.all_gather(error_text(error).text.encode() if error else b"")
     if error is not None:
         raise error
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(errors):
         if text:
             raise DamagedError(f"rank {rank}: {bytes(text).decode()}")
 
@@ -123,11 +123,11 @@ class _SharedFetch:
     """What one rank does in one fetch."""
 
     def __init__(
-        self, comm: Comm, objects: Objects, wants: Iterable[Want], how: ReadOptions
+        self, comm: Comm, objects: Objects, wants: Iterable[Want], options: ReadOptions
     ) -> None:
         self._comm = comm
         self._objects = objects
-        self._how = how
+        self._how = options
         # The wants that have not been handed over yet.
         self._left: dict[Digest, list[Want]] = {}
         for want in wants:
@@ -201,16 +201,18 @@ class _SharedFetch:
         nbytes = sum(map(self._nbytes, large))
         # Digests are random, so the smallest ones are a sample, and the same one on all ranks.
         sample = b"".join(digest[:_SAMPLED] for digest in nsmallest(_SAMPLES, large))
-        told = self._comm.all_gather(nbytes.to_bytes(8, "big") + sample)
-        total = sum(int.from_bytes(part[:8], "big") for part in told)
+        parts = self._comm.all_gather(nbytes.to_bytes(8, "big") + sample)
+        total = sum(int.from_bytes(part[:8], "big") for part in parts)
         each = [
             [bytes(part[at : at + _SAMPLED]) for at in range(8, len(part), _SAMPLED)]
-            for part in told
+            for part in parts
         ]
         # A rank that has more says nothing of those beyond its last one.
         end = min((s[-1] for s in each if len(s) == _SAMPLES), default=b"\xff" * _SAMPLED)
-        seen = [digest for sampled in each for digest in sampled if digest <= end]
-        return total * (1 - len(set(seen)) / len(seen)) if seen else 0
+        sampled_digests = [digest for sampled in each for digest in sampled if digest <= end]
+        return (
+            total * (1 - len(set(sampled_digests)) / len(sampled_digests)) if sampled_digests else 0
+        )
 
     def _room_for(self, nbytes: int) -> int:
         """Return the length of a buffer for chunks of so many bytes, as units count them."""
@@ -266,13 +268,13 @@ class _SharedFetch:
         ]
         listed = encode(units)
         chunks = b"".join(self._request(digests) for digests in by_unit.values())
-        told = self._comm.all_gather(digest_of(listed)[:16] + digest_of(chunks)[:16])
+        digests_of_ranks = self._comm.all_gather(digest_of(listed)[:16] + digest_of(chunks)[:16])
         size, in_memory = self._comm.size, self._shared.by_all
-        if len(set(map(bytes, told))) == 1:
+        if len(set(map(bytes, digests_of_ranks))) == 1:
             wanted = [(list(range(size)), units)]
             return schedule_reads(wanted, size, share, window, in_memory), True
         same: defaultdict[bytes, list[int]] = defaultdict(list)
-        for rank, digests in enumerate(told):
+        for rank, digests in enumerate(digests_of_ranks):
             same[bytes(digests[:16])].append(rank)
         speakers = {ranks[0]: ranks for ranks in same.values()}
         lists = self._comm.gather(listed if self._comm.rank in speakers else b"")

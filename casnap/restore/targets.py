@@ -16,12 +16,12 @@ from casnap.state.tensors import carrier_dtype, is_float4
 
 def targets_of(state: KeyState) -> dict[str, Shards]:
     """Return the tensors of a state that can be filled from the snapshot in place, by path."""
-    found = fill_targets(state.current, state.component)
+    targets = fill_targets(state.current, state.component)
     if isinstance(state.stateful, torch.optim.Optimizer):
-        found |= _moments(state.stateful, state.component, state.entries)
+        targets |= _moments(state.stateful, state.component, state.entries)
     return {
         path: shards
-        for path, shards in found.items()
+        for path, shards in targets.items()
         # A module that renames while it loads could overwrite such a tensor before reading it.
         if path in state.entries
         and not path.startswith(state.rewritten)
@@ -33,7 +33,7 @@ def _moments(
     optimizer: torch.optim.Optimizer, component: str, entries: Mapping[str, Entry]
 ) -> dict[str, Shards]:
     """Return new moments, sharded like their parameters, for an optimizer that has none yet."""
-    made = {}
+    moments = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for path, entry in entries.items():
         below, _, name = path.removeprefix(f"{component}/state/").partition("/")
@@ -48,8 +48,8 @@ def _moments(
                 moment = torch.zeros_like(parameter.detach(), dtype=carrier_dtype(entry))
                 fresh = shards_of(path, moment)
                 assert fresh is not None
-                made[path] = fresh
-    return made
+                moments[path] = fresh
+    return moments
 
 
 def fits(entry: Entry, current: torch.Tensor) -> bool:

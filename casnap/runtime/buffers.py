@@ -189,12 +189,12 @@ def can_write(address: int) -> bool:
     return refused != errno.EFAULT
 
 
-def _populate(address: int, how: int) -> int:
+def _populate(address: int, advice: int) -> int:
     """Have the system provide the page of an address; return the number of its error, or 0."""
     if _libc is None:
         return 0
     page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
-    return ctypes.get_errno() if _libc.madvise(page, ctypes.c_size_t(1), how) else 0
+    return ctypes.get_errno() if _libc.madvise(page, ctypes.c_size_t(1), advice) else 0
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:

@@ -56,22 +56,22 @@ def folder_for_chunks(name: str) -> Path | None:
     """
     named = os.environ.get("CASNAP_CACHE_DIR")
     folder = Path(local_path(named)) if named else cache_folder()
-    why = None
+    reason = None
     with suppress(OSError):
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            why = why_refused(folder)
-            if why is None and os.access(folder, os.W_OK):
+            reason = why_refused(folder)
+            if reason is None and os.access(folder, os.W_OK):
                 folder /= name
                 folder.mkdir(mode=0o700, exist_ok=True)
                 # Where all may write, another user may have made it, or a link in its place.
-                why = why_refused(folder)
-                if why is None:
+                reason = why_refused(folder)
+                if reason is None:
                     return folder
-    if why is not None:
+    if reason is not None:
         raise StoreError(
-            f"the read cache cannot be in {folder}: it {why}. Set CASNAP_CACHE_DIR to a folder of "
-            "your own on a disk of this host, or do without the cache (cache_bytes=0)"
+            f"the read cache cannot be in {folder}: it {reason}. Set CASNAP_CACHE_DIR to a folder "
+            "of your own on a disk of this host, or do without the cache (cache_bytes=0)"
         )
     _log.warning(
         "%s cannot be written, so there is no read cache", folder or "no folder for the cache"
@@ -88,8 +88,8 @@ def cache_bytes_asked() -> int:
     text = os.environ.get(variable := "CASNAP_CACHE_BYTES", "").strip()
     nbytes = parsed_size(text) if text else 0
     if nbytes is None:
-        what = "a number of bytes, such as 50GB, 46GiB or 50000000000"
-        raise StoreError(f"{variable} is {text!r}; set it to {what}")
+        kind = "a number of bytes, such as 50GB, 46GiB or 50000000000"
+        raise StoreError(f"{variable} is {text!r}; set it to {kind}")
     return nbytes
 
 
@@ -99,9 +99,9 @@ def threads_asked() -> int | None:
     Raises:
         StoreError: It is not a number of threads.
     """
-    count = _number_asked("CASNAP_THREADS", what := "a number of threads, such as 4")
+    count = _number_asked("CASNAP_THREADS", kind := "a number of threads, such as 4")
     if count == 0:
-        raise StoreError(f"CASNAP_THREADS is '0'; set it to {what}")
+        raise StoreError(f"CASNAP_THREADS is '0'; set it to {kind}")
     return count
 
 
@@ -110,7 +110,7 @@ def collects_by_itself() -> bool:
     return os.environ.get("CASNAP_GC") != "off"
 
 
-def _number_asked(variable: str, what: str) -> int | None:
+def _number_asked(variable: str, kind: str) -> int | None:
     """Return the value of a variable; None if it is not set.
 
     Raises:
@@ -118,7 +118,7 @@ def _number_asked(variable: str, what: str) -> int | None:
     """
     text = os.environ.get(variable, "").strip()
     if text and not re.fullmatch("[0-9]{1,18}", text):
-        raise StoreError(f"{variable} is {text!r}; set it to {what}")
+        raise StoreError(f"{variable} is {text!r}; set it to {kind}")
     return int(text) if text else None
 
 
@@ -173,7 +173,7 @@ def variables() -> frozenset[tuple[str, str]]:
 def aws_files() -> tuple[tuple[int, int, int] | None, ...]:
     """Return what shows whether the user's files of AWS were changed, each None if it is absent."""
     home = _home()
-    found: list[tuple[int, int, int] | None] = []
+    states: list[tuple[int, int, int] | None] = []
     for variable, name in (
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
         ("AWS_CONFIG_FILE", "config"),
@@ -184,8 +184,8 @@ def aws_files() -> tuple[tuple[int, int, int] | None, ...]:
             file = None if path is None else path.expanduser().stat()
         except (OSError, RuntimeError):
             file = None
-        found.append(None if file is None else (file.st_mtime_ns, file.st_size, file.st_ino))
-    return tuple(found)
+        states.append(None if file is None else (file.st_mtime_ns, file.st_size, file.st_ino))
+    return tuple(states)
 
 
 def aws_endpoint() -> tuple[str, str] | None:

@@ -18,8 +18,8 @@ def size(nbytes: float) -> str:
 
 def parsed_size(text: str) -> int | None:
     """Return a number of bytes as people write it: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; or None."""
-    found = _BYTES.fullmatch(text.strip().lower())
-    if found is None or (found[3] and not found[2]):
+    match = _BYTES.fullmatch(text.strip().lower())
+    if match is None or (match[3] and not match[2]):
         return None
-    step = (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
-    return int(float(found[1]) * step) if "." in found[1] else int(found[1]) * step
+    step = (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * step) if "." in match[1] else int(match[1]) * step

@@ -107,8 +107,8 @@ class _Copy:
         def look(table: Table) -> list[bool]:
             return [is_present(table, chosen, there.backend) for chosen in snapshots]
 
-        found = there.current(lambda root: look(there.table(root)), there.recent)
-        pairs = list(zip(snapshots, found, strict=True))
+        presence = there.current(lambda root: look(there.table(root)), there.recent)
+        pairs = list(zip(snapshots, presence, strict=True))
         self.report.present += [chosen.target for chosen, is_there in pairs if is_there]
         return [chosen for chosen, is_there in pairs if not is_there]
 

@@ -35,13 +35,13 @@ def choose(
 
     def look(table: Table) -> list[tuple[str, Row]]:
         row = table.get(check_name(outer)) if inner else None
-        found = [(outer, row)] if row is not None else list(snapshots_in(table, outer))
-        if outer and not found:
+        rows = [(outer, row)] if row is not None else list(snapshots_in(table, outer))
+        if outer and not rows:
             hint = nearest(outer, (full for full, _ in snapshots_in(table)))
             raise SnapshotNotFoundError(
                 f"{source.backend.uri} holds no snapshot {outer!r}, nor any below it{hint}"
             )
-        return found
+        return rows
 
     found = source.current(lambda root: look(source.table(root)))
     below = len(prefix) + 1 if prefix else 0

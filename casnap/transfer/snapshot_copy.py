@@ -243,7 +243,7 @@ class SnapshotCopy:
         contents = Contents(self._source, chosen.name, chosen.row)
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
-        made: list[Row] = []
+        new_rows: list[Row] = []
         noted = () if self._options.on_commit is None else (UNMIRRORED,)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
@@ -253,7 +253,7 @@ class SnapshotCopy:
                 chosen.row.stats,
                 new_bytes=self._new_bytes + transaction.new_packs.stored_bytes,
             )
-            made.append(
+            new_rows.append(
                 msgspec.structs.replace(
                     chosen.row,
                     manifest=transaction.ref(Digest(chosen.row.manifest.digest)),
@@ -264,13 +264,13 @@ class SnapshotCopy:
                     tags=(*noted, *chosen.row.tags),
                 )
             )
-            changes: dict[str, Row | None] = {chosen.target: made[-1]}
+            changes: dict[str, Row | None] = {chosen.target: new_rows[-1]}
             if table.get(keeper) is not None:
                 changes[keeper] = None
             return changes
 
         self._publish(transaction, change, sent + nodes)
-        return made[-1]
+        return new_rows[-1]
 
     def _put_nodes(self, transaction: Transaction) -> int:
         """Write the nodes that the destination lacks; return how many."""

@@ -28,12 +28,12 @@ class SourceTree:
         self,
         source: Objects,
         chosen: ChosenSnapshot,
-        seen: set[bytes],
+        visited: set[bytes],
         owners: dict[bytes, ChosenSnapshot],
     ) -> None:
         self._source = source
         self._ref = chosen.row.manifest
-        self._seen = seen
+        self._seen = visited
         self._owners = owners
         self.nodes: list[bytes] = []
         self.shared_with: dict[str, ChosenSnapshot] = {}

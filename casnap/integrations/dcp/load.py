@@ -110,8 +110,8 @@ class PlanLoad:
                 f"{stored.path}: the plan has a part of shape {box.sizes}, but the planner gives "
                 f"memory of shape {tuple(target.shape)}"
             )
-        if why := why_not_writable(target):
-            raise StateError(f"{stored.path} {why}")
+        if reason := why_not_writable(target):
+            raise StateError(f"{stored.path} {reason}")
         return _TensorRead(item, stored, box, target)
 
 

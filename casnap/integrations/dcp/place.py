@@ -70,9 +70,9 @@ class SnapshotPath(NamedTuple):
             StateError: There is no path.
         """
         if self.path is None:
-            what = "no path" if self.store is None else f"no name of a snapshot in {self.store.uri}"
+            lack = "no path" if self.store is None else f"no name of a snapshot in {self.store.uri}"
             raise StateError(
-                f"{what}: give one to CasnapWriter or CasnapReader, or pass checkpoint_id= to DCP"
+                f"{lack}: give one to CasnapWriter or CasnapReader, or pass checkpoint_id= to DCP"
             )
         return self.path if self.store is None else joined(self.store.uri, self.path)
 
@@ -98,47 +98,47 @@ def name_below(store: Store, path: str) -> str | None:
     return None
 
 
-def ranks_of(told: Sequence[object]) -> tuple[int, ...]:
+def ranks_of(answers: Sequence[object]) -> tuple[int, ...]:
     """Return the ranks that work together, as the coordinator hears of them.
 
     Args:
-        told: For each, in order, its rank in the world; or anything else, where its planner has
+        answers: For each, in order, its rank in the world; or anything else, where its planner has
             not passed that on. Then the ranks are known only if they are the whole world.
 
     Raises:
         StateError: They are not known.
     """
-    ranks = tuple(rank for rank in told if isinstance(rank, int))
-    if len(ranks) == len(told):
+    ranks = tuple(rank for rank in answers if isinstance(rank, int))
+    if len(ranks) == len(answers):
         return ranks
-    if len(told) == 1:
+    if len(answers) == 1:
         return (own_rank(),)
-    if len(told) == dist.get_world_size():
-        return tuple(range(len(told)))
+    if len(answers) == dist.get_world_size():
+        return tuple(range(len(answers)))
     raise StateError(
         "the plans do not say which ranks of the world this process group has; save without "
         "enable_plan_caching=True, and have planners keep storage_data, as dataclasses.replace does"
     )
 
 
-def checked_ranks(told: object, count: int | None = None) -> tuple[int, ...]:
+def checked_ranks(answer: object, count: int | None = None) -> tuple[int, ...]:
     """Return the ranks that a plan names.
 
     Args:
-        told: What the coordinator has put into the plan.
+        answer: What the coordinator has put into the plan.
         count: How many ranks there are, if this is the coordinator.
 
     Raises:
         StateError: The plan does not name them, or is a plan of other ranks.
     """
-    if not isinstance(told, tuple):
+    if not isinstance(answer, tuple):
         raise StateError(
             "the planner's finish_plan() has dropped storage_data of the plan; have it keep that, "
             "as dataclasses.replace does"
         )
-    if own_rank() not in told or count not in (None, len(told)):
+    if own_rank() not in answer or count not in (None, len(answer)):
         raise StateError(
             "DCP replays a plan that it has cached in a save of other ranks; save without "
             "enable_plan_caching=True"
         )
-    return told
+    return answer

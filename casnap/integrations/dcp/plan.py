@@ -80,7 +80,7 @@ def _agreed_paths(comm: Comm, own: Mapping[ObjectPath, None]) -> list[ObjectPath
     first = comm.broadcast_message(_Paths(list(own)), _Paths)
     known = set(first.paths)
     came = comm.gather_messages(_Paths([path for path in own if path not in known]), _Paths)
-    rest = _Paths(list(dict.fromkeys(path for found in came for path in found.paths)))
+    rest = _Paths(list(dict.fromkeys(path for each in came for path in each.paths)))
     return [*first.paths, *comm.broadcast_message(rest, _Paths).paths]
 
 

@@ -106,11 +106,11 @@ def _new_of(kind: type) -> Callable[..., Any]:
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         """Return an object of casnap's, which is then not initialized again; or one of ``cls``."""
         if cls in (*_WRITERS, *_READERS):
-            made = _made(cls, args, kwargs)
+            instance = _made(cls, args, kwargs)
         else:
-            made = _made_of_subclass(cls, _path_in(args, kwargs))
-        if made is not None:
-            return made
+            instance = _made_of_subclass(cls, _path_in(args, kwargs))
+        if instance is not None:
+            return instance
         above: Any = super(kind, cls).__new__  # type: ignore[arg-type]
         return above(cls) if above is object.__new__ else above(cls, *args, **kwargs)
 
@@ -119,14 +119,14 @@ def _new_of(kind: type) -> Callable[..., Any]:
 
 def _made_of_subclass(cls: type, path: Any) -> CasnapReader | None:
     """Return a reader where there is a snapshot: a reader of DCP could not read it."""
-    found, name = _place_of(path)
-    if found is None or not name or cls.__module__.startswith("torch."):
+    place, name = _place_of(path)
+    if place is None or not name or cls.__module__.startswith("torch."):
         return None
-    if not issubclass(cls, FileSystemReader) or not _holds(found.store, name):
+    if not issubclass(cls, FileSystemReader) or not _holds(place.store, name):
         _warn_of(cls, "which install() leaves alone: it neither saves nor loads snapshots")
         return None
     _warn_of(cls, "in place of which CasnapReader loads snapshots")
-    reader = CasnapReader(found.store, allow_pickle=found.allow_pickle)
+    reader = CasnapReader(place.store, allow_pickle=place.allow_pickle)
     reader.reset(path)
     return reader
 
@@ -139,8 +139,8 @@ def _holds(store: Store, name: str) -> bool:
 
 
 @functools.cache
-def _warn_of(cls: type, what: str) -> None:
-    _log.warning("%s.%s is a class of its own, %s", cls.__module__, cls.__qualname__, what)
+def _warn_of(cls: type, message: str) -> None:
+    _log.warning("%s.%s is a class of its own, %s", cls.__module__, cls.__qualname__, message)
 
 
 def _path_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -152,10 +152,10 @@ def _made(
 ) -> CasnapWriter | CasnapReader | None:
     """Return the writer or reader of casnap's for the arguments of one of torch's, if any."""
     path = _path_in(args, kwargs)
-    found, name = _place_of(path)
-    if found is None:
+    place, name = _place_of(path)
+    if place is None:
         return None
-    store, allow_pickle, dcp_files = found
+    store, allow_pickle, dcp_files = place
     if cls in _READERS and not name and Path(store.uri, ".metadata").exists():
         return None  # DCP has saved into the folder itself before
     # A class of torch takes these by position, too.
@@ -165,16 +165,16 @@ def _made(
             f"{os.fspath(path)}: casnap stores no checkpoint through the _extensions= of "
             f"{cls.__name__}; save without them, or outside of {store.uri}"
         )
-    made: CasnapWriter | CasnapReader
+    instance: CasnapWriter | CasnapReader
     if cls in _READERS:
-        made = CasnapReader(store, allow_pickle=allow_pickle)
+        instance = CasnapReader(store, allow_pickle=allow_pickle)
     else:
         overwrite = given.get("overwrite", True)
-        made = CasnapWriter(store, overwrite=overwrite, allow_pickle=allow_pickle)
-        made._has_files = dcp_files
+        instance = CasnapWriter(store, overwrite=overwrite, allow_pickle=allow_pickle)
+        instance._has_files = dcp_files
     if name:
-        made.reset(path)
-    return made
+        instance.reset(path)
+    return instance
 
 
 def _place_of(path: Any) -> tuple[_Installed | None, str]:
@@ -183,8 +183,8 @@ def _place_of(path: Any) -> tuple[_Installed | None, str]:
     if not isinstance(text, str):
         return None, ""
     # Another thread may install one meanwhile.
-    found = [(each, name_below(each.store, text)) for each in tuple(_installed.values())]
-    below = [(each, name) for each, name in found if name is not None]
+    candidates = [(each, name_below(each.store, text)) for each in tuple(_installed.values())]
+    below = [(each, name) for each, name in candidates if name is not None]
     return max(below, key=lambda place: len(place[0].store.uri), default=(None, ""))
 
 

@@ -339,8 +339,8 @@ _ADVICE = (
 )
 
 
-def _untrusted(store: Path, why: str) -> StoreError:
-    return StoreError(f"{why}, found by the path given. {_ADVICE}")
+def _untrusted(store: Path, reason: str) -> StoreError:
+    return StoreError(f"{reason}, found by the path given. {_ADVICE}")
 
 
 def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:

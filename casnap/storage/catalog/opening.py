@@ -74,18 +74,18 @@ def open_objects(
     may_make = create and (not place.name or place.exists)
     new_objects = partial(Objects, backend, marks=markers)
     objects = new_objects(config=config) if config is not None else None
-    made: CreatedStore | None = None
+    new_store: CreatedStore | None = None
     if objects is None and backend.costly_requests:
         objects = _at(backend, or_none=may_make, ahead=ahead, marks=markers)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
-        if made.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+        new_store = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        if new_store.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
             level = logging.INFO if asked else logging.WARNING
             _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
-        objects = new_objects(config=made.config)
-        if made.root is not None and backend.costly_requests:
-            objects.note_newest(made.root)
+        objects = new_objects(config=new_store.config)
+        if new_store.root is not None and backend.costly_requests:
+            objects.note_newest(new_store.root)
     elif objects is None and not place.exists:
         raise (
             only_marker_error(backend, "")
@@ -97,7 +97,7 @@ def open_objects(
     objects = objects or new_objects()
     if room is not None:
         objects.chunk_cache = room.of(objects.config, backend)
-    return objects, made is not None and made.is_new
+    return objects, new_store is not None and new_store.is_new
 
 
 def _no_name_error(backend: Backend) -> NotAStoreError | None:

@@ -101,20 +101,20 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
 
 
 def walk(
-    objects: Objects, tops: Iterable[bytes], seen: set[bytes]
+    objects: Objects, tops: Iterable[bytes], visited: set[bytes]
 ) -> Iterator[tuple[bytes, list[bytes]]]:
     """Yield each node at and below some others, with its references.
 
     Args:
         objects: The store.
         tops: References to the nodes to begin with.
-        seen: References to visited nodes. They are not visited again; new ones are added.
+        visited: References to visited nodes. They are not visited again; new ones are added.
 
     Raises:
         DamagedError: A node is missing or damaged.
     """
-    pending = [top for top in dict.fromkeys(tops) if top not in seen]
-    seen.update(pending)
+    pending = [top for top in dict.fromkeys(tops) if top not in visited]
+    visited.update(pending)
     while pending:
         # In groups, so that nodes that are not cached are read together.
         group = pending[-_TOGETHER:]
@@ -123,6 +123,6 @@ def walk(
         for node in group:
             children = references(objects.node, node)
             yield node, children
-            new = [r for r in dict.fromkeys(children) if is_node(r) and r not in seen]
-            seen.update(new)
+            new = [r for r in dict.fromkeys(children) if is_node(r) and r not in visited]
+            visited.update(new)
             pending += new

@@ -267,7 +267,10 @@ class PruneReport:
 
 
 def judge_runs(
-    rows: Iterable[tuple[str, Row]], retention: Retention, now: float, taken: bytes | None = None
+    rows: Iterable[tuple[str, Row]],
+    retention: Retention,
+    now: float,
+    new_commit: bytes | None = None,
 ) -> list[Verdict]:
     """Return a verdict on each snapshot of a run.
 
@@ -275,7 +278,7 @@ def judge_runs(
         rows: Names and rows, whole runs of them.
         retention: The rules.
         now: Seconds since the epoch.
-        taken: The commit of the snapshot that was just taken. It is kept in any case.
+        new_commit: The commit of the snapshot that was just taken. It is kept in any case.
     """
     ordered = in_commit_order(rows)
     runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
@@ -285,7 +288,7 @@ def judge_runs(
     for run in runs.values():
         reasons.update(retention.reasons(run, now))
     for name, row in ordered:
-        if row.commit == taken:
+        if row.commit == new_commit:
             reasons[name].append("just taken")
     return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
 

@@ -45,14 +45,14 @@ def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
         InvalidNameError: It names no snapshot.
         NotAStoreError: A store cannot have this URI.
     """
-    found = store_uri(path)
-    if found is None or found.name:
-        return found
-    store, last = found.above
+    uri = store_uri(path)
+    if uri is None or uri.name:
+        return uri
+    store, last = uri.above
     if not store:
         raise InvalidNameError(
-            f"{found.store} names a bucket, not a snapshot in it; add a name, like "
-            f"{found.store}/run1/step_100"
+            f"{uri.store} names a bucket, not a snapshot in it; add a name, like "
+            f"{uri.store}/run1/step_100"
         )
     return _uri(store, check_name(last))
 
@@ -113,7 +113,7 @@ def _check(scheme: str, place: str) -> None:
         NotAStoreError: It may not.
     """
     bucket, *folders = place.split("/")
-    what = f"{scheme}://{place}"
+    uri = f"{scheme}://{place}"
     is_arn = bucket.startswith("arn:")
     if ":" in bucket and not is_arn and (scheme in ("s3", "s3a", "gs", "gcs") or "@" in place):
         # They are not shown: messages go to logs.
@@ -133,20 +133,20 @@ def _check(scheme: str, place: str) -> None:
             "the server as storage_options={'endpoint_url': ...}, or --endpoint-url"
         )
     if not bucket:
-        raise NotAStoreError(f"{what} names no bucket; write {scheme}://bucket/run1")
+        raise NotAStoreError(f"{uri} names no bucket; write {scheme}://bucket/run1")
     if is_arn:
         if ".mrap" in place:
             raise NotAStoreError(
-                f"{what} is a multi-region access point, where a root that one region has may be "
+                f"{uri} is a multi-region access point, where a root that one region has may be "
                 "missing in another, so writers cannot be kept apart; name the bucket of one region"
             )
-        raise NotAStoreError(f"{what} is an ARN; name the bucket, or the access point's alias")
+        raise NotAStoreError(f"{uri} is an ARN; name the bucket, or the access point's alias")
     if STORE_FOLDER in folders:
         raise NotAStoreError(
-            f"{what} lies in {STORE_FOLDER}, where a store keeps its objects; name what is above it"
+            f"{uri} lies in {STORE_FOLDER}, where a store keeps its objects; name what is above it"
         )
-    if any(part in (".", "..") for part in folders) or not what.isprintable():
+    if any(part in (".", "..") for part in folders) or not uri.isprintable():
         raise NotAStoreError(
-            f"{what!r} has a '.' or '..' component, or characters that do not print; "
+            f"{uri!r} has a '.' or '..' component, or characters that do not print; "
             "choose another place"
         )

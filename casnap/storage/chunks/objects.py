@@ -121,13 +121,13 @@ class Objects:
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
         """
-        seen = RememberedRoot(backend).look(ahead=ahead)
-        if seen is None:
+        remembered = RememberedRoot(backend).look(ahead=ahead)
+        if remembered is None:
             root = _try(newest_root if ahead else last_listed, backend)
             copy = config_in(root) if isinstance(root, Root) else None
             config = copy or read_config(backend)
         else:
-            config, root = seen
+            config, root = remembered
         objects = cls(backend, config=config, marks=marks)
         if isinstance(root, NotAStoreError):
             raise root
@@ -135,7 +135,7 @@ class Objects:
         if isinstance(root, Root):
             objects.note_newest(root)
             objects._looked_ahead = ahead
-            if seen is not None and not ahead:
+            if remembered is not None and not ahead:
                 # This host may not have looked for long.
                 objects._newest_at = -math.inf
         return objects

@@ -72,8 +72,8 @@ def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) ->
         if len(todo) < 2:
             break
         first, *todo = todo
-        homes = [one for one, there in _look(searches, [first], at_once) if there]
-        seen = {d for _, there in _look(homes, todo, at_once) for d in there}
+        homes = [one for one, known_there in _look(searches, [first], at_once) if known_there]
+        seen = {d for _, known_there in _look(homes, todo, at_once) for d in known_there}
         todo = [digest for digest in todo if digest not in seen]
     _look(searches, todo, at_once)
 

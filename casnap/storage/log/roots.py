@@ -355,10 +355,10 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
             return read_root(backend, root.seq).commit == root.commit
         except FileNotFoundError:
             raise e from None
-    there = _read_if_there(backend, root.seq)
-    if there is None:
+    root_there = _read_if_there(backend, root.seq)
+    if root_there is None:
         raise DamagedError(f"{backend.where(key)} is taken, but cannot be read")
-    return there.commit == root.commit
+    return root_there.commit == root.commit
 
 
 def _make_durable(backend: Backend, key: str) -> None:

@@ -16,8 +16,8 @@ from casnap.storage.log.roots import last_listed
 def id_in(root: Root) -> str | None:
     """Return the id of the store that a root is of, as it says; None if it does not."""
     record = root.settings.get(RECORD)
-    found = record.get("store_id") if isinstance(record, dict) else None
-    return found if isinstance(found, str) else None
+    store_id = record.get("store_id") if isinstance(record, dict) else None
+    return store_id if isinstance(store_id, str) else None
 
 
 def check_same_store(backend: Backend, store_id: str) -> None:
