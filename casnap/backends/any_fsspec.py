@@ -1,29 +1,29 @@
 """Any other URI of fsspec, through the methods that all of its file systems have.
 
-None of them can put an object only if it is absent, so one process at a time may write.
+An object store whose ``pipe_file`` knows ``mode="create"``, such as Azure's, may put an object only
+if it is absent: the probe of each host finds out. On all others one process at a time may write.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from casnap.backends.client import (
+    BehindItsEndError,
     Client,
     ObjectStat,
     Page,
     Sink,
     Source,
-    TakenError,
     TransientError,
     valid_options,
     without_secrets,
@@ -31,15 +31,14 @@ from casnap.backends.client import (
 from casnap.errors import BackendError, UnavailableError
 from casnap.format.digest import digest_of
 from casnap.format.names import STORE_FOLDER
-from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
 
+# Statuses of HTTP that a library may give up at, and that need not come again.
+_MAY_PASS = frozenset({408, 409, 412, 429, 500, 502, 503, 504})
 # The schemes whose first folder is a container, which somebody has to make.
 _WITH_CONTAINERS = frozenset({"az", "abfs", "abfss"})
-# What is in memory is one dictionary, which a thread may not change while another one lists it.
-_memory = PerProcess(threading.Lock)
 
 
 class FsspecClient(Client):
@@ -50,7 +49,6 @@ class FsspecClient(Client):
         storage_options: The arguments of the file system.
     """
 
-    puts_if_absent = False
     deletes = 1
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any]) -> None:
@@ -59,18 +57,20 @@ class FsspecClient(Client):
         with valid_options(uri):
             self._fs, root = fsspec.url_to_fs(uri, **options)
         self._root = root.rstrip("/")
-        # Until the container is known to be there.
-        self._is_in_container = uri.partition("://")[0] in _WITH_CONTAINERS
+        self._may_lack_container = uri.partition("://")[0] in _WITH_CONTAINERS
         self._options = digest_of(repr(sorted(storage_options.items())).encode()).hex()
         # Else moving is copying, and a copy can be half done: then the file system is taken for an
         # object store, which puts objects whole.
         self._renames = type(self._fs).mv is not AbstractFileSystem.mv
+        # By default fsspec looks, then puts.
+        self.puts_if_absent = not self._renames and _has_own_pipe_file(self._fs)
 
-    async def _do(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    async def _do(self, key: str, call: Callable[..., T], *arguments: Any) -> T:
         place = f"{self._uri}/{key}"
         try:
-            return await asyncio.to_thread(self._alone, partial(call, *arguments, **named))
+            return await asyncio.to_thread(call, *arguments)
         except (FileNotFoundError, NotADirectoryError) as e:
+            await self._check_container()
             raise FileNotFoundError(place) from e
         except PermissionError as e:
             raise UnavailableError(
@@ -81,12 +81,14 @@ class FsspecClient(Client):
         except (OSError, EOFError, asyncio.TimeoutError) as e:
             raise TransientError(f"{type(e).__name__}: {without_secrets(str(e))}") from e
         except Exception as e:  # what a library of a file system raises
-            raise BackendError(f"{place}: {type(e).__name__}: {without_secrets(str(e))}") from e
-
-    def _alone(self, call: Callable[[], T]) -> T:
-        in_memory = isinstance(self._fs, MemoryFileSystem)
-        with _memory.value if in_memory else nullcontext():
-            return call()
+            detail = f"{type(e).__name__}: {without_secrets(str(e))}"
+            status = getattr(e, "status_code", None)
+            if status == 416:
+                raise BehindItsEndError(place) from e
+            if status in _MAY_PASS:
+                raise TransientError(detail) from e
+            # It may not be about the object.
+            raise UnavailableError(f"{place}: {detail}", reason="unreachable") from e
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -98,17 +100,17 @@ class FsspecClient(Client):
 
     @override
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
-        if if_absent:
-            raise TakenError("put-if-absent is not asked for here")
-        await self._do(key, self._put, self._path(key), bytes(source.content))
+        # That an object is there is an error like any other: whether it is ours is looked up.
+        put = partial(self._fs.pipe_file, mode="create") if if_absent else self._put
+        await self._do(key, put, self._path(key), bytes(source.content))
         source.nbytes += len(source.content)
         return ""
 
     def _put(self, path: str, content: bytes) -> None:
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         if not self._renames:
             self._fs.pipe_file(path, content)
             return
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         folder = self._path(f"{STORE_FOLDER}/tmp")
         temporary = f"{folder}/{os.urandom(12).hex()}"
         self._fs.makedirs(folder, exist_ok=True)
@@ -128,7 +130,11 @@ class FsspecClient(Client):
             sink.take(content)
             return ObjectStat(len(content))
         start, stop = run
-        content = await self._do(key, self._fs.cat_file, self._path(key), start=start, end=stop)
+        read = partial(self._fs.cat_file, start=start, end=stop)
+        try:
+            content = await self._do(key, read, self._path(key))
+        except BehindItsEndError:
+            return ObjectStat(start)
         if len(content) > stop - start:
             raise BackendError(f"{self._uri}/{key}: this file system cannot read a part of a file")
         sink.take(content)
@@ -150,10 +156,10 @@ class FsspecClient(Client):
         skip = len(self._root) + 1
         with suppress(FileNotFoundError):
             if deep:
-                by_path = await self._do(prefix, self._fs.find, folder, detail=True)
+                by_path = await self._do(prefix, partial(self._fs.find, detail=True), folder)
                 infos = list(by_path.values())
             else:
-                infos = await self._do(prefix, self._fs.ls, folder, detail=True)
+                infos = await self._do(prefix, self._fs.ls, folder, True)
             for info in infos:
                 name = info["name"].rstrip("/")
                 if not name.startswith(f"{folder}/"):
@@ -168,25 +174,20 @@ class FsspecClient(Client):
 
     async def _check_container(self) -> None:
         """Check, once, that it is not the container that is missing."""
-        if self._is_in_container:
+        if self._may_lack_container:
             container = self._root.lstrip("/").partition("/")[0]
             if not await self._do("", self._fs.exists, container):
                 raise UnavailableError(
                     f"{self._uri}: the container {container} does not exist", reason="no_bucket"
                 )
-            self._is_in_container = False
+            self._may_lack_container = False
 
     @override
     async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
-        await self._do(key, self._copy, self._path(key), self._path(to))
-        return ObjectStat(None)
-
-    def _copy(self, path: str, to: str) -> None:
-        if self._renames:
-            self._put(to, self._fs.cat_file(path))
-            return
-        self._fs.makedirs(to.rpartition("/")[0], exist_ok=True)
-        self._fs.cp_file(path, to)
+        # By way of this host: what copies on its own may copy in parts, or later.
+        content = await self._do(key, self._fs.cat_file, self._path(key))
+        await self._do(to, self._put, self._path(to), content)
+        return ObjectStat(len(content))
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
@@ -202,3 +203,9 @@ class FsspecClient(Client):
     @override
     async def close(self) -> None:
         """Do nothing: file systems of fsspec close what they have opened."""
+
+
+def _has_own_pipe_file(fs: AbstractFileSystem) -> bool:
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._pipe_file is not AsyncFileSystem._pipe_file
+    return type(fs).pipe_file is not AbstractFileSystem.pipe_file

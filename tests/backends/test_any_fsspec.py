@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,9 +27,21 @@ from tests.support.unavailable import unavailable
 
 
 class _Memory(MemoryFileSystem):
+    """An object store that honours put-if-absent: each call is done as a whole."""
+
     protocol = "casnapmemory"
+    lock = threading.RLock()
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        with self.lock:
+            super().pipe_file(path, value, mode, **kwargs)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        with self.lock:
+            found: list[Any] = super().ls(path, detail, **kwargs)
+            return found
 
 
 class _Folder(LocalFileSystem):
@@ -38,35 +51,59 @@ class _Folder(LocalFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return path.removeprefix("casnapfolder://").rstrip("/")
+        return "/" + path.removeprefix("casnapfolder://").strip("/")
 
 
 @pytest.fixture
 def memory(tmp_path_factory: pytest.TempPathFactory) -> str:
     fsspec.register_implementation("casnapmemory", _Memory, clobber=True)
-    return f"casnapmemory://{tmp_path_factory.mktemp('memory')}"
+    return f"casnapmemory://{tmp_path_factory.mktemp('memory').name}"
 
 
 class TestMemoryOfFsspec(BackendSuite):
     @pytest.fixture
     def backend(self, memory: str) -> Backend:
-        backend = backend_at(memory)
-        backend.exclusive = True
-        return backend
+        return backend_at(memory)
 
 
 class TestFolderOfFsspec(BackendSuite):
     @pytest.fixture
-    def backend(self, tmp_path_factory: pytest.TempPathFactory) -> Backend:
-        fsspec.register_implementation("casnapfolder", _Folder, clobber=True)
-        backend = backend_at(f"casnapfolder://{tmp_path_factory.mktemp('folder')}")
+    def backend(self, folder: str) -> Backend:
+        backend = backend_at(folder)
         backend.exclusive = True
         return backend
 
 
-def test_a_place_without_put_if_absent(memory: str) -> None:
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    fsspec.register_implementation("casnapfolder", _Folder, clobber=True)
+    return f"casnapfolder:/{tmp_path_factory.mktemp('folder')}"
+
+
+def test_a_place_without_put_if_absent(folder: str) -> None:
+    """Files that are renamed into place are not created so: one process at a time may write."""
     with pytest.raises(BackendError, match="exclusive"):
-        backend_at(memory).put_if_absent("x", b"x")
+        backend_at(folder).put_if_absent("x", b"x")
+    with pytest.raises(StoreError, match=r"does not know how to .* on casnapfolder://") as caught:
+        Store(folder).make()
+    assert "does not honour" not in str(caught.value)
+    assert Store(folder, exclusive=True).snapshots() == []
+
+
+class _Overwriting(_Memory):
+    """It takes the condition, and ignores it."""
+
+    protocol = "casnapoverwriting"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        super().pipe_file(path, value)
+
+
+def test_the_probe_decides_whether_an_object_store_keeps_writers_apart(memory: str) -> None:
+    assert Store(memory).make().snapshots() == []
+    fsspec.register_implementation("casnapoverwriting", _Overwriting, clobber=True)
+    with pytest.raises(StoreError, match="does not honour put-if-absent"):
+        Store("casnapoverwriting://bucket/x").make()
 
 
 class _Azure(_Memory):
@@ -79,18 +116,14 @@ class _Azure(_Memory):
         return "/" + path.removeprefix("abfs://").strip("/")
 
 
-def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not said that Azure does not honour what casnap does not ask it for."""
+def test_a_container_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_registry, "abfs", _Azure)
     with unavailable("no_bucket", match="the container nowhere does not exist"):
         Store("abfs://nowhere/x", create=False).make()
     _Azure().mkdir("/here")
     with pytest.raises(NotAStoreError, match="make one"):
         Store("abfs://here/x", create=False).make()
-    with pytest.raises(StoreError, match=r"does not know how to .* on abfs://") as caught:
-        Store("abfs://here/x").make()
-    assert "does not honour" not in str(caught.value)
-    assert Store("abfs://here/x", exclusive=True).snapshots() == []
+    assert Store("abfs://here/x").make().snapshots() == []
 
 
 def test_a_package_of_fsspec_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +132,8 @@ def test_a_package_of_fsspec_that_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         Store("hdfs://host/x").make()
 
 
-@pytest.mark.usefixtures("memory")
-def test_an_import_makes_a_store_there_for_the_only_writer(tmp_path: Path) -> None:
-    target = f"casnapmemory://{tmp_path.name}/run/a"
+def test_an_import_makes_a_store_there_for_the_only_writer(folder: str, tmp_path: Path) -> None:
+    target = f"{folder}/run/a"
     source = tmp_path / "model.safetensors"
     save_file({"w": np.arange(3.0)}, source)
     assert "pass --exclusive" in failure("import", source, target)

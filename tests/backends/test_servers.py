@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from casnap.backends import Backend, backend_at
+from casnap.storage.log.put_if_absent import honours_put_if_absent
 from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite, pattern
 from tests.support.faulty import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up
 from tests.support.object_stores import IMPATIENT
-from tests.support.servers import Bucket, Server
+from tests.support.servers import Bucket, Server, azure_connection
 from tests.support.unavailable import unavailable
 
 PUTS = ("PUT", "POST")
@@ -180,3 +182,32 @@ class TestGcs(OnServer, LostOnTheWay):
         if "delete_all" in request.node.name:
             pytest.skip("the emulator says of a batch only that each object is missing")
         return opened(f"{bucket.uri}-not-here/prefix", bucket.storage_options)
+
+
+@pytest.mark.servers
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp, to adlfs
+class TestAzure(OnServer, LostOnTheWay):
+    """A place that casnap reaches by fsspec alone, whose server honours put-if-absent."""
+
+    kind = "azurite"
+    # Its client makes attempts of its own, and waits long between them.
+    test_an_object_that_is_sent_in_part = None
+    test_an_answer_that_ends_early = None
+    test_many_objects = None
+
+    @pytest.fixture
+    def bucket(self, server_of: Callable[[str], Server]) -> Iterator[Bucket]:
+        pytest.importorskip("adlfs")
+        if shutil.which("npm") is None:
+            pytest.skip("Azurite, which stands in for Azure, is installed by npm")
+        with server_of(self.kind).bucket() as bucket:
+            yield bucket
+
+    @pytest.fixture
+    def proxied(self, bucket: Bucket, proxy: FaultyProxy) -> Backend:
+        options = {"connection_string": azure_connection(proxy.url), "casnap": IMPATIENT}
+        return opened(f"{bucket.uri}/some/prefix", options)
+
+    def test_writers_are_kept_apart(self, backend: Backend) -> None:
+        assert backend.can_put_if_absent
+        assert honours_put_if_absent(backend)

@@ -71,6 +71,10 @@ class Server:
         return self.kind == "gcs"
 
     @property
+    def scheme(self) -> str:
+        return {"gcs": "gs", "azurite": "az"}.get(self.kind, "s3")
+
+    @property
     def honours_if_absent(self) -> bool:
         """Whether two who put one key at once are told who was first."""
         return self.kind != "rclone"
@@ -78,6 +82,8 @@ class Server:
     def storage_options(self, user: str = WRITER, secret: str = SECRET) -> dict[str, Any]:
         if self.is_gcs:
             return {"endpoint_url": self.endpoint, "token": "anon", "project": "casnap"}
+        if self.kind == "azurite":
+            return {"connection_string": azure_connection(self.endpoint)}
         return {"key": user, "secret": secret, "endpoint_url": self.endpoint}
 
     @contextmanager
@@ -112,7 +118,7 @@ class Bucket:
 
     @property
     def uri(self) -> str:
-        return f"{'gs' if self.server.is_gcs else 's3'}://{self.name}"
+        return f"{self.server.scheme}://{self.name}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -196,9 +202,20 @@ def _request(method: str, url: str, body: bytes | None = None) -> bytes:
         return content
 
 
+def azure_connection(endpoint: str) -> str:
+    """Return the connection string of the one account that Azurite knows; its key is published."""
+    account = "devstoreaccount1"
+    key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    return (
+        f"DefaultEndpointsProtocol=http;AccountName={account};AccountKey={key};"
+        f"BlobEndpoint={endpoint}/{account};"
+    )
+
+
 def _program(name: str) -> str:
     """Return the path of a program that `make` installed, or that is on the path."""
-    ours = (f"{sys.prefix}/{place}/{name}" for place in ("bin", "servers/bin"))
+    places = ("bin", "servers/bin", "servers/node_modules/.bin")
+    ours = (f"{sys.prefix}/{place}/{name}" for place in places)
     found = next(filter(os.path.exists, ours), None) or shutil.which(name)
     if found is None:
         raise FileNotFoundError(f"{name} is not installed; `make test-servers` installs it")
@@ -324,11 +341,25 @@ class _Gcs(Kind):
         _request("POST", f"{server.inner}/storage/v1/b", json.dumps({"name": name}).encode())
 
 
+class _Azurite(Kind):
+    def command(self, folder: Path, ports: list[int]) -> list[str]:
+        options = ["--blobHost", "127.0.0.1", "--blobPort", str(ports[0]), "--silent"]
+        options += ["--inMemoryPersistence", "--skipApiVersionCheck"]
+        return [_program("azurite-blob"), *options, "--disableTelemetry"]
+
+    def make_bucket(self, server: Server, name: str) -> None:
+        from azure.storage.blob import BlobServiceClient
+
+        with BlobServiceClient.from_connection_string(azure_connection(server.inner)) as service:
+            service.create_container(name)
+
+
 KINDS: dict[str, Kind] = {
     "seaweedfs": _SeaweedFS(),
     "moto": Kind(),
     "rclone": _Rclone(),
     "gcs": _Gcs(),
+    "azurite": _Azurite(),
 }
 
 

@@ -36,7 +36,7 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
         scheme = backend.uri.partition("://")[0]
         return StoreError(
             f"{backend.uri}: casnap does not know how to put an object only if it is absent on "
-            f"{scheme}:// (it does on s3:// and gs://), so of two writers at once one can "
+            f"{scheme}:// (it does on s3://, gs:// and az://), so of two writers at once one can "
             f"overwrite the other's commit, and snapshots are lost. Use one of those, {_ALONE}"
         )
     state = backend.versioning
