@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+from casnap.backends.announcement import Announcement, bases_announced_at
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -275,23 +276,32 @@ class Backend(ABC):
         return 0
 
     @contextmanager
-    def announced(self, base: int) -> Iterator[None]:
+    def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
         """Have collectors see, for a ``with`` block, that a take is under way.
 
-        What is not seen costs work, never data: a collector may be faster than the take.
+        What is not seen costs work, never data: a collector may be faster than the take. By default
+        a take is seen by an object in ``tmp/``, once it has gone on for a while.
 
         Args:
             base: The number of the root that the take is based on.
+            at_once: Whether a short take is to be seen too.
+
+        Yields:
+            What is to be called now and then while the take goes on.
         """
-        yield
+        announcement = Announcement(self, base, at_once=at_once)
+        try:
+            yield announcement.renew
+        finally:
+            announcement.withdraw()
 
     def announced_bases(self, max_age: float) -> list[int]:
         """Return the roots that takes of living processes are based on, as far as they are seen.
 
         Args:
-            max_age: Takes that began more seconds ago do not count.
+            max_age: Takes that were announced more seconds ago do not count.
         """
-        return []
+        return bases_announced_at(self, max_age)
 
     def free_bytes(self) -> int | None:
         """Return how many bytes this user can still write there; None if that is not known."""

@@ -466,7 +466,7 @@ class LocalBackend(Backend):
 
     @override
     @contextmanager
-    def announced(self, base: int) -> Iterator[None]:
+    def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
         """Hold a locked file in ``tmp/``; the kernel frees the lock of a process that dies."""
         name = f"take-{base:012x}-{os.urandom(6).hex()}"
         path = self._path(f"tmp/{name}")
@@ -475,7 +475,7 @@ class LocalBackend(Backend):
                 fd = self._create_locked(name, tmp, store)
             _announcements.add(fd)
             try:
-                yield
+                yield lambda: None
             finally:
                 # Not in a forked child: the take is its parent's.
                 if fd in _announcements:

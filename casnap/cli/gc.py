@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import click
@@ -133,8 +134,12 @@ def show(place: Store, report: GcReport) -> None:
         )
     print_warnings(r.warnings)
     if r.waiting_packs:
-        packs = amount(r.waiting_packs, "condemned pack")
+        waiting = f"{amount(r.waiting_packs, 'condemned pack')} of {size(r.waiting_bytes)} to go"
+        until = r.waiting_until or 0.0
+        if until <= time.time():
+            say(f"{waiting} when the takes under way have ended: the next gc frees all of it")
+            return
         say(
-            f"{packs} of {size(r.waiting_bytes)} to go when the grace is over: a gc after "
-            f"{moment(r.waiting_until or 0.0)} frees all of it, --grace 0 frees it now"
+            f"{waiting} when the grace is over: a gc after {moment(until)} frees all of it, "
+            "--grace 0 frees it now"
         )

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -386,9 +386,12 @@ class _Collector:
         """Put a root without the packs whose grace is over; return False if its number is taken."""
         view = self._objects.index.view(root)
         unnamed = self._files.unnamed(view)
-        fence = self._fence(root, unnamed.values())
-        going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
-        orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
+        fence = max(root.fence, self._grace_allows(root, unnamed.values()))
+        going, orphans = _freed_by(fence, root, unnamed)
+        if going or orphans:
+            # Takes under way that say on which root they are based are waited for.
+            fence = max(root.fence, min([fence, *self._announced_bases()]))
+            going, orphans = _freed_by(fence, root, unnamed)
         if self._options.dry_run:
             self._report_dry_run(root, going, orphans)
             return True
@@ -402,9 +405,10 @@ class _Collector:
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None
-        if not going and not orphans and segments == root.segments:
+        # For orphans below the fence of this root no other root is needed.
+        new_fence = fence if going or orphans else root.fence
+        if not going and new_fence == root.fence and segments == root.segments:
             return True
-        new_fence = max(root.fence, fence) if going or orphans else root.fence
         condemned = {p: seq for p, seq in root.condemned.items() if p not in going}
         try:
             next_root = self._put_next(
@@ -421,19 +425,16 @@ class _Collector:
         self.report.merged_segments += len(root.segments) - len(segments)
         return True
 
-    def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
-        """Return the highest root number that the fence may be raised to.
-
-        Times only decide how long the collector waits. If they are wrong, it still deletes only
-        garbage. Takes under way that say on which root they are based are waited for likewise.
-        """
-        return max(root.fence, min([self._grace_allows(root, unnamed), *self._announced_bases()]))
-
     def _announced_bases(self) -> list[int]:
         # A process that was stopped for longer than a day is not waited for.
         return self._backend.announced_bases(max(DAY, self._options.grace))
 
     def _grace_allows(self, root: Root, unnamed: Iterable[bytes]) -> int:
+        """Return the highest root number that the fence may be raised to, as far as the grace goes.
+
+        Times only decide how long the collector waits. If they are wrong, it still deletes only
+        garbage.
+        """
         if self._options.condemned_until is not None:
             return min(self._options.condemned_until, root.seq)
         if self._options.grace == 0:
@@ -448,9 +449,11 @@ class _Collector:
     def _delete_orphans(self, view: View) -> None:
         """Delete files that no root names or ever will: they were written before the fence."""
         unnamed = self._files.unnamed(view)
-        # A take that the fence has passed moves its packs, if they are still there.
-        fence = min([view.root.fence, *self._announced_bases()])
-        orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
+        orphans = _freed_by(view.root.fence, view.root, unnamed)[1]
+        if orphans:
+            # A take that the fence has passed moves its packs, if they are still there.
+            fence = min([view.root.fence, *self._announced_bases()])
+            orphans = _freed_by(fence, view.root, unnamed)[1]
         if orphans:
             # Another process may have put this root. It must be durable before the deletes.
             self._backend.sync(root_key(view.root.seq))
@@ -487,3 +490,11 @@ class _Collector:
         self._note_deleted(keys)
         self.report.freed_bytes = self._files.size_of(keys)
         self._note_waiting(doomed - going, root)
+
+
+def _freed_by(
+    fence: int, root: Root, unnamed: Mapping[str, bytes]
+) -> tuple[frozenset[PackId], dict[str, bytes]]:
+    """Return what a fence frees: condemned packs, and orphans by key."""
+    going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
+    return going, {key: i for key, i in unnamed.items() if base_of(i) < fence}

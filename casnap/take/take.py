@@ -230,6 +230,7 @@ class _Take:
                     if comm.ended:
                         raise
                     reason = "a collector went past it"
+                    self._objects.announces_at_once = True
                 else:
                     if not comm.resume(e):
                         raise
@@ -241,6 +242,10 @@ class _Take:
                     raise
             _log.info("%s: the take starts again: %s", self._name, reason)
             self._base_root = None
+            if comm.size > 1 and self._objects.backend.costly_requests:
+                # Other ranks may know an older root.
+                newest = self._objects.newest() if comm.rank == 0 else None
+                self._base_root = comm.broadcast_message(newest, Root)
         raise AssertionError
 
     def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:

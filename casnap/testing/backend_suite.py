@@ -413,6 +413,14 @@ class SharedBackendSuite(BackendSuite):
             assert opener().read(f"roots/0/{i}") == only(winner, 2000)
         assert opener().names("tmp") == []
 
+    def test_takes_that_are_announced(self, opener: Opener) -> None:
+        """Another process sees on which roots they are based, for as long as they go on."""
+        backend = opener()
+        with backend.announced(3, at_once=True) as renew, backend.announced(1 << 40, at_once=True):
+            renew()
+            assert sorted(opener().announced_bases(60)) == [3, 1 << 40]
+        assert opener().announced_bases(60) == []
+
     def test_a_writer_that_is_killed(self, opener: Opener) -> None:
         """Its objects are whole or absent. ``tidy`` deletes what it left, but no young files."""
         answers = multiprocessing.get_context("spawn").SimpleQueue()

@@ -128,6 +128,8 @@ class _Copy:
             try:
                 self._try(chosen)
             except FencedError as e:
+                assert self._destination is not None
+                self._destination.announces_at_once = True
                 self._forget()
                 if tries == _TRIES:
                     raise FencedError(

@@ -214,6 +214,7 @@ class SnapshotCopy:
                 raise crew.error
             sent.append((digest, nbytes))
             self._tally.bytes.add(nbytes)
+            transaction.renew_announcement()
 
         codec = codec_of(transaction.base.root, transaction.objects.backend.uri)
         # A store that compresses compresses all; another one takes chunks as they are.

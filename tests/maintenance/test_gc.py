@@ -285,6 +285,8 @@ def test_the_command(path: Path) -> None:
     said = invoke("gc", path).stdout
     assert "condemned" in said
     assert "when the grace is over" in said
+    with store.objects.backend.announced(1):
+        assert "have ended" in invoke("gc", path, "--grace", "0").stdout
     report = document("gc", path, "--grace", "0")
     assert report["deleted_pack_count"] > 0
     assert report["freed_bytes"] > 80_000

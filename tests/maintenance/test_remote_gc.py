@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
+from casnap.backends import announcement
+from casnap.backends.announcement import Announcement
 from casnap.format.records import (
     Digest,
     PackId,
@@ -23,6 +26,7 @@ from casnap.format.records import (
 )
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.usage import disk_usage
+from casnap.runtime.typing import override
 from casnap.storage.chunks.pack import new_id
 from casnap.storage.log.roots import newest_root, put_next_root
 from tests.support.remote import RemoteDouble
@@ -176,3 +180,109 @@ def test_a_million_packs(tmp_path: Path) -> None:
     assert isinstance(double, RemoteDouble)
     assert double.requests.get("head", 0) == 0
     assert double.requests["delete"] <= 2 * count // 1000 + 10
+
+
+def dense(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(-(2**62), 2**62, (1 << 17,), generator=generator)
+
+
+class SlowDouble(RemoteDouble):
+    """One that a take is slower with than a collection."""
+
+    @override
+    def write(self, key: str, content: memoryview | bytes) -> None:
+        super().write(key, content)
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", ["take", "async_take", "copy"])
+def test_beside_collectors_without_grace(tmp_path: Path, how: str) -> None:
+    """Each relies on what others let go meanwhile."""
+    name = str(tmp_path / "bucket")
+    store = Store(SlowDouble(name), chunk_size=64 << 10)
+    source = Store(tmp_path / "source", chunk_size=64 << 10)
+    stop = threading.Event()
+
+    def collect() -> None:
+        other = Store(RemoteDouble(name))
+        while not stop.is_set():
+            other.gc(grace=0)
+
+    store.take({"s": StateDict(shared=dense(0))}, "first")
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        for step in range(3):
+            state = {"s": StateDict(shared=dense(0), own=dense(step + 1))}
+            if how == "copy":
+                source.take(state, f"step_{step}")
+                source.copy(f"step_{step}", to=store)
+            elif how == "take":
+                store.take(state, f"step_{step}")
+            else:
+                pending = store.async_take(state, f"step_{step}")
+                # What the pending take relies on, no snapshot needs any more.
+                store.delete("first" if step == 0 else f"step_{step - 1}")
+                pending.wait()
+    finally:
+        stop.set()
+        thread.join()
+    assert store.check(data=True).ok
+    assert torch.equal(store["step_2"].read_object("s/shared"), dense(0))
+
+
+def test_a_take_that_goes_on_for_long_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcement, "_AFTER", 0.0)
+    backend = RemoteDouble(str(tmp_path))
+    store, seen = Store(backend), list[list[int]]()
+
+    def look(*_: object) -> None:
+        seen.append(RemoteDouble(str(tmp_path)).announced_bases(60))
+
+    store.take(state_of(0), "first", progress=look)
+    assert seen[-1] == [0]
+    backend.reset()
+    store.take(state_of(1), "second")
+    assert [kind for kind, key in backend.log if key.startswith("tmp/take-")] == ["put", "delete"]
+    assert backend.announced_bases(60) == []
+
+
+def test_announcements_of_dead_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend)
+    store.take(state_of(0), "gone")
+    now = time.time()
+    dead = Announcement(backend, 1, at_once=True)
+    assert backend.announced_bases(60) == [1]
+    assert backend.names("tmp")
+    store.delete("gone")
+    assert store.gc(grace=0).freed_bytes == 0
+    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    assert store.gc(grace=0).freed_bytes > 300_000 * 4
+    assert backend.names("tmp") == []
+    # Its clock is a day ahead: it is not seen.
+    monkeypatch.setattr(time, "time", lambda: now + 86400)
+    dead._put()
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert backend.announced_bases(60) == []
+
+
+def test_no_root_is_put_for_what_a_take_under_way_may_need(tmp_path: Path) -> None:
+    """A take is announced late, when the fence has passed it."""
+    store = Store(RemoteDouble(str(tmp_path)))
+    for name in "ab":
+        store.take(state_of(0), name)
+    store.delete("a")
+    orphans(store.objects.backend, 1)
+    store.gc(grace=0)
+    assert store.objects.newest().fence > 1
+    store.objects.backend.write(pack_key(new_id(1)), b"of that take")
+    with store.objects.backend.announced(1, at_once=True):
+        for _ in range(3):
+            before = store.objects.newest().seq
+            store.gc(grace=0)
+        assert store.objects.newest().seq == before
+    assert store.gc(grace=0).freed_bytes == len(b"of that take")

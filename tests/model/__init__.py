@@ -34,6 +34,8 @@ The answer to a put may get lost: then the writer is *in doubt*, and the number 
 root there: it is done. Another's: the number is lost. None: it puts the same root under the same
 number again, for the first try may still come into force (`late_puts`).
 
+A take may *announce* itself before it reads n. Collectors see that, and raise the fence no further.
+
 Three invariants hold in every state, and so after every crash, which is but a process that never
 moves again:
 
@@ -42,7 +44,8 @@ moves again:
 - **I3** A writer that believes in its commit is right: its snapshot is in the newest root, unless a
   later root removed it; and a snapshot that a process believes to have deleted is not there.
 
-And no reader fails while its snapshot is in the newest root.
+And no reader fails while its snapshot is in the newest root; and (**L1**) no take is fenced that
+had announced itself before the collector looked.
 
 `records` is what states are made of, `processes` and `collector` are the steps, `protocol` puts
 them together and has the invariants, `explorer` searches, `rules` are what can be dropped, and

@@ -15,7 +15,8 @@ class Collector(Writer):
     """Condemns and frees, ``rounds`` times at most.
 
     It may skip condemning and free what another collector condemned. The grace is arbitrary, so
-    its fence is any number that is greater than the last one, up to its own root's.
+    its fence is any number that is greater than the last one, up to its own root's; but none that
+    is greater than what takes under way have announced.
 
     Args:
         rounds: How often it goes through everything.
@@ -103,7 +104,11 @@ class Collector(Writer):
     def _fence(self, turn: Turn) -> Steps:
         """Step 6, drafted: what was condemned at the fence or before is listed no more."""
         m = turn.state.newest
-        for fence in range(m.fence + 1, m.seq + 2):
+        highest = m.seq + 1
+        if not turn.drops(Rule.TAKES_ARE_SEEN):
+            seen = [p.announced for p in turn.state.processes if p.announced]
+            highest = min([highest, *seen])
+        for fence in range(m.fence + 1, highest + 1):
             freed = frozenset(p for p, at in m.condemned if at <= fence)
             draft, segment = _without(turn, m, freed, fence)
             said = f"reads root {m.seq}, would raise the fence to {fence}"

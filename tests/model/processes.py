@@ -160,11 +160,14 @@ class Take(Writer):
     merges: bool = False
     rebases: bool = False
     copies: str = ""
+    announces: bool = False
     inherits: str = ""
     """The commit whose snapshot it shares subtrees with, of which it looks nothing up."""
 
     def steps(self, turn: Turn) -> Steps:
         match turn.me.at:
+            case "start" if self.announces and not turn.me.announced:
+                return self._announce(turn)
             case "start":
                 return self._base(turn)
             case "pack":
@@ -190,6 +193,12 @@ class Take(Writer):
     def stood(self, turn: Turn, root: Root) -> Process:
         return DONE
 
+    def _announce(self, turn: Turn) -> Steps:
+        """Have collectors see the take; one that is about to raise the fence has not seen it."""
+        if all(p.then != "sweep" for p in turn.state.processes):
+            n = turn.state.newest.seq
+            yield turn.to(f"announces itself under root {n}", turn.me._replace(announced=n))
+
     def _base(self, turn: Turn) -> Steps:
         """Step 1: read the newest root; rely on what is live in it, and plan to write the rest."""
         n = turn.state.newest
@@ -205,7 +214,9 @@ class Take(Writer):
                 used += f" and on {self.inherits}"
             yield turn.to(
                 f"bases itself on root {n.seq}, relies on {used}, will write {fresh or 'nothing'}",
-                Process(at, n.seq, own, relied, inherited, place=source),
+                turn.me._replace(
+                    at=at, base=n.seq, own=own, relied=relied, inherited=inherited, place=source
+                ),
             )
 
     def _source(self, c: Contents) -> Id | None:

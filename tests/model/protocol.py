@@ -125,6 +125,8 @@ class CommitModel:
         there = {s.commit for s in state.newest.snapshots}
         for name, process in self._named(state):
             spec = self.specs[name]
+            if process.at == "fenced" and isinstance(spec, Take) and spec.announces:
+                return f"L1: {name} is fenced, which had announced itself"
             if process.at != "done":
                 continue
             lost = name not in there and name not in state.removed

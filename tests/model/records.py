@@ -132,6 +132,8 @@ class Process(NamedTuple):
     then: str = ""
     """Its next step if the root that it puts stands."""
     rounds: int = 0
+    announced: int = 0
+    """The root that it has announced, so that collectors see it; 0 for none."""
 
     def files(self) -> set[Id]:
         """Return the files that may yet matter because this process knows them."""

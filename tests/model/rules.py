@@ -33,4 +33,5 @@ class Rule(Enum):
     PACK_BEFORE_ROOT = "a take puts the root and then writes its pack"
     SEGMENT_BEFORE_ROOT = "a take puts the root and then writes its segment"
     DOUBT_IS_SETTLED = "a writer in doubt goes to another number while its own is still free"
+    TAKES_ARE_SEEN = "a collector raises the fence past takes that have announced themselves"
     READER_PERSISTS = "a reader looks a missing chunk up again only once"

@@ -170,6 +170,29 @@ HOLDS = {
         7,
         _RESCUES,
     ),
+    "takes that are seen": Scenario(
+        _HALF_USED,
+        {
+            "T1": Take("ac", "t1", announces=True),
+            "T2": Take("b", "t2", announces=True),
+            "C1": Collector(),
+            "D": _DELETE,
+        },
+        7,
+        frozenset({"freed", "rescued"}),
+    ),
+    "a take that is seen and a repack": Scenario(
+        _HALF_USED,
+        {
+            "R1": Take(copies="P"),
+            "T1": Take("ac", "t1", announces=True),
+            "C1": Collector(sparse=True),
+            "C2": Collector(sparse=True),
+            "D": _DELETE,
+        },
+        6,
+        _COLLECTS,
+    ),
     "a reader and two repacks": Scenario(
         _HALF_USED,
         {
@@ -347,6 +370,7 @@ BREAKS: list[tuple[tuple[Rule, ...], Scenario, str]] = [
     ((Rule.SEGMENT_BEFORE_ROOT,), HOLDS["take"], "I2: root 2 names T1/segment1@1"),
     ((Rule.DOUBT_IS_SETTLED,), _LATE, "I3: D2 believes that it deleted T1"),
     ((Rule.READER_PERSISTS,), _TRIPLE, "V fails to read"),
+    ((Rule.TAKES_ARE_SEEN,), HOLDS["takes that are seen"], "L1: T2 is fenced"),
     ((Rule.FENCE_ON_FREEING, Rule.POSITIVE_LIVENESS), HOLDS["take"], "I1: root 5 needs a"),
 ]
 """Rules that are dropped, the scenario that shows what they are for, and what fails first."""

@@ -31,6 +31,7 @@ LARGE = {
     "merge",
     "a repack passes a take",
     "rebase, two collectors",
+    "a take that is seen and a repack",
 }
 
 

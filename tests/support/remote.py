@@ -162,7 +162,9 @@ class RemoteDouble(MemoryBackend):
     @override
     def sizes(self, folder: str) -> dict[str, int]:
         keys = [key for below in self._below(folder) for key in list(self._folders[below])]
-        found = {key: len(self._objects[key]) for key in keys}
+        # One may be deleted meanwhile.
+        contents = [(key, self._objects.get(key)) for key in keys]
+        found = {key: len(content) for key, content in contents if content is not None}
         self._note("list", folder, max(1, -(-len(found) // PAGE_KEYS)))
         with self._taking_time():
             return found

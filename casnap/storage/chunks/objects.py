@@ -84,6 +84,8 @@ class Objects:
 
     Attributes:
         chunk_cache: Where chunks are kept that :meth:`fetch` reads; None for nowhere.
+        announces_at_once: Whether collectors are to see also short changes; set once one of them
+            was faster than a change of this process.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Objects:
             backend.belong(partial(check_same_store, store_id=self.config.store_id))
         self.marks = marks
         self.chunk_cache: ChunkCache | None = None
+        self.announces_at_once = False
         self._last_seen = RememberedRoot(backend)
         self._hints = KnownHints()
         self._newest: Root | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from casnap.errors import FencedError
@@ -41,6 +41,7 @@ class Transaction:
         commit: The commit id of the root to be put.
         reused: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
+        renew_announcement: To be called now and then while the change goes on.
         may_be_referenced: Whether a root may stand, now or later, that names the new packs. If not,
             :meth:`close` deletes them.
         segments: The segments that were written of the new packs.
@@ -62,9 +63,14 @@ class Transaction:
         self._before = Counter(objects.backend.requests if before is None else before)
         based_on = base_root or objects.recent()
         objects.check_writable("write to", based_on, dry_run=not puts_root)
-        # Before the base is read, so that no collector frees in between what the base names.
+        # Before the base is read, so that no collector frees in between what the base names. In an
+        # object store, rank 0 announces the change of all ranks.
         with ExitStack() as announcement:
-            announcement.enter_context(objects.backend.announced(based_on.seq))
+            self.renew_announcement: Callable[[], None] = lambda: None
+            if puts_root or not objects.backend.costly_requests:
+                self.renew_announcement = announcement.enter_context(
+                    objects.backend.announced(based_on.seq, at_once=objects.announces_at_once)
+                )
             self.base: View = objects.recent_view(base_root)
             self._announcement = announcement.pop_all()
         self.objects = objects
@@ -91,6 +97,7 @@ class Transaction:
 
     def reuse_or_reserve(self, digests: list[Digest]) -> list[bool]:
         """Rely on digests in live packs; return which others the caller is to write."""
+        self.renew_announcement()
         return self.new_packs.claim(digests, self.reused.reuse(digests))
 
     def put_node(self, node: bytes) -> Digest:

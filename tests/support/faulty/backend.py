@@ -189,9 +189,9 @@ class FaultyBackend(Backend):
 
     @override
     @contextmanager
-    def announced(self, base: int) -> Iterator[None]:
-        with self.inner.announced(base):
-            yield
+    def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
+        with self.inner.announced(base, at_once=at_once) as renew:
+            yield renew
 
     @override
     def announced_bases(self, max_age: float) -> list[int]:

@@ -1,0 +1,103 @@
+"""Takes that announce themselves in an object store, where no lock tells whether they live.
+
+An announcement is an object in ``tmp/``. Its name says on which root the take is based, and when it
+was last put, by the clock of its host. A take that goes on for long puts it again now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from casnap.errors import BackendError
+
+if TYPE_CHECKING:
+    from casnap.backends.base import Backend
+
+_log = logging.getLogger("casnap")
+_NAME = re.compile("take-([0-9a-f]{12})-([0-9a-f]{10})-[0-9a-f]{12}")
+# A take announces itself after so many seconds, since that costs two requests; and so often again.
+_AFTER, _AGAIN = 30.0, 600.0
+# What was put longer ago is of a dead process, in seconds; or a clock is so wrong.
+_LASTS = 3600.0
+
+
+class Announcement:
+    """The announcement of one take.
+
+    Args:
+        backend: Where to put it.
+        base: The root that the take is based on.
+        at_once: Whether to put it now, not after a while.
+    """
+
+    def __init__(self, backend: Backend, base: int, *, at_once: bool) -> None:
+        self._backend = backend
+        self._base = base
+        self._pid = os.getpid()
+        self._key: str | None = None
+        self._due = time.monotonic() + _AFTER
+        self._lock = threading.Lock()
+        if at_once:
+            self._put()
+
+    def renew(self) -> None:
+        """Put it, if that is due; called by any thread while the take goes on."""
+        if time.monotonic() >= self._due and self._lock.acquire(blocking=False):
+            try:
+                self._put()
+            finally:
+                self._lock.release()
+
+    def _put(self) -> None:
+        self._due = time.monotonic() + _AGAIN
+        key = f"tmp/take-{self._base:012x}-{int(time.time()):010x}-{os.urandom(6).hex()}"
+        try:
+            self._backend.write(key, b"a take is under way")
+        except BackendError as e:
+            # A collector may be faster than the take, which then starts again.
+            _log.debug("the take is not announced: %s", e)
+            return
+        before, self._key = self._key, key
+        self._delete(before)
+
+    def withdraw(self) -> None:
+        """Delete it: the take has ended."""
+        with self._lock:
+            self._due = math.inf
+            self._delete(self._key)
+
+    def _delete(self, key: str | None) -> None:
+        # Not in a forked child: the take is its parent's.
+        if key is not None and os.getpid() == self._pid:
+            with suppress(BackendError):
+                self._backend.delete(key)
+
+
+def bases_announced_at(backend: Backend, max_age: float) -> list[int]:
+    """Return the roots that takes are based on, as announced; delete what dead processes left.
+
+    Args:
+        backend: Where to look.
+        max_age: What was put more seconds ago does not count.
+    """
+    bases, dead = list[int](), list[str]()
+    for name in backend.names("tmp"):
+        found = _NAME.fullmatch(name)
+        if found is None:
+            continue
+        age = time.time() - int(found[2], 16)
+        if abs(age) < min(max_age, _LASTS):
+            bases.append(int(found[1], 16))
+        elif age > _LASTS:
+            dead.append(f"tmp/{name}")
+    if dead:
+        with suppress(BackendError):
+            backend.delete_all(dead)
+    return bases
