@@ -9,12 +9,12 @@ import msgspec
 import torch
 
 from casnap.errors import FileFormatError
+from casnap.files.safetensors_header import MOST_HEADER, HeaderTensor, read_header
 from casnap.files.sources import MappedFile, SourceFiles, below, file_leaf
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import containers_of
-from casnap.state.safetensors import MOST_HEADER, HeaderTensor, read_header
 from casnap.state.tensors import Leaf
 
 

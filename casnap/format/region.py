@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _PRIME = (1 << 61) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(Struct, frozen=True, array_like=True, gc=False):
     """An N-d box: ``offsets[i] <= x_i < offsets[i] + sizes[i]``."""
 
     offsets: tuple[int, ...]

@@ -30,9 +30,9 @@ from casnap.state.parts import check_state
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
+from casnap.take.plan import RankPlan
 from casnap.take.staging import (
     HeldBox,
-    JointPart,
     Piece,
     piece_of_part,
     pieces_between,
@@ -64,17 +64,11 @@ class Assignment(NamedTuple):
 
     Attributes:
         grid: How the whole leaf is cut into cells.
-        runs: Runs of whole cells to hash: the first cell, and one past the last.
-        parts: Parts of cells to send, in the order of cells. The receiver may be this rank.
-        joined: The runs of cells that this rank puts together from parts and hashes.
-        givers: For each of these runs the ranks that give parts of it.
+        plan: Which cells it hashes, and which parts of cells it sends.
     """
 
     grid: Grid
-    runs: list[tuple[int, int]]
-    parts: list[JointPart]
-    joined: list[tuple[int, int]]
-    givers: Sequence[Sequence[int]] = ()
+    plan: RankPlan
 
 
 class Capture:
@@ -88,7 +82,8 @@ class Capture:
     Attributes:
         leaves: All leaves, in order.
         spans: Which leaves belong to which key.
-        grids: The grid of each leaf that this rank hashes as a whole; None for other leaves.
+        grids: The grid of each leaf that this rank hashes as a whole, or that is the same memory
+            as one of these.
         inline: The entries of small leaves that are not sharded, with their bytes.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
         sharded: Whether any leaf is a sharded tensor.
@@ -101,54 +96,50 @@ class Capture:
     def __init__(self, leaves: list[Leaf], spans: list[KeySpan], chunk_size: int) -> None:
         self.leaves = leaves
         self.spans = spans
-        self.grids: list[Grid | None] = [None] * len(leaves)
+        self.grids: dict[int, Grid] = {}
         self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, Entry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
-        with without_torch_modes():
-            tensors = self._index_leaves(chunk_size)
-            # Other threads copy from the GPU, so what the caller has begun there must end first.
-            synchronize(tensors)
-
-    def _index_leaves(self, chunk_size: int) -> list[torch.Tensor]:
-        """Fill the attributes; return the tensors that may be in other memory than the host's."""
         seen: dict[int, int] = {}
+        # The tensors that may be in other memory than the host's.
         elsewhere: list[torch.Tensor] = []
-        for i, leaf in enumerate(self.leaves):
-            path, entry, content = leaf
-            if len(path) > MAX_PATH_CHARS:
-                raise UnsupportedTypeError(
-                    f"{path[:80]}…: a path of {len(path):,} characters is too long; "
-                    f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
-                )
-            payload, grid = payload_of(entry), None
-            # The entry of a small value is what is stored, and there may be a million of them.
-            if payload.inline:
-                self.inline[i] = entry
-                continue
-            if isinstance(content, Shards):
-                self.sharded = True
-                elsewhere += content.tensors
-            elif payload.nbytes <= INLINE_BYTES:
-                self.inline[i] = _with_bytes(entry, content)
-            else:
-                self.grids[i] = grid = grid_of_leaf(leaf, chunk_size)
-            if isinstance(content, bytes | Shards):
-                continue
-            if not content.is_cpu:
-                elsewhere.append(content)
-            if grid is not None and (first := seen.setdefault(content.data_ptr(), i)) != i:
-                same_grid = self.grids[first] == grid
-                if same_grid and _same_memory(content, self.leaves[first].content):
-                    self.same_as[i] = first
-        return elsewhere
+        with without_torch_modes():
+            for i, leaf in enumerate(self.leaves):
+                path, entry, content = leaf
+                if len(path) > MAX_PATH_CHARS:
+                    raise UnsupportedTypeError(
+                        f"{path[:80]}…: a path of {len(path):,} characters is too long; "
+                        f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
+                    )
+                payload, grid = payload_of(entry), None
+                # The entry of a small value is what is stored, and there may be a million of them.
+                if payload.inline:
+                    self.inline[i] = entry
+                    continue
+                if isinstance(content, Shards):
+                    self.sharded = True
+                    elsewhere += content.tensors
+                elif payload.nbytes <= INLINE_BYTES:
+                    self.inline[i] = _with_bytes(entry, content)
+                else:
+                    self.grids[i] = grid = grid_of_leaf(leaf, chunk_size)
+                if isinstance(content, bytes | Shards):
+                    continue
+                if not content.is_cpu:
+                    elsewhere.append(content)
+                if grid is not None and (first := seen.setdefault(content.data_ptr(), i)) != i:
+                    same_grid = self.grids[first] == grid
+                    if same_grid and _same_memory(content, self.leaves[first].content):
+                        self.same_as[i] = first
+            # Other threads copy from the GPU, so what the caller has begun there must end first.
+            synchronize(elsewhere)
 
     def assign(self, assigned: dict[int, Assignment]) -> None:
         """Hash only these parts of the leaves that other ranks hold too."""
         self.assigned = assigned
         for i in assigned:
-            self.grids[i] = None
+            self.grids.pop(i, None)
         # A leaf of the same memory as one of these is hashed by itself.
         self.same_as = {i: first for i, first in self.same_as.items() if first not in assigned}
 
@@ -158,7 +149,7 @@ class Capture:
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
-            for first, stop in (*a.joined, *a.runs)
+            for first, stop in (*a.plan.joined, *a.plan.runs)
             for cell in range(first, stop)
         )
         return sum(whole) + sum(cells)
@@ -175,32 +166,26 @@ class Capture:
                 Ranks that hold equal leaves begin at different ones, and so write different ones.
         """
         for i, assignment in self.assigned.items():
-            for part in assignment.parts:
+            for part in assignment.plan.sends:
                 yield piece_of_part(i, self._source(i, part.region), part)
         for i, assignment in self.assigned.items():
-            for first, stop in assignment.runs:
+            for first, stop in assignment.plan.runs:
                 yield from self._pieces_between(i, first, stop)
         whole = self._whole()
         number, cell = self._starting_point(whole, share) if share else (0, 0)
         parted = whole[number : number + 1] if cell else []
         for i in parted:
-            yield from pieces_between(i, self._sources(i)[0], self._grid(i), cell)
+            yield from pieces_between(i, self._sources(i)[0], self.grids[i], cell)
         for i in (*whole[number + bool(cell) :], *whole[:number]):
             content = self.leaves[i].content
             assert not isinstance(content, Shards)
-            yield from pieces_of(i, content, self._grid(i))
+            yield from pieces_of(i, content, self.grids[i])
         for i in parted:
-            yield from pieces_between(i, self._sources(i)[0], self._grid(i), 0, cell)
+            yield from pieces_between(i, self._sources(i)[0], self.grids[i], 0, cell)
 
     def _whole(self) -> list[int]:
         """Return the leaves that this rank hashes as a whole."""
-        grids = enumerate(self.grids)
-        return [i for i, grid in grids if grid is not None and i not in self.same_as]
-
-    def _grid(self, leaf: int) -> Grid:
-        grid = self.grids[leaf]
-        assert grid is not None
-        return grid
+        return [i for i in self.grids if i not in self.same_as]
 
     def _starting_point(self, whole: list[int], share: float) -> tuple[int, int]:
         """Return which of some leaves, and which cell of it, is at a share of their bytes."""
@@ -210,7 +195,7 @@ class Capture:
             if start < nbytes:
                 entry = self.leaves[whole[number]].entry
                 splits = isinstance(entry, TensorEntry) and not is_numpy(entry)
-                cells = self._grid(whole[number]).count
+                cells = self.grids[whole[number]].count
                 return number, int(start / nbytes * cells) if splits else 0
             start -= nbytes
         return 0, 0
@@ -235,7 +220,7 @@ class Capture:
         if isinstance(content, Shards):
             parts = zip(content.boxes, map(as_copyable, content.tensors), strict=True)
             return [HeldBox(*part) for part in parts]
-        grid = self.assigned[leaf].grid if leaf in self.assigned else self._grid(leaf)
+        grid = self.assigned[leaf].grid if leaf in self.assigned else self.grids[leaf]
         if isinstance(content, torch.Tensor):
             content = as_copyable(content)
         return [HeldBox(Region.whole(grid.shape), content)]
@@ -320,19 +305,33 @@ class LiveState:
         return random_states_first(self.values)
 
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> Capture:
-        """Capture the state; reading it leaves the random state as it was before."""
+        """Capture the state; reading it leaves the random state as it was before.
+
+        Raises:
+            UnsupportedTypeError: A value cannot be stored.
+        """
         random = [s for s in self.values.values() if isinstance(s, RNGState)]
         states = [s.state_dict() for s in random]
+        leaves: list[Leaf] = []
+        spans: list[KeySpan] = []
         try:
             with collector_paused():
-                leaves, spans = _flattened(self.values, keys, allow_pickle)
+                for key in keys:
+                    value = self.values[key]
+                    start, component = len(leaves), component_of(key)
+                    state = value.state_dict()
+                    with without_torch_modes():
+                        check_state(key, value, state)
+                        leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
+                    per_rank = isinstance(value, RNGState)
+                    spans.append(KeySpan(per_rank, component, start, len(leaves)))
                 return Capture(leaves, spans, chunk_size)
         finally:
             # Set it back at once, and only if it has changed: else the numbers that other threads
             # draw meanwhile would be drawn twice.
-            for state, before in zip(random, states, strict=True):
-                if not same_random_state(state.state_dict(), before):
-                    state.load_state_dict(before)
+            for generator, before in zip(random, states, strict=True):
+                if not same_random_state(generator.state_dict(), before):
+                    generator.load_state_dict(before)
 
 
 class GivenLeaves:
@@ -359,25 +358,3 @@ class GivenLeaves:
             leaves += own
             spans.append(KeySpan(False, component_of(key), start, len(leaves), given=True))
         return Capture(leaves, spans, chunk_size)
-
-
-def _flattened(
-    app_state: Mapping[str, Stateful], keys: Sequence[str], allow_pickle: bool
-) -> tuple[list[Leaf], list[KeySpan]]:
-    """Return the leaves of an app state, and which of them belong to which key.
-
-    Raises:
-        UnsupportedTypeError: A value cannot be stored.
-    """
-    leaves: list[Leaf] = []
-    spans: list[KeySpan] = []
-    for key in keys:
-        stateful = app_state[key]
-        start, component = len(leaves), component_of(key)
-        state = stateful.state_dict()
-        with without_torch_modes():
-            check_state(key, stateful, state)
-            leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
-        per_rank = isinstance(stateful, RNGState)
-        spans.append(KeySpan(per_rank, component, start, len(leaves)))
-    return leaves, spans

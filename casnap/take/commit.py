@@ -24,7 +24,7 @@ from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
 from casnap.storage.commits.transaction import Transaction
-from casnap.take.manifest import BuiltManifest
+from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions
 
 _log = logging.getLogger("casnap")
@@ -77,7 +77,7 @@ class TakeCommit:
     comm: Comm
     started: float
 
-    def lead(self, transaction: Transaction, built: BuiltManifest) -> TakeResult:
+    def lead(self, transaction: Transaction, summary: ManifestSummary) -> TakeResult:
         """On rank 0, commit the snapshot with all that the ranks wrote.
 
         Raises:
@@ -94,7 +94,7 @@ class TakeCommit:
         try:
             others = OtherRanks(self._rank_parts(), move, comm.check_not_abandoned)
             self._check_written(others)
-            result = self._put(transaction, built, others)
+            result = self._put(transaction, summary, others)
         except Exception as e:
             if not comm.ended and not transaction.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
@@ -125,8 +125,8 @@ class TakeCommit:
         """
         # At a remote place one of each rank says where it writes; all see a put that was answered.
         backend = self.objects.backend
-        written = others.samples if backend.costly_requests else others.packs
-        ends = dict.fromkeys(map(pack_key, written), 0)
+        packs = others.samples if backend.costly_requests else others.packs
+        ends = dict.fromkeys(map(pack_key, packs), 0)
         ends |= {segment_key(ref.id): 0 for ref in others.segments}
         for _, place in others.records:
             key = pack_key(place.pack)
@@ -142,10 +142,10 @@ class TakeCommit:
             )
 
     def _put(
-        self, transaction: Transaction, built: BuiltManifest, others: OtherRanks
+        self, transaction: Transaction, summary: ManifestSummary, others: OtherRanks
     ) -> TakeResult:
         """Put the root, write the marker, and prune the run."""
-        digest = transaction.put_node(encode(built.manifest))
+        digest = transaction.put_node(encode(summary.manifest))
         uri, options = self.objects.backend.uri, self.options
         row: Row | None = None
         replaced: list[Row] = []
@@ -162,7 +162,7 @@ class TakeCommit:
                 seq=seq,
                 time=time.time(),
                 world_size=self.comm.size,
-                stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
+                stats=Stats(summary.logical_bytes, new_bytes, summary.entries, duration),
                 metadata=dict(options.metadata or {}),
                 tags=() if options.on_commit is None else (UNMIRRORED,),
             )
@@ -224,11 +224,11 @@ class TakeCommit:
                     break
                 part = self._finish(transaction, instruction.move)
         except RankError as e:
-            ended = 0 not in e.ranks and self.comm.await_end(0)
+            has_ended = 0 not in e.ranks and self.comm.await_end(0)
             row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
             if row is not None and row.commit == commit:
                 return TakeResult(row)
-            if ended:
+            if has_ended:
                 raise
             raise RankError(
                 f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 lives, "

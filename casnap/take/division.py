@@ -19,15 +19,13 @@ import torch.distributed as dist
 
 from casnap.format.digest import digest_of
 from casnap.format.entries import ContainerEntry, TensorEntry
-from casnap.format.grid import Grid, grid_of
 from casnap.format.names import component_of
 from casnap.format.records import encode
-from casnap.format.region import Region
 from casnap.ranks.comm import Comm
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards, holders_of
-from casnap.state.tensors import Leaf, itemsize_of
+from casnap.state.tensors import Leaf
 from casnap.take.capture import Assignment, Capture, KeySpan, grid_of_leaf
 from casnap.take.options import TakeOptions
 from casnap.take.owners import (
@@ -47,7 +45,6 @@ from casnap.take.owners import (
 )
 from casnap.take.plan import RankPlan, replicated_runs
 from casnap.take.replica_samples import Sampler
-from casnap.take.staging import JointPart
 
 _log = logging.getLogger("casnap")
 _GROUP_BYTES = 8
@@ -122,15 +119,15 @@ def divide(
     )
     owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
     replicas = compare_replicas(claims)
-    named = {
+    paths_by_key = {
         keys[i]: path
         for i in claimed[comm.rank]
         if (path := capture.leaves[i].path) not in declared.ddp_buffers
         and _matches(path, declared.replicated)
     }
-    check_replicated(claims, replicas, named)
-    heard = comm.exchange_messages(replies(claims, plans, replicas), Reply)
-    own_plans, different = _take_in(heard, claimed, scopes)
+    check_replicated(claims, replicas, paths_by_key)
+    answers = comm.exchange_messages(replies(claims, plans, replicas), Reply)
+    own_plans, different = _take_in(answers, claimed, scopes)
     if different and comm.rank == 0:
         _log.warning(
             "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
@@ -139,9 +136,11 @@ def divide(
         )
     # All ranks put cells together in one order: that of paths.
     in_order = sorted(own_plans, key=lambda i: (capture.leaves[i].path, keys[i]))
-    assigned = {i: _sharded(capture, i, own_plans[i], chunk_size) for i in in_order}
+    assigned = {
+        i: Assignment(grid_of_leaf(capture.leaves[i], chunk_size), own_plans[i]) for i in in_order
+    }
     assigned |= _replicated(capture, scopes, comm, chunk_size)
-    return Division(scopes, keys, owned, assigned, any(reply.splits for reply in heard))
+    return Division(scopes, keys, owned, assigned, any(reply.splits for reply in answers))
 
 
 def _of_one_process(capture: Capture) -> Division:
@@ -162,14 +161,14 @@ def _keys(capture: Capture) -> list[bytes]:
     groups: dict[tuple[int, ...], bytes] = {(): bytes(_GROUP_BYTES)}
     keys = []
     # Most tensors have one mesh, and its ranks take long to list.
-    known: dict[int, tuple[int, ...]] = {}
+    ranks_of_mesh: dict[int, tuple[int, ...]] = {}
     for path, _, content in capture.leaves:
         keys.append(key_of_path(path))
         if isinstance(content, Shards):
             mesh = id(getattr(content.value, "device_mesh", content))
-            if mesh not in known:
-                known[mesh] = holders_of(content.value)
-            holders = known[mesh]
+            if mesh not in ranks_of_mesh:
+                ranks_of_mesh[mesh] = holders_of(content.value)
+            holders = ranks_of_mesh[mesh]
             if holders not in groups:
                 groups[holders] = digest_of(encode(holders))[:_GROUP_BYTES]
             keys[-1] += groups[holders]
@@ -288,8 +287,7 @@ def _claims(
     for i in leaves:
         path, entry, content = capture.leaves[i]
         if isinstance(content, Shards):
-            boxes = tuple((box.offsets, box.sizes) for box in content.boxes)
-            claims.sharded.append(ShardClaim(keys[i], path, entry, boxes, samples[i]))
+            claims.sharded.append(ShardClaim(keys[i], path, entry, content.boxes, samples[i]))
         else:
             is_tensor = isinstance(entry, TensorEntry)
             description = encode((scopes[i].name, entry if is_tensor else None))
@@ -299,7 +297,7 @@ def _claims(
 
 
 def _take_in(
-    heard: list[Reply], claimed: list[list[int]], scopes: list[Scope]
+    answers: list[Reply], claimed: list[list[int]], scopes: list[Scope]
 ) -> tuple[dict[int, RankPlan], list[int]]:
     """Take in the replies of the owners.
 
@@ -310,7 +308,7 @@ def _take_in(
         Leaf → plan, of sharded leaves; and the leaves whose replicas have different bytes.
     """
     plans, different = dict[int, RankPlan](), list[int]()
-    for leaves, reply in zip(claimed, heard, strict=True):
+    for leaves, reply in zip(claimed, answers, strict=True):
         sharded, replicated = iter(reply.sharded), iter(reply.replicated)
         for i in leaves:
             if scopes[i] is Scope.SHARDED:
@@ -322,17 +320,6 @@ def _take_in(
 
 
 # --- what this rank hashes --------------------------------------------------------------------
-
-
-def _sharded(capture: Capture, leaf: int, plan: RankPlan, chunk_size: int) -> Assignment:
-    """Return what this rank does for a sharded leaf, by the plan of its owner."""
-    entry = capture.leaves[leaf].entry
-    assert isinstance(entry, TensorEntry)
-    grid = grid_of(entry.shape, itemsize_of(entry), chunk_size)
-    parts = [
-        JointPart(send.first, send.to, Region(send.offsets, send.sizes)) for send in plan.sends
-    ]
-    return Assignment(grid, plan.runs, parts, plan.joined, plan.givers)
 
 
 def _replicated(
@@ -347,10 +334,11 @@ def _replicated(
     runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, first, stop in replicated_runs(grids, comm.rank, comm.size):
         runs[shared[number]].append((first, stop))
-    assigned = {i: Assignment(grid, runs[i], [], []) for i, grid in zip(shared, grids, strict=True)}
+    assigned = {
+        i: Assignment(grid, RankPlan(runs[i])) for i, grid in zip(shared, grids, strict=True)
+    }
     if comm.rank:
         for i, scope in enumerate(scopes):
-            grid: Grid | None = capture.grids[i]
-            if scope is Scope.FROM_RANK_0 and grid is not None:
-                assigned[i] = Assignment(grid, [], [], [])
+            if scope is Scope.FROM_RANK_0 and i in capture.grids:
+                assigned[i] = Assignment(capture.grids[i], RankPlan())
     return assigned

@@ -63,7 +63,7 @@ class _Head(NamedTuple):
     offered: int
 
 
-class _Heard:
+class _Message:
     """The parts of one rank's message in a round."""
 
     def __init__(self, message: memoryview) -> None:
@@ -95,12 +95,12 @@ class WriterChoice:
         self._rank, self._size = rank, size
         self._decided: set[Digest] = set()
 
-    def choose(self, loads: list[int], said: Sequence[memoryview]) -> list[bytes]:
+    def choose(self, loads: list[int], messages: Sequence[memoryview]) -> list[bytes]:
         """Choose a writer for each chunk that has none yet.
 
         Args:
             loads: The bytes that each rank was given to write so far.
-            said: The offers of each rank.
+            messages: The offers of each rank.
 
         Returns:
             For each rank one byte an offer: 1 if it is to write that chunk.
@@ -108,15 +108,15 @@ class WriterChoice:
         holders: dict[Digest, list[tuple[int, int]]] = {}
         decisions, sizes = [], dict[Digest, int]()
         loads = list(loads)
-        for rank, message in enumerate(said):
+        for rank, message in enumerate(messages):
             offers = list(OFFER.iter_unpack(message))
             decisions.append(bytearray(len(offers)))
             for i, (digest, nbytes) in enumerate(offers):
                 if digest not in self._decided:
                     holders.setdefault(Digest(digest), []).append((rank, i))
                     sizes[digest] = nbytes
-        for digest, held in holders.items():
-            rank, i = min(held, key=lambda h: (loads[h[0]], (h[0] - self._rank) % self._size))
+        for digest, of_ranks in holders.items():
+            rank, i = min(of_ranks, key=lambda h: (loads[h[0]], (h[0] - self._rank) % self._size))
             decisions[rank][i] = 1
             # All ranks decide at the same time, from the same loads, and give away as much.
             loads[rank] += self._size * sizes[digest]
@@ -142,8 +142,8 @@ class Exchange:
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.
         each = -(-cores() // comm.neighbours)
-        wanted = min(each + (2 if comm.neighbours == 1 else 1), SLOTS - 2)
-        self._threads = crew.limited(wanted)
+        threads = min(each + (2 if comm.neighbours == 1 else 1), SLOTS - 2)
+        self._threads = crew.limited(threads)
         # The threads that still draw batches; that still hash; that wait for other ranks.
         self._drawing = self._hashing = self._threads
         self._waiting = 0
@@ -196,7 +196,7 @@ class Exchange:
         try:
             for batch in source:
                 yield batch
-                while whole := self._take_whole_cells(wait_while=self._is_full):
+                while whole := self._take_whole_cells(wait_while=lambda: self._split_cells.is_full):
                     yield whole
             with self._changed:
                 self._drawing -= 1
@@ -204,7 +204,7 @@ class Exchange:
                     self._split_cells.finish()
                 self._changed.notify_all()
             while not self._crew.failed and (
-                whole := self._take_whole_cells(wait_while=self._more_may_come)
+                whole := self._take_whole_cells(wait_while=lambda: not self._all_parts_came)
             ):
                 yield whole
         finally:
@@ -214,12 +214,6 @@ class Exchange:
             if self._crew.failed:
                 # Other threads may wait for the memory.
                 self._split_cells.drop()
-
-    def _is_full(self) -> bool:
-        return self._split_cells.is_full
-
-    def _more_may_come(self) -> bool:
-        return not self._all_parts_came
 
     def _take_whole_cells(self, wait_while: Callable[[], bool]) -> list[Piece]:
         """Return some cells that were put together; wait for one while a condition holds.
@@ -265,54 +259,48 @@ class Exchange:
         self._waiting -= 1
         self._last_progress = time.monotonic()
 
-    def _idle_seconds(self) -> float:
-        """Return for how many seconds this rank has had work to do, and has not gone on."""
-        with self._changed:
-            busy = self._waiting < self._hashing
-            return time.monotonic() - self._last_progress if busy else 0.0
-
     # --- the thread that talks ---
 
     def _hold_rounds(self) -> None:
         size = self._comm.size
-        asked, by_rank = list[_Offer](), [list[_Chunk]() for _ in range(size)]
+        earlier, by_rank = list[_Offer](), [list[_Chunk]() for _ in range(size)]
         decisions, urgent = [b""] * size, False
-        over = False
-        while not over:
+        while True:
             offers, last = self._collect_offers(urgent)
             if self._crew.error is not None:
                 raise self._crew.error
-            said, sorted_offers = self._said(offers, decisions, last)
-            heard = [_Heard(message) for message in self._comm.all_to_all(said)]
-            self._check_all_go_on([message.head.idle for message in heard])
-            self._settle(asked, by_rank, [message.decisions for message in heard])
-            loads = [message.head.load for message in heard]
-            decisions = self._choice.choose(loads, [message.offers for message in heard])
-            asked, by_rank = offers, sorted_offers
+            messages, sorted_offers = self._messages(offers, decisions, last)
+            received = [_Message(message) for message in self._comm.all_to_all(messages)]
+            self._check_all_go_on([message.head.idle for message in received])
+            self._settle(earlier, by_rank, [message.decisions for message in received])
+            loads = [message.head.load for message in received]
+            decisions = self._choice.choose(loads, [message.offers for message in received])
+            earlier, by_rank = offers, sorted_offers
             # What was offered now is decided in the next round, which should come soon.
-            urgent = any(message.head.asks for message in heard)
-            self._take_in_parts([message.parts for message in heard])
-            over = all(message.head.last for message in heard)
+            urgent = any(message.head.asks for message in received)
+            if not self._all_parts_came:
+                whole, over = self._split_cells.receive([message.parts for message in received])
+                with self._changed:
+                    self._whole_cells.extend(whole)
+                    self._all_parts_came = over
+                    self._changed.notify_all()
+            if all(message.head.last for message in received):
+                return
 
     def _collect_offers(self, urgent: bool) -> tuple[list[_Offer], bool]:
         """Return what the threads offer by now, and whether these are the last offers."""
         now = time.monotonic()
         with self._changed:
             # Wait until all threads wait for other ranks, but not while others may wait for this.
-            while (
-                not urgent
-                and self._waiting < self._hashing
-                and not self._crew.failed
-                and (left := now + self._patience() - time.monotonic()) > 0
-            ):
+            while not urgent and self._waiting < self._hashing and not self._crew.failed:
+                patience = _SHORT_PATIENCE if self._split_cells.has_news else _PATIENCE
+                if (left := now + patience - time.monotonic()) <= 0:
+                    break
                 self._changed.wait(left)
             offers, self._offers = self._offers, []
             return offers, not self._hashing
 
-    def _patience(self) -> float:
-        return _SHORT_PATIENCE if self._split_cells.has_news else _PATIENCE
-
-    def _said(
+    def _messages(
         self, offers: list[_Offer], decisions: list[bytes], last: bool
     ) -> tuple[list[memoryview], list[list[_Chunk]]]:
         """Return what to say to each rank, and the chunks that it contains, in order."""
@@ -321,15 +309,19 @@ class Exchange:
         for offer in offers:
             for chunk in offer.chunks:
                 by_rank[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
-        idle, parts = self._idle_seconds(), [memoryview(b"")] * size
+        with self._changed:
+            # The seconds for which this rank has had work to do, and has not gone on.
+            busy = self._waiting < self._hashing
+            idle = time.monotonic() - self._last_progress if busy else 0.0
+        parts = [memoryview(b"")] * size
         if not self._all_parts_came:
             parts = self._split_cells.messages()
-        said = []
+        messages = []
         for chunks, decided, part in zip(by_rank, decisions, parts, strict=True):
             head = HEAD.pack(last, bool(offers), self._load, idle, len(decided), len(chunks))
             offered = (OFFER.pack(*chunk) for chunk in chunks)
-            said.append(memoryview(bytearray().join([head, decided, *offered, part])))
-        return said, by_rank
+            messages.append(memoryview(bytearray().join([head, decided, *offered, part])))
+        return messages, by_rank
 
     def _settle(
         self, offers: list[_Offer], by_rank: list[list[_Chunk]], decisions: list[memoryview]
@@ -345,15 +337,6 @@ class Exchange:
             for offer in offers:
                 offer.decision = [digest in mine for digest, _ in offer.chunks]
                 self._load += sum(n for digest, n in offer.chunks if digest in mine)
-            self._changed.notify_all()
-
-    def _take_in_parts(self, messages: list[memoryview]) -> None:
-        if self._all_parts_came:
-            return
-        whole, over = self._split_cells.receive(messages)
-        with self._changed:
-            self._whole_cells.extend(whole)
-            self._all_parts_came = over
             self._changed.notify_all()
 
     def _check_all_go_on(self, idle: list[float]) -> None:

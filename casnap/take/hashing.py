@@ -48,9 +48,8 @@ class Hasher:
     def __init__(
         self, capture: Capture, transaction: Transaction, progress: Progress | None
     ) -> None:
-        counts = ((i, grid.count) for i, grid in enumerate(capture.grids) if grid is not None)
         self.digests = Digests(
-            {i: bytearray(DIGEST_SIZE * count) for i, count in counts if count > 1},
+            {i: bytearray(DIGEST_SIZE * g.count) for i, g in capture.grids.items() if g.count > 1},
             {},
             {i: {} for i in capture.assigned},
         )
@@ -108,15 +107,15 @@ class Hasher:
         start, (whole, only, by_cell) = 0, self.digests
         for piece in pieces:
             stop = start + len(piece.sizes)
-            found = digests[start:stop]
+            of_piece = digests[start:stop]
             if piece.leaf in by_cell:
-                cells = range(piece.first, piece.first + len(found))
-                by_cell[piece.leaf].update(zip(cells, found, strict=True))
+                cells = range(piece.first, piece.first + len(of_piece))
+                by_cell[piece.leaf].update(zip(cells, of_piece, strict=True))
             elif piece.leaf in whole:
-                at, joined = piece.first * DIGEST_SIZE, b"".join(found)
+                at, joined = piece.first * DIGEST_SIZE, b"".join(of_piece)
                 whole[piece.leaf][at : at + len(joined)] = joined
             else:
-                [only[piece.leaf]] = found
+                [only[piece.leaf]] = of_piece
             start = stop
         if self._counter is not None:
             self._counter.add(sum(len(piece.view) for piece in pieces))

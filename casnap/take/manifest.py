@@ -8,8 +8,8 @@ gets the digests of its cells and makes its entry; rank 0 gets finished entries 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,7 +37,8 @@ Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
 
 
-class BuiltManifest(NamedTuple):
+@dataclass
+class ManifestSummary:
     """The manifest of a snapshot, as rank 0 has it.
 
     Attributes:
@@ -81,7 +82,7 @@ class _Contribution(msgspec.Struct, array_like=True):
 
 def build_manifest(
     comm: Comm, capture: Capture, division: Division, digests: Digests, put: Put
-) -> BuiltManifest | None:
+) -> ManifestSummary | None:
     """Settle which entries are global, store all trees, and return the manifest on rank 0.
 
     Raises:
@@ -92,7 +93,22 @@ def build_manifest(
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
     if not contributions:
         return None
-    return _joined(contributions, [span.component for span in capture.spans], put)
+    summary = ManifestSummary(Manifest({}, {}), 0, 0)
+    entries: dict[str, dict[str, Entry]] = {}
+    for rank, contribution in enumerate(contributions):
+        summary.manifest.ranks[str(rank)] = contribution.subtrees
+        summary.logical_bytes += contribution.logical_bytes
+        summary.entries += contribution.count
+        for key, of_rank in contribution.entries.items():
+            if entries.setdefault(key, of_rank) is not of_rank:
+                entries[key].update(of_rank)
+    # The keys are in the order of the app state.
+    for span in capture.spans:
+        if of_key := entries[span.component]:
+            summary.manifest.shared[span.component] = build(of_key, put)
+            summary.logical_bytes += _nbytes(of_key)
+            summary.entries += len(of_key)
+    return summary
 
 
 class _Builder:
@@ -108,7 +124,7 @@ class _Builder:
         self._put = put
         self._scopes = list(division.scopes)
         # As the owner of some paths: their cells, and the entries of those that are sharded.
-        self._cells: dict[bytes, dict[int, bytes]] = {}
+        self._cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
         self._sharded: dict[str, Entry] = {}
 
     def settle_scopes(self) -> None:
@@ -120,7 +136,9 @@ class _Builder:
             if scope is to_decide:
                 undecided[owner_of(keys[i], comm.size)].append(i)
         reports = comm.exchange_messages(self._reports(undecided), _Report)
-        self._cells = _cells_by_key(reports)
+        for report in reports:
+            for key, first, joined in report.cells:
+                self._cells[key][first] = joined
         self._sharded = _sharded_entries(self._division, self._cells, self._put)
         answers = comm.all_to_all(_answers(reports, self._division))
         for leaves, answer in zip(undecided, answers, strict=True):
@@ -151,16 +169,24 @@ class _Builder:
         for path, entry in self._sharded.items():
             key, slash, below = path.partition("/")
             entries.setdefault(key, {})[slash + below] = entry
-        contributes, per_rank = self._contributes(), Scope.PER_RANK
         leaves, inline = capture.leaves, capture.inline
+        # Enum attribute access is slow, and there may be a million leaves.
+        per_rank, sharded = Scope.PER_RANK, Scope.SHARDED
+        given, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
+        rank, size, keys = self._comm.rank, self._comm.size, self._division.keys
         for span in capture.spans:
             own: dict[str, Entry] = {}
             shared = entries.setdefault(span.component, {})
             prefix = len(span.component)
             for i in range(span.start, span.stop):
-                if scopes[i] is per_rank:
+                scope = scopes[i]
+                if scope is per_rank:
                     entries_of_key = own
-                elif contributes[i]:
+                elif scope is sharded:
+                    continue
+                elif scope is given or (
+                    rank == (0 if scope is from_rank_0 else owner_of(keys[i], size))
+                ):
                     entries_of_key = shared
                 else:
                     continue
@@ -172,18 +198,6 @@ class _Builder:
                 contribution.logical_bytes += _nbytes(own)
                 contribution.count += len(own)
         return contribution
-
-    def _contributes(self) -> list[bool]:
-        """Return, for each leaf, whether it is this rank that adds its entry if it is global."""
-        comm, keys, first = self._comm, self._division.keys, Scope.FROM_RANK_0
-        by_owner = {Scope.REPLICATED, Scope.EQUAL}
-        return [
-            comm.rank == 0
-            if scope is first
-            else scope is Scope.GIVEN
-            or (scope in by_owner and owner_of(keys[i], comm.size) == comm.rank)
-            for i, scope in enumerate(self._scopes)
-        ]
 
     def _entry(self, leaf: int, put: Put) -> Entry:
         """Return the entry of a leaf that is not sharded."""
@@ -252,15 +266,6 @@ def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
         yield first, b"".join(run)
 
 
-def _cells_by_key(reports: list[_Report]) -> dict[bytes, dict[int, bytes]]:
-    """Return the runs of cells of each path: first cell → digests."""
-    cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
-    for report in reports:
-        for key, first, joined in report.cells:
-            cells[key][first] = joined
-    return cells
-
-
 def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: Put) -> Payload:
     """Return the payload of a tensor whose cells several ranks hashed."""
     joined = b"".join(runs[first] for first in sorted(runs))
@@ -283,29 +288,6 @@ def _payload(nbytes: int, digests: bytes, put: Put) -> Payload:
         lists = [digests[at : at + step] for at in range(0, len(digests), step)]
         digests, depth = b"".join(map(put, lists)), depth + 1
     return Payload(nbytes, b"", digests, depth)
-
-
-# --- rank 0 -----------------------------------------------------------------------------------
-
-
-def _joined(contributions: list[_Contribution], keys: Sequence[str], put: Put) -> BuiltManifest:
-    """Return the manifest of what all ranks contribute, its keys in the order of the app state."""
-    manifest = Manifest({}, {})
-    entries: dict[str, dict[str, Entry]] = {}
-    logical_bytes = count = 0
-    for rank, contribution in enumerate(contributions):
-        manifest.ranks[str(rank)] = contribution.subtrees
-        logical_bytes += contribution.logical_bytes
-        count += contribution.count
-        for key, some in contribution.entries.items():
-            if entries.setdefault(key, some) is not some:
-                entries[key].update(some)
-    for key in keys:
-        if entries[key]:
-            manifest.shared[key] = build(entries[key], put)
-            logical_bytes += _nbytes(entries[key])
-            count += len(entries[key])
-    return BuiltManifest(manifest, logical_bytes, count)
 
 
 def _nbytes(entries: Mapping[str, Entry]) -> int:

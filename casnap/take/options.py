@@ -123,7 +123,7 @@ def agree_on_request(
     if comm.rank == 0:
         root = _check_name_is_free(objects, name, options)
         codec = codec_of(root, objects.backend.uri)
-    own = Request(
+    mine = Request(
         objects.config.store_id,
         name,
         [component_of(key) for key in keys],
@@ -137,17 +137,17 @@ def agree_on_request(
         seed=int.from_bytes(os.urandom(7), "big"),
         root=root if objects.backend.costly_requests else None,
     )
-    first = comm.broadcast_message(own, Request)
-    if first.root is not None and comm.rank:
-        objects.observe_root(first.root)
-    for what, here, on_rank_0 in (
-        ("the store", own.store, first.store),
-        ("the name", own.name, first.name),
-        ("the keys of app_state", sorted(own.keys), sorted(first.keys)),
-        *((f"the option {key}=", text, first.options[key]) for key, text in own.options.items()),
+    agreed = comm.broadcast_message(mine, Request)
+    if agreed.root is not None and comm.rank:
+        objects.observe_root(agreed.root)
+    for subject, on_this_rank, on_rank_0 in (
+        ("the store", mine.store, agreed.store),
+        ("the name", mine.name, agreed.name),
+        ("the keys of app_state", sorted(mine.keys), sorted(agreed.keys)),
+        *((f"the option {key}=", text, agreed.options[key]) for key, text in mine.options.items()),
     ):
-        comm.check_same(what, here, on_rank_0)
-    return first
+        comm.check_same(subject, on_this_rank, on_rank_0)
+    return agreed
 
 
 def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Root:

@@ -56,14 +56,14 @@ class ShardClaim(msgspec.Struct, array_like=True):
     """The part of a sharded leaf that one rank holds.
 
     Attributes:
-        boxes: Offsets and sizes of each box.
+        boxes: The boxes of the tensor that it holds.
         samples: A sample of each.
     """
 
     key: bytes
     path: str
     entry: Entry
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    boxes: tuple[Region, ...]
     samples: list[bytes]
 
 
@@ -118,12 +118,12 @@ def owner_of(key: bytes, size: int) -> int:
     return int.from_bytes(key[:8], "big") % size
 
 
-def equal_on_all_ranks(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
+def equal_on_all_ranks(reports: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
     """Return, for each key that some rank names, whether all ranks give the same value for it."""
-    found: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for key, value in chain.from_iterable(said):
-        found[key].append(value)
-    return {key: values == [values[0]] * len(said) for key, values in found.items()}
+    values_of: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for key, value in chain.from_iterable(reports):
+        values_of[key].append(value)
+    return {key: values == [values[0]] * len(reports) for key, values in values_of.items()}
 
 
 def few_paths(paths: Sequence[str]) -> str:
@@ -139,11 +139,11 @@ def replies(
     splits = any(rank.joined for plan in plans.values() for rank in plan.values())
     return [
         Reply(
-            [plans[claim.key].get(rank, RankPlan()) for claim in own.sharded],
-            bytes(replicas[key] for key, _ in own.replicated),
+            [plans[claim.key].get(rank, RankPlan()) for claim in of_rank.sharded],
+            bytes(replicas[key] for key, _ in of_rank.replicated),
             splits,
         )
-        for rank, own in enumerate(claims)
+        for rank, of_rank in enumerate(claims)
     ]
 
 
@@ -152,13 +152,13 @@ def replies(
 
 def compare_replicas(claims: list[Claims]) -> dict[bytes, Replica]:
     """Compare the leaves that are declared equal on all ranks, by key."""
-    descriptions = equal_on_all_ranks([own.replicated for own in claims])
-    samples = equal_on_all_ranks([_samples_by_key(own) for own in claims])
-    found = dict.fromkeys(descriptions, Replica.MISMATCHED)
+    descriptions = equal_on_all_ranks([of_rank.replicated for of_rank in claims])
+    samples = equal_on_all_ranks([_samples_by_key(of_rank) for of_rank in claims])
+    replicas = dict.fromkeys(descriptions, Replica.MISMATCHED)
     for key, same in descriptions.items():
         if same:
-            found[key] = Replica.EQUAL if samples[key] else Replica.DIFFERENT
-    return found
+            replicas[key] = Replica.EQUAL if samples[key] else Replica.DIFFERENT
+    return replicas
 
 
 def _samples_by_key(claims: Claims) -> list[tuple[bytes, bytes]]:
@@ -166,23 +166,25 @@ def _samples_by_key(claims: Claims) -> list[tuple[bytes, bytes]]:
 
 
 def check_replicated(
-    claims: list[Claims], replicas: Mapping[bytes, Replica], named: Mapping[bytes, str]
+    claims: list[Claims], replicas: Mapping[bytes, Replica], paths_by_key: Mapping[bytes, str]
 ) -> None:
     """Check that the paths that ``replicated=`` names are equal on all ranks.
 
     Args:
         claims: What each rank claims.
         replicas: What the owner found about them.
-        named: Key → path, of these paths that this rank owns.
+        paths_by_key: Key → path, of these paths that this rank owns.
 
     Raises:
         StateError: Some are not equal.
     """
-    wrong = {path: key for key, path in named.items() if replicas.get(key) is Replica.DIFFERENT}
+    wrong = {
+        path: key for key, path in paths_by_key.items() if replicas.get(key) is Replica.DIFFERENT
+    }
     if not wrong:
         return
     path = min(wrong)
-    samples = [dict(_samples_by_key(own))[wrong[path]] for own in claims]
+    samples = [dict(_samples_by_key(of_rank))[wrong[path]] for of_rank in claims]
     others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
     more = f" (nor are {few_paths([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
     raise StateError(
@@ -211,12 +213,12 @@ def plan_sharded(
     """
     owned, plans = {}, {}
     loads: defaultdict[int, int] = defaultdict(int)
-    for key, held in _holders(claims).items():
-        path, entry = held[0][1].path, held[0][1].entry
+    for key, holders in _holders(claims).items():
+        path, entry = holders[0][1].path, holders[0][1].entry
         assert isinstance(entry, TensorEntry)
-        _check_shard_replicas(path, entry.shape, held)
+        _check_shard_replicas(path, entry.shape, holders)
         itemsize = itemsize_of(entry)
-        boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
+        boxes = [(rank, box) for rank, claim in holders for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
         plans[key] = plan_tensor(
             entry.shape,
@@ -229,7 +231,7 @@ def plan_sharded(
             hosts=hosts,
         )
         cells = grid_of(entry.shape, itemsize, chunk_size).count
-        owned[key] = OwnedTensor(path, entry, cells, [rank for rank, _ in held])
+        owned[key] = OwnedTensor(path, entry, cells, [rank for rank, _ in holders])
     return owned, plans
 
 
@@ -237,8 +239,8 @@ def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
     """Return, for each sharded tensor, the ranks that hold pieces of it, and their claims."""
     holders: defaultdict[bytes, list[tuple[int, ShardClaim]]] = defaultdict(list)
     firsts: dict[bytes, tuple[int, Entry]] = {}
-    for rank, own in enumerate(claims):
-        for claim in own.sharded:
+    for rank, of_rank in enumerate(claims):
+        for claim in of_rank.sharded:
             holders[claim.key].append((rank, claim))
             first_rank, first = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
             if claim.entry != first:
@@ -251,7 +253,7 @@ def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
 
 
 def _check_shard_replicas(
-    path: str, shape: tuple[int, ...], held: Sequence[tuple[int, ShardClaim]]
+    path: str, shape: tuple[int, ...], holders: Sequence[tuple[int, ShardClaim]]
 ) -> None:
     """Check that ranks that hold the same box of a tensor hold the same bytes in it.
 
@@ -259,11 +261,10 @@ def _check_shard_replicas(
         StateError: They do not; or boxes overlap without being the same, and cannot be compared.
     """
     first: dict[Region, tuple[int, bytes]] = {}
-    for rank, claim in held:
-        for at, sample in zip(claim.boxes, claim.samples, strict=True):
-            box = Region(*at)
-            before, known = first.setdefault(box, (rank, sample))
-            if known != sample:
+    for rank, claim in holders:
+        for box, sample in zip(claim.boxes, claim.samples, strict=True):
+            before, sample_before = first.setdefault(box, (rank, sample))
+            if sample_before != sample:
                 raise StateError(
                     f"{path}: ranks {before} and {rank} hold replicas of one part of it (offsets "
                     f"{box.offsets}, sizes {box.sizes}), which are not the same. Make them equal, "

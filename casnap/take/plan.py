@@ -36,14 +36,12 @@ class SentPart(Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         first: The first of these cells.
         to: That rank; it may be the one that holds the box.
-        offsets: Where the part lies in the tensor.
-        sizes: Its sizes.
+        region: Where the part lies in the tensor.
     """
 
     first: int
     to: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    region: Region
 
 
 class RankPlan(Struct, array_like=True):
@@ -172,14 +170,14 @@ class _CellRuns:
         """
         total = self._starts[-1]
         low, high = (-(-n * total // parts) for n in (part, part + 1))
-        found = []
+        runs = []
         for i in range(bisect_right(self._starts, low) - 1, bisect_left(self._starts, high)):
             cells, first, stop = self._runs[i]
             base = cells.run(first)[0] - self._starts[i]
             begin, end = max(first, cells.since(base + low)), min(stop, cells.since(base + high))
             if begin < end:
-                found.append((i, begin, end))
-        return found
+                runs.append((i, begin, end))
+        return runs
 
 
 # --- one tensor -------------------------------------------------------------------------------
@@ -282,8 +280,7 @@ class _TensorPlan:
                 near = self._near(ranks, owner)
                 source = min(_rotated(near, self._turn), key=self._sent.__getitem__)
                 self._sent[source] += region.numel
-            sent = SentPart(first, owner, region.offsets, region.sizes)
-            self.ranks[source].sends.append(sent)
+            self.ranks[source].sends.append(SentPart(first, owner, region))
             givers.add(source)
         self.ranks[owner].joined.append((first, stop))
         self.ranks[owner].givers.append(sorted(givers))
@@ -303,9 +300,9 @@ class _TensorPlan:
         """
         best = min((self._loads[rank], -n) for rank, n in held.items())
         equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
-        chosen = _rotated(equal, self._turn)[0]
-        self._loads[chosen] += nbytes
-        return chosen
+        joiner = _rotated(equal, self._turn)[0]
+        self._loads[joiner] += nbytes
+        return joiner
 
 
 def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
@@ -321,10 +318,10 @@ def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
     )
     spans: list[CoveredRun] = []
     covering: set[int] = set()
-    for (at, begins, i), (then, _, _) in pairwise(edges):
+    for (at, begins, i), (until, _, _) in pairwise(edges):
         (covering.add if begins else covering.remove)(i)
-        if covering and at < then:
-            spans.append((at, then, tuple(sorted(covering))))
+        if covering and at < until:
+            spans.append((at, until, tuple(sorted(covering))))
     return spans
 
 
@@ -339,11 +336,11 @@ def _distinct_boxes(
     Raises:
         StateError: A box lies outside the tensor.
     """
-    held: dict[Region, set[int]] = {}
+    holders_of: dict[Region, set[int]] = {}
     for rank, box in holders:
         if 0 not in box.sizes:
-            held.setdefault(box, set()).add(rank)
-    for box, ranks in held.items():
+            holders_of.setdefault(box, set()).add(rank)
+    for box, ranks in holders_of.items():
         ends = [o + n for o, n in zip(box.offsets, box.sizes, strict=True)]
         if len(ends) != len(shape) or any(
             o < 0 or end > size for o, end, size in zip(box.offsets, ends, shape, strict=True)
@@ -353,27 +350,27 @@ def _distinct_boxes(
                 f"{box.sizes}, which do not fit the shape {shape}; give all ranks one and the same "
                 "global shape"
             )
-    return {box: sorted(ranks) for box, ranks in held.items()}
+    return {box: sorted(ranks) for box, ranks in holders_of.items()}
 
 
 def _disjoint_boxes(
-    shape: tuple[int, ...], held: dict[Region, list[int]], name: str
+    shape: tuple[int, ...], holders_of: dict[Region, list[int]], name: str
 ) -> list[tuple[Region, list[int]]]:
     """Return disjoint boxes that cover the tensor, sorted, each with the ranks that hold it.
 
     Raises:
         StateError: No rank holds some part of the tensor.
     """
-    tiles = list(held.items())
-    if not cover_once(shape, held):
+    tiles = list(holders_of.items())
+    if not cover_once(shape, holders_of):
         # Boxes overlap, or one is missing. No sharding of torch does that, so this may be slow. The
         # largest boxes stay whole.
         tiles, before = [], list[Region]()
-        for box, ranks in sorted(held.items(), key=lambda h: (-h[0].numel, h[0].offsets)):
+        for box, ranks in sorted(holders_of.items(), key=lambda h: (-h[0].numel, h[0].offsets)):
             tiles += [(rest, ranks) for rest in _without([box], before)]
             before.append(box)
         if sum(box.numel for box, _ in tiles) != prod(shape):
-            box = _without([Region.whole(shape)], held)[0]
+            box = _without([Region.whole(shape)], holders_of)[0]
             raise StateError(
                 f"{name}: of shape {shape}, no rank holds the box at offsets {box.offsets} of "
                 f"sizes {box.sizes}; all ranks of its mesh must take part, each with all that it "

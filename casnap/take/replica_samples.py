@@ -39,15 +39,15 @@ class Sampler:
 
     def samples(self, contents: Sequence[torch.Tensor | bytes]) -> list[bytes]:
         """Return a sample of each tensor or value: equal for equal ones, else most likely not."""
-        found = [b""] * len(contents)
+        samples = [b""] * len(contents)
         elsewhere: defaultdict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for i, content in enumerate(contents):
             if isinstance(content, bytes):
-                found[i] = digest_of(content)[:_SAMPLE_BYTES]
+                samples[i] = digest_of(content)[:_SAMPLE_BYTES]
                 continue
             words = self._drawn(content)
             if words.is_cpu:
-                found[i] = _digest(words)
+                samples[i] = _digest(words)
             else:
                 elsewhere[words.device].append((i, words.reshape(-1).view(torch.uint8)))
         for drawn in elsewhere.values():
@@ -55,8 +55,8 @@ class Sampler:
             joined = torch.cat([words for _, words in drawn]).cpu()
             each = torch.split(joined, [len(words) for _, words in drawn])
             for (i, _), words in zip(drawn, each, strict=True):
-                found[i] = _digest(words)
-        return found
+                samples[i] = _digest(words)
+        return samples
 
     def _drawn(self, content: torch.Tensor) -> torch.Tensor:
         if content.nbytes <= _WHOLE_BYTES:
@@ -67,17 +67,17 @@ class Sampler:
 
     def _where(self, count: int, itemsize: int) -> torch.Tensor:
         """Return the indices of the elements to sample."""
-        where = self._places.get((count, itemsize))
-        if where is None:
+        places = self._places.get((count, itemsize))
+        if places is None:
             stride, line = self._stride // itemsize, _LINE_BYTES // itemsize
             generator = torch.Generator("cpu").manual_seed(self._seed)
             starts = torch.arange(0, count, stride, device="cpu")
             room = ((count - starts).clamp(max=stride) - line + 1).clamp(min=1)
             drawn = torch.rand(len(starts), generator=generator, dtype=torch.float64, device="cpu")
             starts = starts + (drawn * room).long()
-            where = starts[:, None] + torch.arange(line, device="cpu")
-            where = self._places[count, itemsize] = where.clamp(max=count - 1)
-        return where
+            places = starts[:, None] + torch.arange(line, device="cpu")
+            places = self._places[count, itemsize] = places.clamp(max=count - 1)
+        return places
 
 
 def _as_words(content: torch.Tensor) -> torch.Tensor:

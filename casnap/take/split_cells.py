@@ -64,14 +64,14 @@ class _Part(msgspec.Struct, array_like=True, gc=False):
         key: The key of the leaf.
         first: The first cell of the joint.
         nbytes: The length of the part.
-        region: Where it lies in the tensor, offsets and sizes, if its bytes follow in the message;
+        region: Where it lies in the tensor, if its bytes follow in the message;
             None if they are in place.
     """
 
     key: bytes
     first: int
     nbytes: int
-    region: tuple[tuple[int, ...], tuple[int, ...]] | None
+    region: Region | None
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -157,8 +157,8 @@ class SplitCells:
 
     def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
         """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the givers."""
-        for i, (grid, _, _, joined, givers) in self._assigned.items():
-            for (first, stop), ranks in zip(joined, givers, strict=True):
+        for i, (grid, plan) in self._assigned.items():
+            for (first, stop), ranks in zip(plan.joined, plan.givers, strict=True):
                 yield i, first, [grid.cell_bytes(cell) for cell in range(first, stop)], ranks
 
     # --- threads that hash ---
@@ -167,7 +167,7 @@ class SplitCells:
         """Add a part that is to be given; parts come in the order of joints."""
         assert piece.part is not None
         with self._lock:
-            self._outbox[piece.part.to_rank].append(piece)
+            self._outbox[piece.part.to].append(piece)
             self._waiting_bytes += len(piece.view)
 
     @property
@@ -201,9 +201,9 @@ class SplitCells:
         box, places = self._outbox[rank], self._places[rank]
         if not box:
             return None
-        where = self._keys[box[0].leaf], box[0].first
+        joint = self._keys[box[0].leaf], box[0].first
         # All parts of the joints before that one have been given.
-        while places and (places[0].key, places[0].first) != where:
+        while places and (places[0].key, places[0].first) != joint:
             places.popleft()
         return places[0] if places else None
 
@@ -253,7 +253,7 @@ class SplitCells:
                 outer = self._grids[place.key].region(place.first, place.stop)
                 _copy(memory[place.at :], outer, region, piece.view)
             else:
-                part.region = (region.offsets, region.sizes)
+                part.region = region
                 inline.append(piece.view)
             message.parts.append(part)
         encoded = encode(message)
@@ -278,7 +278,7 @@ class SplitCells:
                 if part.region is None:
                     self._fill(part)
                 else:
-                    self._fill(part, Region(*part.region), content[start : start + part.nbytes])
+                    self._fill(part, part.region, content[start : start + part.nbytes])
                     start += part.nbytes
         whole, self._whole = self._whole, []
         return whole, all(self._lasts)

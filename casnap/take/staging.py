@@ -24,24 +24,11 @@ from casnap.runtime.threads import Crew, SharedItems, collector_paused, cores
 from casnap.state.devices import begin_copy, pin
 from casnap.state.tensors import as_copyable
 from casnap.storage.chunks.pack import Raw
+from casnap.take.plan import SentPart
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
 _SMALL_BYTES = 16 << 10
-
-
-class JointPart(NamedTuple):
-    """A part of cells that shard edges cut, which are put together at once.
-
-    Attributes:
-        first: The first of these cells.
-        to_rank: The rank that puts them together.
-        region: The box of the tensor that the part is.
-    """
-
-    first: int
-    to_rank: int
-    region: Region
 
 
 class Piece(NamedTuple):
@@ -65,7 +52,7 @@ class Piece(NamedTuple):
     owner: object = None
     ready: Callable[[], None] | None = None
     done: Callable[[], None] | None = None
-    part: JointPart | None = None
+    part: SentPart | None = None
 
     def give_back(self) -> None:
         """Give the memory back, once no copy into it is running."""
@@ -134,7 +121,7 @@ def pieces_between(
         yield _piece(number, begin, sizes, source, region)
 
 
-def piece_of_part(number: int, source: HeldBox, part: JointPart) -> Piece:
+def piece_of_part(number: int, source: HeldBox, part: SentPart) -> Piece:
     """Return the bytes of a part of some cells."""
     assert isinstance(source.content, torch.Tensor)
     # Copied at once, also from a GPU: many parts wait to be sent.
@@ -207,22 +194,20 @@ def _from_device(number: int, first: int, sizes: list[int], block: torch.Tensor)
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
     """Group pieces into batches of about so many bytes, worth the switch to a thread."""
     rest = iter(pieces)
-    while batch := _batch(rest, nbytes):
+    while True:
+        batch, total = list[Piece](), 0
+        with collector_paused():
+            for piece in rest:
+                batch.append(piece)
+                total += len(piece.view)
+                # A piece in a bounded buffer is handed on at once, or its maker might wait for the
+                # buffer. Few parts at a time: those that wait to be sent are bounded.
+                enough = nbytes if piece.part is None else min(nbytes, PIECE_BYTES)
+                if total >= enough or len(batch) == _BATCH or piece.done is not None:
+                    break
+        if not batch:
+            return
         yield batch
-
-
-@collector_paused()
-def _batch(pieces: Iterator[Piece], nbytes: int) -> list[Piece]:
-    batch, total = list[Piece](), 0
-    for piece in pieces:
-        batch.append(piece)
-        total += len(piece.view)
-        # A piece in a bounded buffer is handed on at once, or its maker might wait for the buffer.
-        # Few parts at a time: those that wait to be sent are bounded.
-        enough = nbytes if piece.part is None else min(nbytes, PIECE_BYTES)
-        if total >= enough or len(batch) == _BATCH or piece.done is not None:
-            break
-    return batch
 
 
 # --- copies for async takes -------------------------------------------------------------------

@@ -267,14 +267,14 @@ class _Take:
                 Exchange(comm, crew, self._division).run(batches, hasher.hash)
             comm.enter_phase("assembling the manifest")
             with collector_paused():
-                built = build_manifest(
+                summary = build_manifest(
                     comm, self.capture, self._division, hasher.digests, transaction.put_node
                 )
             comm.enter_phase("committing")
             commit = TakeCommit(self._objects, self._name, options, comm, self._started)
-            if built is None:
+            if summary is None:
                 return commit.follow(transaction)
-            return commit.lead(transaction, built)
+            return commit.lead(transaction, summary)
         except BaseException as e:
             crew.fail(e)
             raise

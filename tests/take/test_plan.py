@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import product
-from math import prod
 
 import msgspec
 import numpy as np
@@ -94,9 +93,8 @@ class Ranks:
         parts = defaultdict(list)
         for rank, todo in plan.items():
             for sent in todo.sends:
-                region = Region(sent.offsets, sent.sizes)
-                parts[sent.first, sent.to].append(region)
-                assert self.bytes_of(rank, region)
+                parts[sent.first, sent.to].append(sent.region)
+                assert self.bytes_of(rank, sent.region)
             for first, stop in todo.runs:
                 for i in range(first, stop):
                     cells[i].append((rank, self.bytes_of(rank, self.grid.region(i))))
@@ -171,7 +169,7 @@ def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
             )
             assert held > 0
             own = [s for s in todo.sends if (s.first, s.to) == (first, rank)]
-            assert sum(prod(sent.sizes) for sent in own) == held
+            assert sum(sent.region.numel for sent in own) == held
 
 
 @given(held_tensors(), itemsizes, chunk_sizes)

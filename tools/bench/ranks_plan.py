@@ -24,7 +24,6 @@ from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
 from casnap.take import exchange, owners
 from casnap.take.plan import replicated_runs
-from casnap.take.staging import JointPart
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
 from tools.bench.table import Row, duration
@@ -106,7 +105,7 @@ def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int
     claims = owners.Claims([], [], [])
     for key, path, entry in tensors:
         start, count = _shard(entry.shape[0], rank, ranks)
-        boxes = (((start, 0), (count, _COLUMNS)),) if count else ()
+        boxes = (Region((start, 0), (count, _COLUMNS)),) if count else ()
         claims.sharded.append(owners.ShardClaim(key, path, entry, boxes, [b""] * len(boxes)))
     return encode(claims)
 
@@ -143,11 +142,9 @@ def _planned(told: list[bytes]) -> list[bytes]:
 
 def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
     """Do what a rank does with the answer of an owner, short of touching its tensors."""
-    verdict = msgspec.msgpack.decode(answer, type=owners.Reply)
-    for key, plan in zip(keys, verdict.sharded, strict=True):
+    msgspec.msgpack.decode(answer, type=owners.Reply)
+    for key in keys:
         grid_of(entries[key].shape, 2, _CHUNK)
-        for send in plan.sends:
-            JointPart(send.first, send.to, Region(send.offsets, send.sizes))
 
 
 def _replicated(ranks: int) -> _Cost:
