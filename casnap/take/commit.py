@@ -1,6 +1,6 @@
 """The commit of a take: rank 0 puts one root for all ranks, which hand over what they wrote.
 
-A single process is rank 0 of one. After the commit come the marker file and the pruning of the run.
+A single process is rank 0 of one. The same root prunes the run. The marker files come after it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.mirror_notes import UNMIRRORED
-from casnap.storage.catalog.retention import Retention, RetentionChange, prune, unknown_metrics
-from casnap.storage.catalog.table import Table, check_free, mark
+from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
+from casnap.storage.catalog.table import Table, check_free, mark, unmark
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
@@ -144,16 +144,16 @@ class TakeCommit:
     def _put(
         self, transaction: Transaction, summary: ManifestSummary, others: OtherRanks
     ) -> TakeResult:
-        """Put the root, write the marker, and prune the run."""
+        """Put the root, which prunes the run too, and see to the markers."""
         digest = transaction.put_node(encode(summary.manifest))
         uri, options = self.objects.backend.uri, self.options
         row: Row | None = None
-        replaced: list[Row] = []
+        released: dict[str, Row] = {}
 
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
             nonlocal row
             check_free(table, self.name, overwrite=options.overwrite, uri=uri)
-            replaced[:] = filter(None, [table.get(self.name)])
+            replaced = table.get(self.name)
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             row = Row(
@@ -166,34 +166,43 @@ class TakeCommit:
                 metadata=dict(options.metadata or {}),
                 tags=() if options.on_commit is None else (UNMIRRORED,),
             )
-            return {self.name: row}
+            released.clear()
+            released.update(self._unkept(table, row))
+            if replaced is not None:
+                released[self.name] = replaced
+            return {**dict.fromkeys(released), self.name: row}
 
         publish(transaction, change, others)
         assert row is not None
-        options.on_release(replaced)
+        options.on_release(list(released.values()))
         if options.on_commit is not None:
             options.on_commit()
         mark(self.objects, self.name, row)
-        if options.retention is not None:
-            self._prune(row, options.retention)
+        released.pop(self.name, None)
+        if released:
+            unmark(self.objects, {name: pruned.commit for name, pruned in released.items()})
         return TakeResult(row, dict(transaction.requests + others.requests))
 
-    def _prune(self, row: Row, retention: Retention) -> None:
-        """Prune the run. An error is a warning only: the snapshot is committed."""
+    def _unkept(self, table: Table, row: Row) -> dict[str, Row]:
+        """Return the snapshots of the run that are not kept once this one is in it.
+
+        An error is a warning only: the next take judges them again.
+        """
+        retention = self.options.retention
+        if retention is None:
+            return {}
         run = self.name.rpartition("/")[0]
+        judging = RetentionChange(self.objects, retention, run, row.commit)
         try:
-            verdicts = prune(
-                self.objects, RetentionChange(self.objects, retention, run, row.commit)
-            )
+            verdicts = judging.judge(table, {self.name: row})
         except Exception as e:  # noqa: BLE001
             _log.warning(
-                "%s is committed, but its run was not pruned: %s: %s",
+                "%s is taken, but its run is not pruned: %s: %s",
                 self.name,
                 type(e).__name__,
                 e,
             )
-            return
-        self.options.on_release([verdict.row for verdict in verdicts if not verdict.kept])
+            return {}
         store = self.objects.config.store_id
         unknown = unknown_metrics(retention, (v.row for v in verdicts))
         if unknown and store not in _warned:
@@ -205,6 +214,7 @@ class TakeCommit:
                 unknown[0],
                 unknown[0],
             )
+        return {verdict.name: verdict.row for verdict in verdicts if not verdict.kept}
 
     # --- the other ranks ---
 

@@ -16,7 +16,7 @@ from weakref import ref
 
 import pytest
 
-from casnap import Store
+from casnap import Retention, StateDict, Store
 from casnap.storage.chunks.cache import LmdbCache
 from casnap.storage.chunks.lmdb_files import locked
 from tests.support.far import FarFolder
@@ -177,6 +177,32 @@ def test_a_cache_that_has_outgrown_its_store_is_made_anew(
     use(store, 4)
     assert not sign.exists()
     use(store, 5)
+
+
+def test_the_cache_of_a_long_run_levels_off(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("casnap.storage.chunks.index._SMALL_CACHE_BYTES", 64 << 10)
+    store = Store(tmp_path / "store").make()
+    sizes: list[int] = []
+    for step in range(160):
+        store.take({"s": StateDict(step=step)}, f"step_{step}", retention=Retention(keep_last=2))
+        if step % 10 == 0:
+            store.gc(grace=0)
+        cache = store.objects.index.cache
+        assert isinstance(cache, LmdbCache)
+        sizes.append(cache.nbytes())
+        del cache
+    assert max(sizes) < 160 << 10
+    assert len(list(cache_dir.glob("*/data.mdb"))) == 1
+    # Those that were made anew are closed.
+    gc.collect()
+    assert not [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "data.mdb (deleted)" in line and str(cache_dir) in line
+    ]
+    assert store.check().ok
 
 
 def test_a_cache_of_another_boot(store: Path, cache_dir: Path) -> None:

@@ -271,30 +271,45 @@ def test_all_ways_to_take_prune_through_snapshot_too(tmp_path: Path) -> None:
     assert_holds(snapshot, 4)
 
 
+def test_a_take_and_its_pruning_are_one_commit(path: Path) -> None:
+    store = Store(path)
+    before = store.objects.newest().seq
+    take(path, 7, retention=Retention(keep_last=2))
+    assert store.objects.newest().seq == before + 1
+    assert names(path) == ["step_5", "step_7"]
+    assert not (path / "step_4").exists()
+    take(path, 7, overwrite=True, retention=Retention(keep_last=1))
+    assert store.objects.newest().seq == before + 2
+    assert names(path) == ["step_7"]
+
+
+class Undecided(Retention):
+    """Rules that cannot judge."""
+
+    def reasons(self, *_: Any) -> dict[str, list[str]]:
+        raise self.error
+
+    error: Exception
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("error", [BackendError("away"), FencedError("late"), ValueError("odd")])
-def test_a_prune_that_fails_leaves_the_take_done(
+def test_a_retention_that_cannot_judge_leaves_the_take_done(
     path: Path, caplog: pytest.LogCaptureFixture, error: Exception, in_background: bool
 ) -> None:
-    store, keep = Store(path), Retention(keep_last=1)
-
-    def fail() -> None:
-        raise error
-
-    with backend_faults(1, fail, ["put_if_absent"], lasting=True) as calls:
-        if in_background:
-            pending = store.async_take(app_state(7), "step_7", retention=keep)
-            snapshot = pending.wait()
-        else:
-            snapshot = store.take(app_state(7), "step_7", retention=keep)
-    assert calls.struck
+    store, keep = Store(path), Undecided(keep_last=1)
+    object.__setattr__(keep, "error", error)
+    if in_background:
+        snapshot = store.async_take(app_state(7), "step_7", retention=keep).wait()
+    else:
+        snapshot = store.take(app_state(7), "step_7", retention=keep)
     assert_holds(snapshot, 7)
     assert len(names(path)) == 7
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert record.name == "casnap"
-    assert "step_7 is committed, but its run was not pruned" in record.getMessage()
+    assert "step_7 is taken, but its run is not pruned" in record.getMessage()
     assert str(error) in record.getMessage()
-    store.prune(keep)
+    store.prune(Retention(keep_last=1))
     assert names(path) == ["step_7"]
 
 

@@ -11,10 +11,11 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from heapq import nsmallest
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -345,9 +346,10 @@ class RetentionChange(PruneChange):
         self._judges = judges
 
     @override
-    def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdicts on the snapshots of a table."""
-        named = ((n, row) for n, row in snapshots_in(table, self._folder) if self._judges(row))
+    def judge(self, table: Table, added: Mapping[str, Row] = MappingProxyType({})) -> list[Verdict]:
+        """Return the verdicts on the snapshots of a table, and on rows that are to be added."""
+        rows_of_table = {**dict(snapshots_in(table, self._folder)), **added}
+        named = ((n, row) for n, row in rows_of_table.items() if self._judges(row))
         if self._taken is not None:
             named = ((n, row) for n, row in named if n.rpartition("/")[0] == self._folder)
         unread: set[str] = set()

@@ -220,11 +220,18 @@ class LmdbCache(Cache):
         """Return how many bytes it takes up."""
         return nbytes(self._env)
 
+    def count(self) -> int:
+        """Return how many records it has."""
+        with self._env.begin(db=self._places) as txn:
+            return int(txn.stat(self._places)["entries"])
+
     def delete(self) -> None:
         """Delete the files. Processes that have them open can go on.
 
         Files that another process has made in their place since are left alone.
         """
+        with contextlib.suppress(ValueError):
+            _recent.remove(self)
         if inode(self.folder) == self._inode:
             remove(self.folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 from collections import defaultdict
@@ -43,6 +44,8 @@ _log = logging.getLogger("casnap")
 T = TypeVar("T")
 # A cache has some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
+# A larger cache is made anew once it has so many times the records of the store.
+_SMALL_CACHE_BYTES, _MOST_TIMES = 6 << 20, 4
 # Segments of together so many records are read at a time; a record has 61 bytes.
 _TOGETHER_RECORDS = 1 << 20
 SMALL_RECORDS = 10_000
@@ -188,19 +191,25 @@ class Index:
         return self.view(root)
 
     def _shed(self, cache: Cache, root: Root) -> None:
-        """Delete a cache that is mostly about collected packs; once for a store.
+        """Delete a cache that is mostly about collected packs.
 
-        Single records are never removed. Processes that have the cache open go on with it; the
-        next process makes it anew.
+        Single records are never removed. Views that have the cache open go on with it; the next
+        one makes it anew.
         """
-        if self._looked_at_size or not isinstance(cache, LmdbCache):
+        if not isinstance(cache, LmdbCache):
             return
+        records = sum(ref.count for ref in root.segments)
+        # Nodes may be larger than is usual, so the size alone is looked at only once for a store.
+        most = math.inf if self._looked_at_size else _CACHE_BYTES + _BYTES_A_RECORD * records
         self._looked_at_size = True
-        if cache.nbytes() > _CACHE_BYTES + _BYTES_A_RECORD * sum(
-            ref.count for ref in root.segments
-        ):
+        size = cache.nbytes()
+        is_stale = size > _SMALL_CACHE_BYTES and cache.count() > _MOST_TIMES * records
+        if size > most or is_stale:
             _log.info("the cache %s has outgrown its store, and is made anew", cache.folder)
-            cache.delete()
+            with self._replacing:
+                cache.delete()
+                if self._cache is cache:
+                    self._cache = None
 
     def _learn_once(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; of a remote store one process of this host reads them."""

@@ -62,6 +62,8 @@ class PackLengths:
 
     def note(self, lengths: Mapping[PackId, int]) -> None:
         """Note the lengths of packs that this process wrote."""
+        if not self._backend.costly_requests:
+            return
         with self._lock:
             for pack, size in lengths.items():
                 self._seen[pack] = size
