@@ -72,6 +72,7 @@ class Division(NamedTuple):
         owned: The sharded tensors that this rank owns.
         assigned: Leaf → what this rank hashes of it, where other ranks hold it too.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
+        alone: Whether a single process hashes all that it has, as it is.
     """
 
     scopes: list[Scope]
@@ -79,6 +80,7 @@ class Division(NamedTuple):
     owned: dict[bytes, OwnedTensor]
     assigned: dict[int, Assignment]
     splits: bool
+    alone: bool = False
 
 
 @without_torch_modes()
@@ -149,7 +151,7 @@ def _of_one_process(capture: Capture) -> Division:
     for span in capture.spans:
         scope = Scope.PER_RANK if span.per_rank else Scope.FROM_RANK_0
         scopes += [scope] * (span.stop - span.start)
-    return Division(scopes, [], {}, {}, splits=False)
+    return Division(scopes, [], {}, {}, splits=False, alone=True)
 
 
 def _keys(capture: Capture) -> list[bytes]:

@@ -22,7 +22,7 @@ from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
 from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
-from casnap.runtime.threads import Crew, SharedItems, cores
+from casnap.runtime.threads import Crew, SharedItems, Worker, cores
 from casnap.storage.chunks.pack import Choose
 from casnap.take.division import Division
 from casnap.take.hashing import Batches
@@ -161,10 +161,11 @@ class Exchange:
             RankError: Another rank failed, died or hangs.
         """
         source = SharedItems(self._without_parts(batches(SLOT_BYTES)), self._crew)
-        hashing = self._crew.start(
-            lambda: hash_batches(self._with_whole_cells(source), self._choose), self._threads
-        )
+        hashing: list[Worker] = []
         try:
+            hashing = self._crew.start(
+                lambda: hash_batches(self._with_whole_cells(source), self._choose), self._threads
+            )
             self._hold_rounds()
         except BaseException as e:
             self._crew.fail(e)

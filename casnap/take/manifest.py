@@ -89,7 +89,8 @@ def build_manifest(
         StateError: Ranks contradict each other.
     """
     builder = _Builder(comm, capture, division, digests, put)
-    builder.settle_scopes()
+    if not division.alone:
+        builder.settle_scopes()
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
     if not contributions:
         return None

@@ -151,9 +151,13 @@ class SplitCells:
         self._next = next(self._to_open, None)
         self._open: dict[tuple[bytes, int], _Joint] = {}
         self._bytes_in_use = 0
-        self._slot: Slot | None = None
-        self._ring: Ring | None = None
         self._whole: list[Piece] = []
+        self._room = shared.own
+        self._slot: Slot | None = None
+        if self._next is not None and not len(self._room):
+            self._slot = _cell_slots.acquire(wait=False) or Slot(buffers.PAGE)
+            self._room = self._slot.view
+        self._ring = Ring(len(self._room))
 
     def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
         """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the givers."""
@@ -295,11 +299,11 @@ class SplitCells:
         opened: list[list[_JointPlace]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
             leaf, first, sizes, givers = self._next
-            nbytes, room = sum(sizes), self._room
+            nbytes = sum(sizes)
             with self._lock:
                 self._bytes_in_use += nbytes
-                at = self._ring.take(nbytes) if self._ring is not None else None
-            view = memoryview(bytearray(nbytes)) if at is None else room[at : at + nbytes]
+                at = self._ring.take(nbytes)
+            view = memoryview(bytearray(nbytes)) if at is None else self._room[at : at + nbytes]
             place = _JointPlace(
                 self._keys[leaf], first, first + len(sizes), -1 if at is None else at
             )
@@ -308,18 +312,6 @@ class SplitCells:
                 opened[rank].append(place)
             self._next = next(self._to_open, None)
         return opened
-
-    @property
-    def _room(self) -> memoryview:
-        if len(self._shared.own):
-            room = self._shared.own
-        else:
-            if self._slot is None:
-                self._slot = _cell_slots.acquire(wait=False) or Slot(buffers.PAGE)
-            room = self._slot.view
-        if self._ring is None:
-            self._ring = Ring(len(room))
-        return room
 
     def _fill(
         self, part: _Part, region: Region | None = None, content: memoryview | None = None
@@ -338,7 +330,7 @@ class SplitCells:
         def done() -> None:
             with self._lock:
                 self._bytes_in_use -= len(joint.view)
-                if place.at >= 0 and self._ring is not None:
+                if place.at >= 0:
                     self._ring.free(place.at)
 
         self._whole.append(

@@ -261,7 +261,7 @@ class _Take:
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, options.progress)
-            if comm.size == 1 and not self._division.assigned:
+            if self._division.alone:
                 hasher.hash_all(batches, crew)
             else:
                 Exchange(comm, crew, self._division).run(batches, hasher.hash)
