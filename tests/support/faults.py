@@ -280,6 +280,8 @@ class Calls:
         strike_at: Which call, from 0; None for none.
         strike: What is done at it; it may raise, or never return.
         lasting: Whether to strike at all calls from there on.
+        after: Whether to strike right after the call.
+        counts: Whether to count a call at all, asked in the thread that makes it.
     """
 
     def __init__(
@@ -289,12 +291,14 @@ class Calls:
         *,
         lasting: bool = False,
         after: bool = False,
+        counts: Callable[[], bool] = lambda: True,
     ) -> None:
         self.count = 0
         self._strike_at = strike_at
         self._strike = strike
         self._lasting = lasting
         self._after = after
+        self._counts = counts
         self._lock = threading.Lock()
 
     @property
@@ -303,6 +307,8 @@ class Calls:
 
     def wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._counts():
+                return real(*args, **kwargs)
             with self._lock:
                 number, self.count = self.count, self.count + 1
             hit = self._strike_at is not None and (
@@ -325,12 +331,10 @@ def faults(
     names: list[str],
     strike_at: int | None = None,
     strike: Callable[[], object] = kill,
-    *,
-    lasting: bool = False,
-    after: bool = False,
+    **options: Any,
 ) -> Iterator[Calls]:
     """Count the calls of some functions of a class or module, and strike at one of them."""
-    calls = Calls(strike_at, strike, lasting=lasting, after=after)
+    calls = Calls(strike_at, strike, **options)
     patches = [mock.patch.object(where, n, calls.wrap(getattr(where, n))) for n in names]
     for patch in patches:
         patch.start()
