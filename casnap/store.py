@@ -35,6 +35,7 @@ from casnap.storage.catalog.location import Location, has_object
 from casnap.storage.catalog.mirror_notes import (
     detach_mirror,
     in_commit_order,
+    is_newer_here,
     mirror_place,
     wrong_mirror_error,
 )
@@ -446,7 +447,8 @@ class Store:
         from casnap.take.take import take
 
         with comm:
-            full, options = self.full_name(name), self._with_settings(options)
+            full = self.full_name(name)
+            options = self._with_settings(options, full)
             result = take(self.objects, full, capture(), options, comm)
         return Snapshot.of(self, check_name(name), result.row, pg, result.requests)
 
@@ -471,16 +473,18 @@ class Store:
         from casnap.take.capture import LiveState
         from casnap.take.take import async_take
 
-        full, options = self.full_name(name), self._with_settings(options)
+        full = self.full_name(name)
+        options = self._with_settings(options, full)
         pending = async_take(self.objects, full, LiveState(app_state), options, comm)
         return PendingSnapshot(self, pending, check_name(name), pg)
 
-    def _with_settings(self, options: TakeOptions) -> TakeOptions:
-        """Add the settings of the store to the options of a take."""
+    def _with_settings(self, options: TakeOptions, full: str) -> TakeOptions:
+        """Add the settings of the store to the options of the take of a full name."""
         collector = self._collector()
         return replace(
             options,
             on_commit=self.on_commit,
+            notes=self._notes(full),
             on_release=partial(collector.note, self.objects),
             make_room=partial(collector.make_room, self.objects),
             on_full=self.on_full,
@@ -508,6 +512,10 @@ class Store:
     def on_commit(self) -> Callable[[], None] | None:
         """What to call after each commit of a snapshot; None if there is no mirror."""
         return None if self._mirror is None else self._mirror.wake
+
+    def _notes(self, full: str) -> tuple[str, ...]:
+        """Return the notes for the row of a snapshot that is taken or copied into this store."""
+        return () if self._mirror is None else self._mirror.notes(full)
 
     def row(self, name: str) -> Row:
         """Return the row that the store's table has for a snapshot.
@@ -553,7 +561,20 @@ class Store:
             there = self._at_mirror()
             if there is None:
                 raise
-        return Snapshot.of(there, check_name(name), there.row(name))
+        seq = there.objects.newest().seq
+        snapshot = Snapshot.of(there, check_name(name), there.row(name))
+        self._note_returned(snapshot, seq)
+        return snapshot
+
+    def _note_returned(self, snapshot: Snapshot, seq: int) -> None:
+        """Note that a snapshot of the mirror is returned: what is taken here then follows it.
+
+        Args:
+            snapshot: It.
+            seq: The number of the newest root of the mirror before it was looked up.
+        """
+        if self._mirror is not None:
+            self._mirror.note_returned(snapshot.name, max(seq, snapshot.row.seq))
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
@@ -583,8 +604,10 @@ class Store:
         logged that says so.
 
         With a mirror, the last ones of both sides are compared. If this store holds the last one of
-        the mirror too, its own last one is the newest; otherwise the time that the takes noted
-        decides. If the mirror cannot be reached, this store's last one is returned, with a warning.
+        the mirror too, or continues the run that it is of, its own last one is the newest. If
+        another store has continued the run since, that one's is. Between two runs, the time that
+        the takes noted decides. If the mirror cannot be reached, this store's last one is
+        returned, with a warning.
 
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
@@ -593,6 +616,7 @@ class Store:
         newest = own[-1] if own else None
         try:
             there = self._at_mirror()
+            seq = 0 if there is None else there.objects.newest().seq
             other = None if there is None else there.latest(prefix)
         except StoreError as e:
             if newest is None:
@@ -603,10 +627,16 @@ class Store:
             folder = self._folder(prefix)
             if folder is not None and (hint := hint_in(folder)):
                 _log.warning("%s", hint)
-        if newest is None or other is None:
-            return newest or other
+        if there is None or other is None:
+            return newest
         is_known = any(s.commit_id == other.commit_id for s in own)
-        return newest if is_known or newest.time >= other.time else other
+        if newest is not None and not is_known:
+            runs = {snapshot.name.rpartition("/")[0] for snapshot in (newest, other)}
+            same = len(runs) == 1
+            if is_newer_here(self.objects, there.id, newest.row, other.row, same_run=same):
+                return newest
+        self._note_returned(other, seq)
+        return newest if is_known else other
 
     @property
     def mirror(self) -> Mirror | None:
@@ -740,7 +770,11 @@ class Store:
             chosen = [c._replace(target=to.full_name(c.target)) for c in chosen]
         many = len(chosen) > 1
         options = CopyOptions(
-            dry_run=dry_run, skip_gone=many, on_commit=to.on_commit, on_full=to.on_full
+            dry_run=dry_run,
+            skip_gone=many,
+            on_commit=to.on_commit,
+            notes=to._notes,
+            on_full=to.on_full,
         )
         return copy_snapshots(self.objects, objects, chosen, options, progress)
 
@@ -1073,8 +1107,11 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
             raise wrong_mirror_error(objects, known, f"there is no store: {e}") from e
         there.check_writable("mirror to")
         collector = automatic_collector(there)
-        options = CopyOptions(on_full=partial(collector.meet_full_disk, there))
-        return Destination(there, place.name, partial(collector.note, there), options)
+        options = CopyOptions(
+            on_full=partial(collector.meet_full_disk, there),
+            on_release=partial(collector.note, there),
+        )
+        return Destination(there, place.name, options)
 
     distributed: Any = sys.modules.get("torch.distributed")
     # On many ranks, rank 0 commits, and copies.

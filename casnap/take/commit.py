@@ -17,7 +17,6 @@ from casnap.format.records import Row, Stats, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
-from casnap.storage.catalog.mirror_notes import UNMIRRORED
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
 from casnap.storage.catalog.table import Table, check_free, mark, unmark
 from casnap.storage.chunks.objects import Objects
@@ -164,7 +163,7 @@ class TakeCommit:
                 world_size=self.comm.size,
                 stats=Stats(summary.logical_bytes, new_bytes, summary.entries, duration),
                 metadata=dict(options.metadata or {}),
-                tags=() if options.on_commit is None else (UNMIRRORED,),
+                tags=options.notes,
             )
             released.clear()
             released.update(self._unkept(table, row))

@@ -41,8 +41,9 @@ class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 
     Attributes:
-        on_commit: Called right after the commit, on the rank that commits; the snapshot is then
-            noted as one that the mirror of the store lacks. None if there is no mirror.
+        on_commit: Called right after the commit, on the rank that commits. None if there is no
+            mirror.
+        notes: The tags of casnap's own that the snapshot gets.
         on_release: Called after the commit with the rows of snapshots that it let go.
         make_room: Called before anything is written, with what counts the bytes of the state.
         on_full: Called where the disk is full, with that too; returns if there is more room now.
@@ -59,6 +60,7 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     on_commit: Callable[[], None] | None = None
+    notes: tuple[str, ...] = ()
     on_release: Callable[[Sequence[Row]], None] = _ignore
     make_room: Callable[[Callable[[], int]], None] = _make_no_room
     on_full: Callable[[StorageFullError, Callable[[], int]], None] = _raise_full

@@ -19,7 +19,7 @@ from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.objects import Objects
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
-from casnap.transfer.snapshot_copy import SnapshotCopy, is_present
+from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
@@ -104,10 +104,11 @@ class _Copy:
             return list(snapshots)
         there.check_writable("copy snapshots into", dry_run=self._options.dry_run)
 
-        def look(table: Table) -> list[bool]:
-            return [is_present(table, chosen, there.backend) for chosen in snapshots]
+        def look(table: Table, seq: int) -> list[bool]:
+            placements = (placement_in(table, chosen, there.backend, seq) for chosen in snapshots)
+            return [placement is None for placement in placements]
 
-        presence = there.current(lambda root: look(there.table(root)), there.recent)
+        presence = there.current(lambda root: look(there.table(root), root.seq + 1), there.recent)
         pairs = list(zip(snapshots, presence, strict=True))
         self.report.present += [chosen.target for chosen, is_there in pairs if is_there]
         return [chosen for chosen, is_there in pairs if not is_there]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from casnap.errors import (
     CasnapError,
     DamagedError,
+    MirrorError,
     SnapshotExistsError,
     SnapshotNotFoundError,
     UnavailableError,
@@ -64,7 +65,8 @@ class Follower:
     Args:
         pair: What to copy, and where.
         progress: As for a copy.
-        explain: Returns the reason why a snapshot cannot be copied, given the error.
+        explain: Returns the reason why a snapshot cannot be copied, given the error; None if it is
+            not to be tried again.
 
     Attributes:
         refused: The snapshots, by name, that cannot be copied until the user acts.
@@ -74,7 +76,7 @@ class Follower:
         self,
         pair: Pair,
         progress: Progress | None = None,
-        explain: Callable[[ChosenSnapshot, CasnapError], str] = lambda _, error: str(error),
+        explain: Callable[[ChosenSnapshot, CasnapError], str | None] = lambda _, error: str(error),
     ) -> None:
         self._pair = pair
         self._progress = progress
@@ -103,8 +105,10 @@ class Follower:
             except SnapshotNotFoundError:
                 # It was deleted meanwhile.
                 continue
-            except (SnapshotExistsError, DamagedError) as e:
-                self._refuse(chosen, self._explain(chosen, e))
+            except (SnapshotExistsError, DamagedError, MirrorError) as e:
+                reason = self._explain(chosen, e)
+                if reason is not None:
+                    self._refuse(chosen, reason)
                 continue
             self.refused.pop(chosen.name, None)
             yield chosen, report

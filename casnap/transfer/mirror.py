@@ -21,8 +21,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from weakref import WeakSet, ref
 
-import msgspec
-
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -35,13 +33,15 @@ from casnap.runtime.threads import Worker
 from casnap.storage.catalog.mirror_notes import (
     MirrorPlace,
     attach_mirror,
-    is_copy_from_here,
+    follows_of,
     mark_mirrored,
+    mirror_place,
     origin_of,
-    origin_tags,
+    succeeded_in,
+    taken_tags,
     unmirrored_in,
 )
-from casnap.storage.catalog.retention import RetentionChange, prune
+from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.lmdb_files import BusyError, locked
 from casnap.storage.chunks.objects import Objects
 from casnap.transfer.follow import Backoff, Follower, Pair
@@ -54,6 +54,7 @@ from casnap.transfer.mirror_report import (
 )
 from casnap.transfer.report import ChosenSnapshot
 from casnap.transfer.selection import check_pair
+from casnap.transfer.succession import SucceededError, Succession
 
 _log = logging.getLogger("casnap")
 # How often to look for what other processes have committed, in seconds.
@@ -105,6 +106,11 @@ class Mirror:
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
+        # By run: the root of the mirror that a snapshot was returned from, and the one that the
+        # takes of this process follow.
+        self._seen: dict[str, int] = {}
+        self._follows: dict[str, int] = {}
+        self._succeeded: dict[str, tuple[str, float]] = {}
         self._begin()
         _all.add(self)
 
@@ -121,6 +127,8 @@ class Mirror:
         self._watcher: threading.Thread | None = None
         self._contacted = threading.Event()
         self._follower: Follower | None = None
+        self._succession: Succession | None = None
+        self._given_up: dict[str, bytes] = {}
         self._passes = 0
 
     # --- from the threads of users; none of these raises because of the mirror, or waits for it ---
@@ -157,6 +165,33 @@ class Mirror:
         except (RuntimeError, UnavailableError) as e:
             # No thread can be started. A later commit tries again.
             self._backoff.note_failure(e)
+
+    def note_returned(self, name: str, number: int) -> None:
+        """Note that a user got a snapshot of the mirror, and resumes from it.
+
+        Args:
+            name: Its name, as it is called here.
+            number: A root there that has it.
+        """
+        run = name.rpartition("/")[0]
+        self._seen[run] = max(number, self._seen.get(run, 0))
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """Return the notes for the row of a snapshot that is about to be taken or copied here.
+
+        The first take of a run decides what it follows: this process's takes are one branch.
+        """
+        run = name.rpartition("/")[0]
+        place = None if self._passive else mirror_place(self._source.newest(), self.uri)
+        if place is None:
+            return taken_tags("", 0)
+        if run not in self._follows:
+            rows = self._source.current(
+                lambda root: list(snapshots_in(self._source.table(root), run))
+            )
+            own = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
+            self._follows[run] = max([self._seen.get(run, 0), *own])
+        return taken_tags(place.store, self._follows[run])
 
     def _watch(self) -> None:
         with self._lock:
@@ -228,15 +263,16 @@ class Mirror:
         settled = time.monotonic()
         any_copied = False
         try:
-            for chosen, _ in self._follower.look():
-                self._let_go(there, chosen)
+            for chosen, report in self._follower.look():
+                if report.copied:
+                    self._say_continued(there, chosen)
                 copied[chosen.name] = chosen.row.commit
                 any_copied = True
                 if time.monotonic() - settled > _SETTLE:
                     self._settle(copied)
                     settled = time.monotonic()
         finally:
-            if copied:
+            if copied or self._given_up:
                 self._rest()
                 self._settle(copied)
         return any_copied
@@ -244,42 +280,39 @@ class Mirror:
     def _choose(self, there: Destination) -> Iterator[ChosenSnapshot]:
         """Yield what the mirror lacks."""
         lacking = self.lacking()
-        store_id = self._source.config.store_id
         for name, row in lacking.items():
             # Takes go first, unless the mirror falls behind. No low priority for this thread:
             # when it holds Python's lock, the training would wait with it.
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
             target = f"{there.prefix}/{name}" if there.prefix else name
-            sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
-            yield ChosenSnapshot(name, target, sent, self._replaceable(there.objects, target))
+            succession = Succession(self._source, there.objects, target, row, self.how.retention)
+            self._succession = succession
+            yield ChosenSnapshot(name, target, row, place=succession.place, prune=succession.prune)
 
-    def _let_go(self, there: Destination, chosen: ChosenSnapshot) -> None:
-        """Prune the run of a snapshot that was copied; have the garbage there collected."""
-        # What was replaced there had about the size of what replaced it.
-        gone = [chosen.row] if chosen.replaces else []
-        if (retention := self.how.retention) is not None:
-            folder = chosen.target.rpartition("/")[0]
-            store_id = self._source.config.store_id
-            # Other stores' copies there are not ours to prune.
-            own = lambda row: origin_of(row) == store_id  # noqa: E731
-            change = RetentionChange(there.objects, retention, folder, chosen.row.commit, own)
-            gone += [v.row for v in prune(there.objects, change) if not v.kept]
-        there.on_release(gone)
+    def _say_continued(self, there: Destination, chosen: ChosenSnapshot) -> None:
+        """Say that this store continues the run of another one, and what that replaced."""
+        succession = self._succession
+        if succession is None or not (succession.predecessor or succession.replaced):
+            return
+        run = f" in {succession.run!r}" if succession.run else ""
+        replaced = ", ".join(succession.replaced)
+        _log.warning(
+            "%s continues the run%s of %s, by %s%s",
+            self._source.backend.uri,
+            run,
+            there.objects.backend.uri,
+            chosen.name,
+            f", which replaces {replaced:.1000} of another branch" if replaced else "",
+        )
 
     def _settle(self, copied: dict[str, bytes]) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.
         self._backoff.note_success()
-        mark_mirrored(self._source, copied)
+        mark_mirrored(self._source, copied, self._given_up)
         copied.clear()
+        self._given_up.clear()
         self._host.write(self._host_status())
         self._tell_waiting()
-
-    def _replaceable(self, there: Objects, target: str) -> frozenset[bytes]:
-        """Return the commit id of the snapshot at the mirror that one of this store may replace."""
-        row = there.current(lambda root: there.table(root).get(target), there.recent)
-        if row is None or not is_copy_from_here(self._source, row):
-            return frozenset()
-        return frozenset({row.commit})
 
     def _on_progress(self, _what: str, _done: int, _total: int) -> None:
         self._rest()
@@ -293,8 +326,17 @@ class Mirror:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
 
-    def _explain(self, there: Destination, chosen: ChosenSnapshot, error: CasnapError) -> str:
-        """Say why a snapshot cannot be copied: which two want one name."""
+    def _explain(
+        self, there: Destination, chosen: ChosenSnapshot, error: CasnapError
+    ) -> str | None:
+        """Say why a snapshot cannot be copied; None if it never will be."""
+        if isinstance(error, SucceededError):
+            run = chosen.name.rpartition("/")[0]
+            if run not in self._succeeded:
+                _log.error("%s", error)
+            self._succeeded.setdefault(run, (str(error), time.time()))
+            self._given_up[chosen.name] = chosen.row.commit
+            return None
         objects, here = there.objects, self._source
         row = objects.current(lambda root: objects.table(root).get(chosen.target))
         if row is None or not isinstance(error, SnapshotExistsError):
@@ -349,6 +391,11 @@ class Mirror:
         objects = self._source
         return objects.current(lambda root: unmirrored_in(objects.table(root)))
 
+    def succeeded(self) -> dict[str, Row]:
+        """Return the snapshots that the mirror never gets, by full name."""
+        objects = self._source
+        return objects.current(lambda root: succeeded_in(objects.table(root)))
+
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""
         if os.getpid() != self._pid:
@@ -393,7 +440,7 @@ class Mirror:
             lacking = {name: row for name, row in self.lacking().items() if row.commit in wanted}
             wanted &= {row.commit for row in lacking.values()}
             if not wanted:
-                return
+                break
             status = self.status()
             hopeless = lacking.keys() <= status.refused.keys() or self._misfit is not None
             hopeless &= self._passive or self._passes > passes
@@ -401,6 +448,9 @@ class Mirror:
             if hopeless or (until is not None and time.monotonic() >= until):
                 stopped = "it was stopped by this process" if self._stopped else ""
                 raise MirrorError(_lag(status, lacking, None if hopeless else asked, stopped))
+        given_up = self.succeeded()
+        if given_up:
+            raise MirrorError(_given_up_text(self.status(), given_up))
 
     def _tell_waiting(self) -> None:
         with self._changed:
@@ -409,10 +459,15 @@ class Mirror:
     def _host_status(self) -> HostStatus:
         backoff = self._backoff
         refused = {} if self._follower is None else dict(self._follower.refused)
+        error, since = "", 0.0
+        if backoff.error is not None:
+            error, since = f"{backoff.error}", backoff.since or 0.0
+        elif self._succeeded:
+            error, since = next(iter(self._succeeded.values()))
         return HostStatus(
             os.getpid(),
-            "" if backoff.error is None else f"{backoff.error}",
-            backoff.since or 0.0,
+            error,
+            since,
             {name: refusal.reason for name, refusal in refused.items()},
         )
 
@@ -429,6 +484,13 @@ def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, st
         f"{status.uri} lacks {', '.join(names[:3])}{more}{after}: {causes}. They are kept here, "
         "and a Store with this mirror goes on copying them"
     )
+
+
+def _given_up_text(status: MirrorStatus, given_up: Iterable[str]) -> str:
+    names = sorted(given_up)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    why = status.error or "another store continues their run there"
+    return f"{status.uri} never gets {', '.join(names[:3])}{more}: {why}"
 
 
 def _watch(mirror_ref: ref[Mirror], event: threading.Event) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ import msgspec
 from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
-from casnap.format.records import Row
 from casnap.runtime.environment import cache_folder, is_running
 from casnap.storage.catalog.retention import Retention
 from casnap.storage.chunks.objects import Objects
@@ -27,13 +26,11 @@ class Destination(NamedTuple):
     Attributes:
         objects: The store.
         prefix: The folder there that all snapshots go into; empty for none.
-        on_release: Called with the rows of snapshots that were let go there.
         options: How to copy to it.
     """
 
     objects: Objects
     prefix: str
-    on_release: Callable[[Sequence[Row]], None]
     options: CopyOptions
 
 

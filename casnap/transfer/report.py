@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from casnap.errors import StorageFullError
 from casnap.format.records import Row
+from casnap.storage.catalog.table import Table
 
 
 def _raise_full(error: StorageFullError, _count_bytes: Callable[[], int]) -> None:
     raise error
 
 
+def _ignore(_rows: Sequence[Row]) -> None:
+    pass
+
+
+def _no_notes(_name: str) -> tuple[str, ...]:
+    return ()
+
+
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
+
+
+class Placement(NamedTuple):
+    """How a snapshot is put into the table of a destination.
+
+    Attributes:
+        tags: The tags that it is to have there.
+        gone: The snapshots there that it replaces, by full name.
+    """
+
+    tags: tuple[str, ...]
+    gone: Mapping[str, Row]
 
 
 class ChosenSnapshot(NamedTuple):
@@ -26,12 +47,26 @@ class ChosenSnapshot(NamedTuple):
         target: Its full name in the destination.
         row: Its row in the source's table, with the tags that it is to have there.
         replaces: The commit ids of snapshots that it may replace there.
+        place: Says otherwise how it is placed, given the table and the number of the next root. It
+            raises to give up.
+        prune: Given the table, what the snapshot replaces, and its new row, returns what else goes
+            in the same commit.
     """
 
     name: str
     target: str
     row: Row
     replaces: frozenset[bytes] = frozenset()
+    place: Callable[[Table, int], Placement] | None = None
+    prune: Callable[[Table, Mapping[str, Row], Row], Mapping[str, Row]] | None = None
+
+    def placement(self, table: Table, seq: int) -> Placement:
+        """Return how it is placed in a table, for the root of a number."""
+        if self.place is not None:
+            return self.place(table, seq)
+        row = table.get(self.target)
+        gone = {self.target: row} if row is not None and row.commit in self.replaces else {}
+        return Placement(self.row.tags, gone)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +79,9 @@ class CopyOptions:
         part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
             from there.
         part_seconds: Commit it also when about so many seconds have passed: a link may be slow.
-        on_commit: Called after each snapshot is committed; it is then noted as one that the mirror
-            of the destination lacks.
+        on_commit: Called after each snapshot is committed.
+        on_release: Called after that with the rows of the snapshots that it replaced.
+        notes: Returns tags of casnap's own for a snapshot of some full name at the destination.
         on_full: Called where the disk of the destination is full, with the error, and what counts
             the bytes to be written, at most; returns if there is more room now.
     """
@@ -55,6 +91,8 @@ class CopyOptions:
     part_bytes: int = PART_BYTES
     part_seconds: float = PART_SECONDS
     on_commit: Callable[[], None] | None = None
+    on_release: Callable[[Sequence[Row]], None] = _ignore
+    notes: Callable[[str], tuple[str, ...]] = _no_notes
     on_full: Callable[[StorageFullError, Callable[[], int]], None] = _raise_full
 
 

@@ -16,17 +16,16 @@ from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Row
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.mirror_notes import UNMIRRORED
 from casnap.storage.catalog.references import digest_in
 from casnap.storage.catalog.settings import codec_of
-from casnap.storage.catalog.table import Table, check_free, check_path_is_free, mark
+from casnap.storage.catalog.table import Table, check_free, check_path_is_free, mark, unmark
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 from casnap.storage.commits.commit import Change, publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer import unfinished
-from casnap.transfer.report import ChosenSnapshot, CopyOptions
+from casnap.transfer.report import ChosenSnapshot, CopyOptions, Placement
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
@@ -42,19 +41,21 @@ Planned = dict[Digest, "Place | None"]
 """What to send, with its places in the source."""
 
 
-def is_present(table: Table, chosen: ChosenSnapshot, backend: Backend) -> bool:
-    """Whether a snapshot was copied already.
+def placement_in(
+    table: Table, chosen: ChosenSnapshot, backend: Backend, seq: int
+) -> Placement | None:
+    """Return how a snapshot is placed in a table; None if it was copied already.
 
     Raises:
         SnapshotExistsError: Its name is taken by another one, or by a file.
     """
     row = table.get(chosen.target)
     if row is not None and row.commit == chosen.row.commit:
-        return True
-    replaces = row is not None and row.commit in chosen.replaces
+        return None
+    placement = chosen.placement(table, seq)
     check_path_is_free(backend, chosen.target)
-    check_free(table, chosen.target, overwrite=replaces, uri=backend.uri)
-    return False
+    check_free(table, chosen.target, overwrite=chosen.target in placement.gone, uri=backend.uri)
+    return placement
 
 
 class _CopiedMeanwhileError(Exception):
@@ -91,6 +92,7 @@ class SnapshotCopy:
         self._looks_again = False
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
+        self._gone: dict[str, Row] = {}
 
     # --- what to send ---
 
@@ -173,7 +175,11 @@ class SnapshotCopy:
                 continue
         except _CopiedMeanwhileError:
             return False
+        removed = {n: r.commit for n, r in self._gone.items() if n != self._chosen.target}
+        if removed:
+            unmark(destination, removed)
         mark(destination, self._chosen.target, row)
+        self._options.on_release(list(self._gone.values()))
         if self._options.on_commit is not None:
             self._options.on_commit()
         return True
@@ -231,7 +237,7 @@ class SnapshotCopy:
         parts = unfinished.put_part(transaction, sent)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
-            self._check_missing(transaction, table)
+            self._placement(transaction, table, seq)
             return unfinished.with_parts(transaction, table, seq, self._chosen, parts)
 
         self._publish(transaction, change, len(sent))
@@ -245,10 +251,10 @@ class SnapshotCopy:
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
         new_rows: list[Row] = []
-        noted = () if self._options.on_commit is None else (UNMIRRORED,)
+        noted = self._options.notes(chosen.target)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
-            self._check_missing(transaction, table)
+            placement = self._placement(transaction, table, seq)
             self._check_kept(transaction, table)
             stats = msgspec.structs.replace(
                 chosen.row.stats,
@@ -262,10 +268,14 @@ class SnapshotCopy:
                     stats=stats,
                     metadata=metadata,
                     metadata_node=b"",
-                    tags=(*noted, *chosen.row.tags),
+                    tags=(*noted, *placement.tags),
                 )
             )
-            changes: dict[str, Row | None] = {chosen.target: new_rows[-1]}
+            self._gone = dict(placement.gone)
+            if chosen.prune is not None:
+                self._gone |= chosen.prune(table, placement.gone, new_rows[-1])
+            changes: dict[str, Row | None] = dict.fromkeys(self._gone)
+            changes[chosen.target] = new_rows[-1]
             if table.get(keeper) is not None:
                 changes[keeper] = None
             return changes
@@ -297,9 +307,11 @@ class SnapshotCopy:
         self._new_bytes += transaction.new_packs.stored_bytes
         self._tally.count_sent(sent, transaction.new_packs.stored_bytes)
 
-    def _check_missing(self, transaction: Transaction, table: Table) -> None:
-        if is_present(table, self._chosen, transaction.objects.backend):
+    def _placement(self, transaction: Transaction, table: Table, seq: int) -> Placement:
+        placement = placement_in(table, self._chosen, transaction.objects.backend, seq)
+        if placement is None:
             raise _CopiedMeanwhileError
+        return placement
 
     def _check_kept(self, transaction: Transaction, table: Table) -> None:
         """Check that the table still refers to what this does not rely on by itself.

@@ -2,7 +2,8 @@
 
 These notes are tags that no user can give. A take into a store with a mirror commits its row with
 one, and the mirror removes it once it holds the snapshot. Until then no process prunes the
-snapshot, even a process that does not know of the mirror, and even after a crash.
+snapshot, even a process that does not know of the mirror, and even after a crash. Other notes say
+which life of its run a snapshot belongs to (``docs/decisions/0058-lives-of-a-run.md``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from casnap.storage.log.roots import read_root
 SETTING = "mirror"
 UNMIRRORED = f"{INTERNAL}unmirrored"
 """The tag of a snapshot that the mirror lacks."""
+_SUCCEEDED = f"{INTERNAL}succeeded"
+"""The tag of a snapshot that the mirror never gets: another store continues its run there."""
 _FROM = f"{INTERNAL}from:"
+_FOLLOWS = f"{INTERNAL}follows:"
+_LIFE = f"{INTERNAL}life:"
 
 
 class MirrorPlace(NamedTuple):
@@ -39,14 +44,60 @@ class MirrorPlace(NamedTuple):
     uri: str
 
 
+class Life(NamedTuple):
+    """A life of a run at a mirror: one store after the other continues a run there.
+
+    Attributes:
+        began: The root of the mirror that has the first copy of this life.
+        follows: The root of the mirror that this life follows; 0 for none.
+    """
+
+    began: int
+    follows: int
+
+
 def is_unmirrored(row: Row) -> bool:
-    """Whether the mirror still lacks a snapshot."""
+    """Whether the mirror still lacks a snapshot, and is to get it."""
     return UNMIRRORED in row.tags
 
 
-def origin_tags(row: Row, store_id: str) -> tuple[str, ...]:
+def is_succeeded(row: Row) -> bool:
+    """Whether the mirror never gets a snapshot, since another store continues its run there."""
+    return _SUCCEEDED in row.tags
+
+
+def taken_tags(mirror_id: str, follows: int) -> tuple[str, ...]:
+    """Return the tags of a snapshot that is taken into a store with a mirror.
+
+    Args:
+        mirror_id: The id of the mirror.
+        follows: The root there that the snapshot follows; 0 for none.
+    """
+    return (UNMIRRORED, f"{_FOLLOWS}{mirror_id}:{follows}") if follows else (UNMIRRORED,)
+
+
+def follows_of(row: Row, mirror_id: str) -> int:
+    """Return the root of a mirror that a snapshot follows; 0 for none."""
+    store_id, number = _pair(row, _FOLLOWS)
+    return max(0, number) if store_id == mirror_id else 0
+
+
+def copy_tags(row: Row, store_id: str, life: Life) -> tuple[str, ...]:
     """Return the tags of the copy of a snapshot at a mirror: the user's, and where it is from."""
-    return (f"{_FROM}{store_id}:{row.seq}", *row.user_tags)
+    life_tag = f"{_LIFE}{life.began}:{life.follows}"
+    return (f"{_FROM}{store_id}:{row.seq}", life_tag, *row.user_tags)
+
+
+def life_of(row: Row) -> Life | None:
+    """Return the life that a copy at a mirror is of; None if no mirror has put it there."""
+    began, follows = _pair(row, _LIFE)
+    return Life(int(began), follows) if _is_number(began) and follows >= 0 else None
+
+
+def copies_in(table: Table, folder: str) -> dict[str, Row]:
+    """Return the copies that mirrors have put right into a folder, by full name."""
+    rows = snapshots_in(table, folder)
+    return {n: r for n, r in rows if n.rpartition("/")[0] == folder and life_of(r) is not None}
 
 
 def origin_of(row: Row) -> str:
@@ -56,9 +107,18 @@ def origin_of(row: Row) -> str:
 
 def _origin(row: Row) -> tuple[str, int]:
     """Return the id of that store, and the number of the root there; -1 if unknown."""
-    text = next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
-    store_id, _, seq = text.partition(":")
-    return store_id, int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 20 else -1
+    return _pair(row, _FROM)
+
+
+def _pair(row: Row, kind: str) -> tuple[str, int]:
+    """Return the text and the number of a tag of some kind; -1 for none."""
+    tag = next((tag.removeprefix(kind) for tag in row.tags if tag.startswith(kind)), "")
+    text, _, number = tag.partition(":")
+    return text, int(number) if _is_number(number) else -1
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
 
 
 def is_copy_from_here(objects: Objects, row: Row) -> bool:
@@ -69,6 +129,26 @@ def is_copy_from_here(objects: Objects, row: Row) -> bool:
     """
     store_id, seq = _origin(row)
     return store_id == objects.config.store_id and seq >= 0 and _committed(objects, seq, row)
+
+
+def is_newer_here(
+    objects: Objects, mirror_id: str, row: Row, other: Row, *, same_run: bool
+) -> bool:
+    """Whether the newest snapshot of a store is newer than that of its mirror, which it lacks.
+
+    Args:
+        objects: The store.
+        mirror_id: The id of the mirror.
+        row: The newest one here.
+        other: The newest one there.
+        same_run: Whether both are of one run.
+    """
+    if is_copy_from_here(objects, other):
+        return row.seq > _origin(other)[1]
+    life = life_of(other)
+    if life is not None and same_run:
+        return follows_of(row, mirror_id) >= life.began
+    return row.time >= other.time
 
 
 def was_taken_here(objects: Objects, row: Row) -> bool:
@@ -102,28 +182,44 @@ def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
     return ordered
 
 
-def _without_note(row: Row) -> Row:
-    return msgspec.structs.replace(row, tags=tuple(t for t in row.tags if t != UNMIRRORED))
+def _without_note(row: Row, *notes: str) -> Row:
+    """Return a row with other notes in place of those that say what the mirror lacks."""
+    rest = (tag for tag in row.tags if tag not in (UNMIRRORED, _SUCCEEDED))
+    return msgspec.structs.replace(row, tags=(*notes, *rest))
 
 
-def mark_mirrored(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
-    """Note that the mirror holds some snapshots, in one commit.
+def mark_mirrored(
+    objects: Objects, mirrored: Mapping[str, bytes], succeeded: Mapping[str, bytes]
+) -> None:
+    """Note that the mirror holds some snapshots, and never gets others, in one commit.
 
     Args:
         objects: The mirrored store.
-        mirrored: Full name and commit id of each.
+        mirrored: Full name and commit id of each that it holds. A run of which the mirror gets
+            snapshots again is no longer noted as succeeded.
+        succeeded: Those that it never gets, since another store continues their run.
     """
+    runs = {name.rpartition("/")[0] for name in mirrored}
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
-        changed: dict[str, Row | None] = {}
-        for name, commit in mirrored.items():
+        changed: dict[str, Row | None] = {
+            name: _without_note(row)
+            for name, row in snapshots_in(table)
+            if is_succeeded(row) and name.rpartition("/")[0] in runs
+        }
+        for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)
             # It may have been taken anew meanwhile.
             if row is not None and row.commit == commit and is_unmirrored(row):
-                changed[name] = _without_note(row)
+                changed[name] = _without_note(row, *([_SUCCEEDED] if name in succeeded else []))
         return changed
 
     change_table(objects, change)
+
+
+def succeeded_in(table: Table) -> dict[str, Row]:
+    """Return the snapshots that the mirror never gets, by full name."""
+    return {name: row for name, row in snapshots_in(table) if is_succeeded(row)}
 
 
 def unmirrored_in(table: Table) -> dict[str, Row]:
@@ -192,7 +288,8 @@ def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
 
 
 def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: _without_note(row) for name, row in rows if is_unmirrored(row)}
+    noted = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
+    return {name: _without_note(row) for name, row in noted}
 
 
 def detach_mirror(objects: Objects) -> bool:

@@ -11,7 +11,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from heapq import nsmallest
@@ -326,7 +326,6 @@ class RetentionChange(PruneChange):
         folder: Where the runs are; "" for the whole store.
         taken: The commit of a snapshot right in the folder that was just taken. It is kept, and
             only its run is judged.
-        judges: Whether to judge a snapshot at all; by default each one.
     """
 
     def __init__(
@@ -335,7 +334,6 @@ class RetentionChange(PruneChange):
         retention: Retention,
         folder: str,
         taken: bytes | None = None,
-        judges: Callable[[Row], bool] = lambda _: True,
     ) -> None:
         check_retention(retention)
         super().__init__()
@@ -343,15 +341,18 @@ class RetentionChange(PruneChange):
         self._retention = retention
         self._folder = folder
         self._taken = taken
-        self._judges = judges
 
     @override
     def judge(self, table: Table, added: Mapping[str, Row] = MappingProxyType({})) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table, and on rows that are to be added."""
-        rows_of_table = {**dict(snapshots_in(table, self._folder)), **added}
-        named = ((n, row) for n, row in rows_of_table.items() if self._judges(row))
+        rows: Iterable[tuple[str, Row]]
+        rows = {**dict(snapshots_in(table, self._folder)), **added}.items()
         if self._taken is not None:
-            named = ((n, row) for n, row in named if n.rpartition("/")[0] == self._folder)
+            rows = ((n, row) for n, row in rows if n.rpartition("/")[0] == self._folder)
+        return self.judge_rows(rows)
+
+    def judge_rows(self, named: Iterable[tuple[str, Row]]) -> list[Verdict]:
+        """Return the verdicts on some snapshots, whole runs of them."""
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
             named = ((n, self._with_metadata(n, row, unread)) for n, row in named)

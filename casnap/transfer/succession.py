@@ -1,0 +1,117 @@
+"""How the snapshots of a store are placed at its mirror, where other stores may have been before.
+
+``docs/decisions/0058-lives-of-a-run.md`` has the rules, and ``tests/model/succession.py`` shows
+that two nodes never mix their branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from casnap.errors import MirrorError
+from casnap.format.records import Row
+from casnap.storage.catalog.mirror_notes import (
+    Life,
+    copies_in,
+    copy_tags,
+    follows_of,
+    in_commit_order,
+    is_copy_from_here,
+    life_of,
+    origin_of,
+)
+from casnap.storage.catalog.retention import Retention, RetentionChange
+from casnap.storage.catalog.table import Table
+from casnap.storage.chunks.objects import Objects
+from casnap.transfer.report import Placement
+
+
+class SucceededError(MirrorError):
+    """Another store writes the run at the mirror, and the snapshot does not follow it."""
+
+
+@dataclass
+class Succession:
+    """The placing of one snapshot at a mirror.
+
+    Attributes:
+        source: The mirrored store.
+        there: The mirror.
+        target: The full name of the snapshot there.
+        row: Its row in the mirrored store.
+        retention: Which copies to keep there; None for all.
+        predecessor: The id of the store whose run the last placement took over; else empty.
+        replaced: The names of the copies of earlier lives that the last placement replaces.
+    """
+
+    source: Objects
+    there: Objects
+    target: str
+    row: Row
+    retention: Retention | None
+    predecessor: str = ""
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> str:
+        """The folder of the run at the mirror."""
+        return self.target.rpartition("/")[0]
+
+    def place(self, table: Table, seq: int) -> Placement:
+        """Return the tags of the copy, and what it replaces.
+
+        Raises:
+            SucceededError: Another store writes the run, and the snapshot does not follow it.
+        """
+        copies = copies_in(table, self.run)
+        life = self._life(copies, seq)
+        earlier = {name: row for name, row in copies.items() if life_of(row) != life}
+        follows = follows_of(self.row, self.there.config.store_id)
+        # What the store had not seen when it resumed is of another branch.
+        gone = {name for name, row in earlier.items() if row.seq > follows}
+        if self.target in earlier:
+            # What came after the snapshot that is taken anew came from it.
+            names = [name for name, _ in in_commit_order(earlier.items())]
+            gone.update(names[names.index(self.target) :])
+        gone = {name for name in gone if not copies[name].user_tags}
+        self.replaced = tuple(name for name, _ in in_commit_order((n, copies[n]) for n in gone))
+        if self.target in copies:
+            gone.add(self.target)
+        tags = copy_tags(self.row, self.source.config.store_id, life)
+        return Placement(tags, {name: copies[name] for name in gone})
+
+    def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
+        """Return the life of the run that the copy is of: the last one, or a new one."""
+        follows = follows_of(self.row, self.there.config.store_id)
+        self.predecessor = ""
+        last = max(copies.values(), key=lambda row: row.seq, default=None)
+        life = None if last is None else life_of(last)
+        if last is None or life is None:
+            return Life(seq, follows)
+        if follows >= life.follows and is_copy_from_here(self.source, last):
+            return life
+        if follows >= life.began:
+            self.predecessor = origin_of(last)
+            return Life(seq, follows)
+        run = f" in {self.run!r}" if self.run else ""
+        raise SucceededError(
+            f"{self.there.backend.uri} has a run{run} that the store {origin_of(last)} writes, and "
+            f"the snapshots of {self.source.backend.uri} (the store "
+            f"{self.source.config.store_id}) do not follow it: that store has succeeded this one, "
+            "or this one never resumed from there. Nothing more of this run is mirrored from here; "
+            "takes go on, and their retention alone says what is kept here. To go on with the run "
+            "of the mirror, make a Store of an empty folder with this mirror, and resume from its "
+            "latest(); to mirror this one too, give it a folder of its own there, as in "
+            "mirror='s3://bucket/ckpts//node1'"
+        )
+
+    def prune(self, table: Table, gone: Mapping[str, Row], row: Row) -> dict[str, Row]:
+        """Return the copies of the run, in all its lives, that the retention lets go."""
+        if self.retention is None:
+            return {}
+        rows = copies_in(table, self.run)
+        left = {name: copy for name, copy in rows.items() if name not in gone}
+        change = RetentionChange(self.there, self.retention, self.run, row.commit)
+        verdicts = change.judge_rows({**left, self.target: row}.items())
+        return {v.name: rows[v.name] for v in verdicts if not v.kept}

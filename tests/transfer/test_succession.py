@@ -1,0 +1,187 @@
+"""Nodes that continue one another's run at one mirror."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from casnap import Retention, Snapshot, Store
+from casnap.errors import MirrorError
+from tests.support.copies import mirrored, names
+from tests.support.faults import app_state, assert_holds, take
+
+LAST_TWO, LAST_SIX = Retention(keep_last=2), Retention(keep_last=6)
+
+
+def begin(folder: Path, node: str, **options: Any) -> Store:
+    return mirrored(folder / node, folder / "there", **options)
+
+
+def train(store: Store, steps: range, shift: int = 0) -> None:
+    for step in steps:
+        store.take(app_state(step + shift), f"step_{step}", retention=LAST_TWO)
+        store.wait_mirrored(60)
+
+
+def newest(store: Store) -> Snapshot:
+    latest = store.latest()
+    assert latest is not None
+    return latest
+
+
+def test_a_rollback_replaces_the_old_branch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(begin(tmp_path, "one", mirror_retention=LAST_SIX), range(11))
+    there = Store(tmp_path / "there").make()
+    assert names(there) == [f"step_{n}" for n in range(5, 11)]
+    two = begin(tmp_path, "two", mirror_retention=LAST_SIX)
+    assert newest(two).name == "step_10"
+    assert_holds(two["step_7"], 7)
+    train(two, range(8, 9), shift=100)
+    assert names(there) == ["step_5", "step_6", "step_7", "step_8"]
+    assert_holds(newest(begin(tmp_path, "three")), 108)
+    train(two, range(9, 14), shift=100)
+    assert names(there) == [f"step_{n}" for n in range(8, 14)]
+    for step in range(8, 14):
+        assert_holds(there[f"step_{step}"], step + 100)
+    assert len(names(two)) <= 3
+    said = [r for r in caplog.records if "continues the run" in r.message]
+    assert len(said) == 1
+    assert "step_8, step_9, step_10 of another branch" in said[0].message
+    # The markers of what is gone went too.
+    assert not (tmp_path / "there/step_5").exists()
+
+
+def test_the_retention_counts_all_lives(tmp_path: Path) -> None:
+    for life in range(4):
+        node = begin(tmp_path, f"node{life}", mirror_retention=LAST_SIX)
+        if life:
+            assert newest(node).name == f"step_{4 * life - 1}"
+        train(node, range(4 * life, 4 * life + 4))
+    assert names(Store(tmp_path / "there")) == [f"step_{n}" for n in range(10, 16)]
+
+
+def test_a_node_that_lives_on_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "casnap")
+    one = begin(tmp_path, "one", mirror_retention=LAST_TWO)
+    train(one, range(3))
+    two = begin(tmp_path, "two", mirror_retention=LAST_SIX)
+    assert newest(two).name == "step_2"
+    # It mirrors what the other one has not seen, before it hears of it.
+    train(one, range(3, 5))
+    train(two, range(3, 4), shift=100)
+    there = Store(tmp_path / "there").make()
+    assert names(there) == ["step_3"]
+    for step in range(5, 15):
+        one.take(app_state(step), f"step_{step}", retention=LAST_TWO)
+        with pytest.raises(MirrorError, match=f"never gets .*{two.id}"):
+            one.wait_mirrored(60)
+    assert one.mirror is not None
+    assert two.id in str(one.mirror.status().error)
+    one.take(app_state(15), "step_15", retention=LAST_TWO)
+    assert len(names(one)) <= 3
+    assert len(caplog.records) == 1
+    # To go on with the run, its disk begins anew, or it resumes from the other one.
+    assert names(there) == ["step_3"]
+    assert_holds(newest(one), 103)
+    for folder in ("one", "empty"):
+        again = begin(tmp_path, folder, mirror_retention=LAST_SIX)
+        assert newest(again).path.startswith(str(tmp_path / "there"))
+        step = 20 if folder == "one" else 30
+        train(again, range(step, step + 1))
+    assert names(there) == ["step_3", "step_20", "step_30"]
+
+
+def test_what_an_old_disk_still_lacks_stays_there(tmp_path: Path) -> None:
+    """A node comes back with its disk: what it had not mirrored is of a branch that is dead."""
+    one = begin(tmp_path, "one")
+    train(one, range(2))
+    assert one.mirror is not None
+    one.mirror.stop()
+    take(one, 2)
+    two = begin(tmp_path, "two")
+    assert newest(two).name == "step_1"
+    train(two, range(2, 4), shift=100)
+    again = begin(tmp_path, "one")
+    assert_holds(newest(again), 103)
+    again.take(app_state(104), "step_4")
+    # The run is mirrored again, so nothing is left to tell.
+    again.wait_mirrored(60)
+    there = Store(tmp_path / "there").make()
+    assert names(there) == [f"step_{n}" for n in range(5)]
+    for step, content in enumerate((0, 1, 102, 103, 104)):
+        assert_holds(there[f"step_{step}"], content)
+
+
+def test_of_two_successors_one_continues(tmp_path: Path) -> None:
+    train(begin(tmp_path, "one"), range(2))
+    two, three = begin(tmp_path, "two"), begin(tmp_path, "three")
+    for node in (two, three):
+        assert newest(node).name == "step_1"
+    train(two, range(2, 3))
+    take(three, 3)
+    with pytest.raises(MirrorError, match="never gets step_3"):
+        three.wait_mirrored(60)
+    assert names(Store(tmp_path / "there")) == ["step_0", "step_1", "step_2"]
+
+
+def test_who_did_not_resume_deletes_nothing(tmp_path: Path) -> None:
+    """Another experiment names the mirror of this one by mistake."""
+    train(begin(tmp_path, "one"), range(3))
+    two = begin(tmp_path, "two", mirror_retention=Retention(keep_last=1))
+    take(two, 1)
+    with pytest.raises(MirrorError, match="never gets step_1"):
+        two.wait_mirrored(60)
+    there = Store(tmp_path / "there").make()
+    assert names(there) == ["step_0", "step_1", "step_2"]
+    assert_holds(there["step_1"], 1)
+
+
+def test_other_runs_and_tags_are_left_alone(tmp_path: Path) -> None:
+    one = begin(tmp_path, "one")
+    for run in ("a", "b"):
+        for step in range(4):
+            one.take(app_state(step), f"{run}/step_{step}")
+    one.wait_mirrored(60)
+    there = Store(tmp_path / "there").make()
+    there.take(app_state(0), "a/theirs")
+    there.tag("a/step_3", "best")
+    two = begin(tmp_path, "two", mirror_retention=LAST_TWO)
+    assert newest(two).name == "a/theirs"
+    assert_holds(two["a/step_0"], 0)
+    two.take(app_state(101), "a/step_1")
+    two.wait_mirrored(60)
+    runs = ["a/step_3", *(f"b/step_{n}" for n in range(4)), "a/theirs", "a/step_1"]
+    assert names(there) == runs
+    # The other run is still the first node's.
+    one.take(app_state(4), "b/step_4")
+    one.mirror.wait(60, None)  # type: ignore[union-attr]
+    assert "b/step_4" in there
+
+
+def test_a_disk_that_was_copied_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The number of a root at one mirror says nothing at another one."""
+    one = begin(tmp_path, "one")
+    train(one, range(2))
+    assert one.mirror is not None
+    one.mirror.stop()
+    two = begin(tmp_path, "two")
+    assert newest(two).name == "step_1"
+    train(two, range(2, 4))
+    two.mirror.stop()  # type: ignore[union-attr]
+    shutil.copytree(tmp_path / "two", tmp_path / "copied")
+    other = mirrored(tmp_path / "other", tmp_path / "elsewhere")
+    other.take(app_state(9), "step_9")
+    other.wait_mirrored(60)
+    Store(tmp_path / "copied").configure(mirror="none")
+    moved = mirrored(tmp_path / "copied", tmp_path / "elsewhere")
+    with pytest.raises(MirrorError, match="never gets step_2, step_3"):
+        moved.wait_mirrored(60)
+    assert names(Store(tmp_path / "elsewhere")) == ["step_9"]
