@@ -52,11 +52,10 @@ from casnap.storage.catalog.retention import (
 )
 from casnap.storage.catalog.settings import (
     CODEC,
-    GC,
-    GC_CHOICES,
     change_settings,
     codec_named,
     codec_settings,
+    gc_settings,
     settings_of,
 )
 from casnap.storage.catalog.table import (
@@ -886,7 +885,11 @@ class Store:
         return settings
 
     def configure(
-        self, *, codec: str | None = None, mirror: str | None = None, gc: str | None = None
+        self,
+        *,
+        codec: str | None = None,
+        mirror: str | None = None,
+        gc: str | float | timedelta | None = None,
     ) -> bool:
         """Change settings of the whole store; return whether anything changed.
 
@@ -897,17 +900,16 @@ class Store:
             mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
                 ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
             gc: "auto", the default, has each process that lets snapshots go collect their garbage
-                in the background. "off" leaves that to :meth:`gc`.
+                in the background. "off" leaves that to :meth:`gc`. A number of seconds is as
+                "auto", and the grace of all collections that are not given another one.
 
         Raises:
-            ValueError: There is no such codec, or ``mirror`` or ``gc`` is another word.
+            ValueError: There is no such codec, or ``mirror`` or ``gc`` is something else.
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
-        if gc is not None and gc not in GC_CHOICES:
-            raise ValueError(f"gc is 'auto' or 'off'; got {gc!r:.80}")
         new = {} if codec is None else codec_settings(codec_named(codec))
-        new |= {} if gc is None else {GC: gc}
+        new |= {} if gc is None else gc_settings(gc)
         self.make()
         changed = False
         if new:
@@ -919,7 +921,7 @@ class Store:
     def gc(
         self,
         *,
-        grace: float | timedelta = 86400.0,
+        grace: float | timedelta | None = None,
         repack: float = 0.5,
         dry_run: bool = False,
         exclusive: bool = False,
@@ -933,7 +935,8 @@ class Store:
         Args:
             grace: How long to keep unreferenced data, in seconds (0: delete it now). For so long,
                 a deleted snapshot can still be read, and a running take can still rely on the data.
-                After that the reader gets an error, and the take begins again.
+                After that the reader gets an error, and the take begins again. By default what the
+                store is set to (see :meth:`configure`), else 24 hours.
             repack: Copy the rest out of packs of which less than this share is needed (0: never).
             dry_run: Only report what would be done.
             exclusive: You make sure that no other process writes to this store. This is asked

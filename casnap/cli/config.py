@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from casnap.cli.arguments import open_store, writing_options
+from casnap.cli.option_types import duration_or_none
 from casnap.cli.output import emit, plain, quote, safe, say
 from casnap.format.codec import Codec
 
@@ -22,11 +25,12 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     holds for later takes. Stored chunks stay as they are.
 
     gc=off has no process collect garbage by itself; gc=auto has each one that lets snapshots go do
-    so in the background.
+    so in the background. gc=12h is as auto, and has all collections keep what no snapshot needs for
+    12 hours, unless they are given another --grace.
 
     mirror=none forgets which store is the mirror, and which snapshots it lacks.
     """
-    changes = dict(map(_parsed, settings))
+    changes: dict[str, Any] = dict(map(_parsed, settings))
     place = open_store(store)
     if changes:
         try:
@@ -46,14 +50,18 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     for key, value in sorted(place.settings.items()):
         # The mirror is known by its id, but people name it by its URI.
         shown = value.get("uri", value) if isinstance(value, dict) else value
+        if key == "gc" and isinstance(value, int | float):
+            shown = f"{value:.15g}s"
         say(f"{key}={plain(shown, json=False)}")
 
 
-def _parsed(setting: str) -> tuple[str, str]:
+def _parsed(setting: str) -> tuple[str, str | float]:
     key, equals, value = setting.partition("=")
     if not equals or key not in SETTINGS:
         codecs = ", ".join(f"codec={codec.name.lower()}" for codec in Codec)
         raise click.UsageError(
-            f"{quote(setting)} sets nothing; write {codecs}, gc=auto, gc=off or mirror=none"
+            f"{quote(setting)} sets nothing; write {codecs}, gc=auto, gc=off, gc=24h or mirror=none"
         )
+    if key == "gc" and value[:1].isdigit():
+        return key, duration_or_none(value)
     return key, value

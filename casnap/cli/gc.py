@@ -35,8 +35,8 @@ Examples:
 grace_option = click.option(
     "--grace",
     type=duration_or_none,
-    default="24h",
-    show_default=True,
+    default=None,
+    show_default="what the store is set to, or 24h",
     metavar="TIME",
     help="How long to keep unreferenced data (0: delete it now).",
 )
@@ -57,7 +57,7 @@ grace_option = click.option(
 @writing_options
 def gc(
     store: str | None,
-    grace: float,
+    grace: float | None,
     repack: float,
     dry_run: bool,
     as_json: bool,

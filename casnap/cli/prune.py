@@ -81,7 +81,7 @@ def prune(
     keep_best: tuple[Best, ...],
     missing_folders: bool,
     collect: bool,
-    grace: float,
+    grace: float | None,
     dry_run: bool,
     yes: bool,
     as_json: bool,

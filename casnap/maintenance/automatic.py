@@ -2,7 +2,8 @@
 
 A collection begins in the background once enough was let go, so its cost stays a small share of
 that of the takes. On a local disk a collection frees what was condemned before the one before it
-ended: so each reader and each take had a whole cycle. On a remote store the grace of a day counts.
+ended: so each reader and each take had a whole cycle. On a remote store, and where the store is set
+to one, a grace counts.
 Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
 """
 
@@ -19,12 +20,12 @@ from functools import partial
 
 from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import Row
-from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
+from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
-from casnap.storage.catalog.settings import GC, settings_of
+from casnap.storage.catalog.settings import collects_unasked, grace_of
 from casnap.storage.chunks.objects import Objects
 
 _log = logging.getLogger("casnap")
@@ -83,7 +84,7 @@ class AutomaticCollector:
         if _main_thread_lives():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
-                if self._is_due(objects) and settings_of(objects.recent())[GC] != "off":
+                if self._is_due(objects) and collects_unasked(objects.recent()):
                     self._start(objects)
 
     def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
@@ -140,7 +141,7 @@ class AutomaticCollector:
         """Collect without any grace; return None if the store's garbage is left to the user."""
         # A collection that is under way has not condemned yet what it will.
         with self._collecting:
-            if not collects_by_itself() or settings_of(objects.newest())[GC] == "off":
+            if not collects_by_itself() or not collects_unasked(objects.newest()):
                 return None
             report = self._collect(objects, GcOptions(grace=0))
         uri, freed = objects.backend.uri, report.freed_bytes
@@ -174,8 +175,8 @@ class AutomaticCollector:
                 options = GcOptions(
                     condemned_until=objects.recent().seq if until is None else until
                 )
-                if backend.costly_requests:
-                    options = GcOptions(grace=DAY)
+                if backend.costly_requests or grace_of(objects.recent()) is not None:
+                    options = GcOptions()
                 report = self._collect(objects, options, progress)
         except _ExitError:
             return False

@@ -32,6 +32,7 @@ from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, gently, run_shielded
+from casnap.storage.catalog.settings import grace_of
 from casnap.storage.catalog.table import drop_stale_copies
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.objects import Objects
@@ -54,7 +55,8 @@ class GcOptions:
     """How to collect; see :meth:`casnap.Store.gc`.
 
     Attributes:
-        grace: How many seconds to keep unreferenced data.
+        grace: How many seconds to keep unreferenced data. By default what the store is set to, else
+            24 hours.
         repack: Of packs with less than this share needed, copy the needed part to a new pack.
         dry_run: Only report what would be done.
         exclusive: No other process writes to the store.
@@ -63,7 +65,7 @@ class GcOptions:
             condemned before the grace.
     """
 
-    grace: float = DAY
+    grace: float | None = None
     repack: float = 0.5
     dry_run: bool = False
     exclusive: bool = False
@@ -72,7 +74,8 @@ class GcOptions:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if not _is_number(self.grace) or not 0 <= self.grace < math.inf:
+        grace = DAY if self.grace is None else self.grace
+        if not _is_number(grace) or not 0 <= grace < math.inf:
             raise ValueError(f"grace is a number of seconds from 0 on; got {self.grace!r}")
         if not _is_number(self.repack) or not 0 <= self.repack <= 1:
             raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
@@ -204,6 +207,7 @@ class _Collector:
         self._objects = objects
         self._backend = objects.backend
         self._options = options
+        self._grace = DAY
         self._progress = progress
         self._files: StoredFiles
         self._rewriting: Rewriting | None = None
@@ -232,6 +236,10 @@ class _Collector:
 
     def _run(self) -> None:
         self._objects.check_writable("collect the garbage of", dry_run=self._options.dry_run)
+        grace = self._options.grace
+        if grace is None:
+            grace = grace_of(self._objects.recent())
+        self._grace = DAY if grace is None else grace
         stale = drop_stale_copies(self._objects, dry_run=self._options.dry_run)
         if self._options.dry_run:
             self._options = replace(self._options, forgotten=self._options.forgotten | stale)
@@ -427,7 +435,7 @@ class _Collector:
 
     def _announced_bases(self) -> list[int]:
         # A process that was stopped for longer than a day is not waited for.
-        return self._backend.announced_bases(max(DAY, self._options.grace))
+        return self._backend.announced_bases(max(DAY, self._grace))
 
     def _grace_allows(self, root: Root, unnamed: Iterable[bytes]) -> int:
         """Return the highest root number that the fence may be raised to, as far as the grace goes.
@@ -437,13 +445,12 @@ class _Collector:
         """
         if self._options.condemned_until is not None:
             return min(self._options.condemned_until, root.seq)
-        if self._options.grace == 0:
+        if self._grace == 0:
             return root.seq + 1
         bases = {base_of(ident) + 1 for ident in unnamed}
         candidates = {root.seq, *root.condemned.values(), *bases}
         seqs = sorted(seq for seq in candidates if root.fence < seq <= root.seq)
-        grace = self._options.grace
-        count = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < grace)
+        count = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < self._grace)
         return seqs[count - 1] if count else root.fence
 
     def _delete_orphans(self, view: View) -> None:
@@ -463,7 +470,7 @@ class _Collector:
         self.report.freed_bytes += sum(sizes.values())
         # At a remote place, a collection with nothing to do asks nothing.
         if orphans or not self._backend.costly_requests:
-            self.report.freed_bytes += self._backend.tidy(self._options.grace)
+            self.report.freed_bytes += self._backend.tidy(self._grace)
 
     def _note_deleted(self, files: Iterable[str]) -> None:
         segments = sum(key.startswith("index/") for key in files)
@@ -475,16 +482,14 @@ class _Collector:
         self.report.waiting_bytes = self._files.size_of(map(pack_key, waiting))
         if waiting:
             last = max(root.condemned.get(PackId(pack), root.seq) for pack in waiting)
-            self.report.waiting_until = (
-                time.time() - self._files.age_of(last, root) + self._options.grace
-            )
+            self.report.waiting_until = time.time() - self._files.age_of(last, root) + self._grace
 
     def _report_dry_run(
         self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]
     ) -> None:
         """Record what would be freed."""
         doomed = root.condemned.keys() | self._would_condemn
-        if self._options.grace == 0:
+        if self._grace == 0:
             going = going.union(self._would_condemn)
         keys = [*orphans, *map(pack_key, going)]
         self._note_deleted(keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
+from casnap.maintenance.automatic import automatic_collector
 from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.object_stores import store_in
@@ -144,3 +147,59 @@ def test_on_an_object_store(bucket: Bucket) -> None:
     assert codecs(again, "a") == {Codec.ZSTD}
     assert again.configure(codec="raw")
     assert store.settings == {"codec": "raw", "gc": "auto"}
+
+
+def test_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was condemned waits as long as the store is set to, unless a collection is told."""
+    folder = tmp_path / "s"
+    store = Store(folder, chunk_size=CHUNK).make()
+    assert invoke("config", folder, "gc=12h").stdout == "codec=raw\ngc=43200s\n"
+    assert document("config", folder)["settings"]["gc"] == 43200
+    assert invoke("config", folder, "gc=43200s").stdout == "codec=raw\ngc=43200s\n"
+    store.take(state(1), "a")
+    store.delete("a")
+    assert store.gc().waiting_packs > 0
+    now = time.time()
+    for seconds, is_freed in ((43100, False), (43300, True)):
+        monkeypatch.setattr(time, "time", lambda s=seconds: now + s)
+        would_free = store.gc(dry_run=True).waiting_packs == 0
+        assert would_free == is_freed
+        assert (document("gc", folder, "--dry-run")["waiting_pack_count"] == 0) == is_freed
+        assert store.gc(grace=timedelta(hours=24), dry_run=True).waiting_packs > 0
+    store.configure(gc=timedelta(days=2))
+    assert store.settings["gc"] == 172800
+    assert store.gc(dry_run=True).waiting_packs > 0
+    store.configure(gc=0)
+    assert invoke("config", folder).stdout == "codec=raw\ngc=0s\n"
+    store.configure(gc="off")
+    assert store.gc(dry_run=True).waiting_packs > 0
+    store.configure(gc=0)
+    assert store.gc().freed_bytes > 0
+
+
+@pytest.mark.parametrize("wrong", ["sometimes", -1, float("nan"), float("inf"), True, [], "1h"])
+def test_a_grace_that_is_none(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="'auto' or 'off', or for how many seconds"):
+        Store(tmp_path / "s").configure(gc=wrong)
+
+
+def test_graces_that_a_command_refuses(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s").make()
+    for wrong in ("gc=-1h", "gc=1", "gc=1y", "gc="):
+        failure("config", store.uri, wrong, status=2)
+    assert store.settings["gc"] == "auto"
+
+
+def test_collections_by_themselves_obey_the_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASNAP_GC", "auto")
+    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store.configure(gc=86400)
+    collector = automatic_collector(store.objects)
+    for n in range(4):
+        store.take(state(n), "a", overwrite=True)
+        while collector._worker is not None and not collector._worker.ended:
+            collector._worker.wait()
+    assert len(store.objects.newest().condemned) > 2
+    assert torch.equal(store["a"].read_object("s/x"), torch.full((CHUNK,), 3))

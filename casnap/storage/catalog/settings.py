@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from casnap.storage.chunks.objects import Objects
 
 CODEC = "codec"
 GC = "gc"
-GC_CHOICES = ("auto", "off")
+_GC_WORDS = ("auto", "off")
 _CODECS = {codec.name.lower(): codec for codec in Codec}
 
 
@@ -39,7 +41,39 @@ def codec_settings(codec: Codec) -> dict[str, Any]:
 
 def settings_of(root: Root) -> dict[str, Any]:
     """Return the settings of a store, with the defaults of those that were never set."""
-    return {**codec_settings(Codec.RAW), GC: GC_CHOICES[0], **root.settings}
+    return {**codec_settings(Codec.RAW), GC: _GC_WORDS[0], **root.settings}
+
+
+def gc_settings(gc: str | float | timedelta) -> dict[str, Any]:
+    """Return the setting that says whether garbage is collected unasked, and with which grace.
+
+    Raises:
+        ValueError: It is neither a word that is known nor a time.
+    """
+    value = gc.total_seconds() if isinstance(gc, timedelta) else gc
+    if value not in _GC_WORDS and not _is_time(value):
+        raise ValueError(
+            "gc is 'auto' or 'off', or for how many seconds to keep what no snapshot needs; got "
+            f"{value!r:.80}"
+        )
+    return {GC: value if isinstance(value, str) else float(value)}
+
+
+def collects_unasked(root: Root) -> bool:
+    """Whether processes that let snapshots go collect the garbage of the store by themselves."""
+    return bool(settings_of(root)[GC] != "off")
+
+
+def grace_of(root: Root) -> float | None:
+    """Return for how many seconds a store is set to keep what nobody needs; None if it is not."""
+    value = settings_of(root)[GC]
+    return float(value) if _is_time(value) else None
+
+
+def _is_time(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value < math.inf
 
 
 def codec_of(root: Root, uri: str) -> Codec:
