@@ -121,11 +121,6 @@ def test_a_state_whose_root_is_a_leaf():
     assert torch.equal(round_trip(torch.ones(2)), torch.ones(2))
 
 
-def test_integers_of_any_size():
-    for value in (0, -1, 127, 128, -128, -129, 2**63, -(2**63), 2**64, 10**5000, -(10**5000)):
-        assert round_trip(value) == value
-
-
 def test_module_metadata_is_kept():
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
     again = round_trip(state)
@@ -191,46 +186,16 @@ def test_packed_elements_are_plain():
 # --- tensors ----------------------------------------------------------------------------------
 
 
-def sparse():
-    dense = torch.tensor([[0, 1.5, 0, 0], [2, 0, 0, -3]])
-    indices = [[0, 0, 1], [1, 1, 0]]
-    uncoalesced = torch.sparse_coo_tensor(indices, [1.0, 2.0, 3.0], (2, 4), check_invariants=True)
-    return {
-        "coo": dense.to_sparse_coo(),
-        "coo_uncoalesced": uncoalesced,
-        "coo_hybrid": torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 3), (4, 3)),
-        "coo_empty": torch.sparse_coo_tensor(size=(2, 0)),
-        "coo_grad": dense.to_sparse_coo().requires_grad_(),
-        "coo_parameter": torch.nn.Parameter(dense.to_sparse_coo()),
-        "csr": dense.to_sparse_csr(),
-        "csc": dense.to_sparse_csc(),
-        "bsr": dense.to_sparse_bsr((2, 2)),
-        "bsc": dense.to_sparse_bsc((1, 2)),
-        "csr_batch": torch.stack([dense, dense]).to_sparse_csr(),
-        "csr_bf16": dense.bfloat16().to_sparse_csr(),
-    }
-
-
-@pytest.mark.parametrize("name", ["coo", "coo_uncoalesced", "coo_hybrid", "coo_empty", "coo_grad",
-    "coo_parameter", "csr", "csc", "bsr", "bsc", "csr_batch", "csr_bf16"])  # fmt: skip
-def test_sparse_tensors(name):
-    value = sparse()[name]
-    leaves = leaves_of({"s": value})
-    assert leaves["m/s"].entry.kind == str(value.layout).removeprefix("torch.")
-    assert "m/s/values" in leaves
-    assert_same(round_trip(value), value)
-    assert fill_targets({"s": value}, "m") == {}
-
-
 def test_sparse_parts_are_checked():
-    leaves = leaves_of(sparse()["coo"])
+    dense = torch.tensor([[0, 1.5, 0, 0], [2, 0, 0, -3]])
+    leaves = leaves_of(dense.to_sparse_coo())
     leaves["m/indices"].content[0, 0] = 99
     with pytest.raises(DamagedError, match="m cannot be put together"):
         inflate("m", leaves)
     leaves["m/indices"] = leaves_of("x", "m/indices")["m/indices"]
     with pytest.raises(DamagedError):
         inflate("m", leaves)
-    leaves = leaves_of(sparse()["csr"])
+    leaves = leaves_of(dense.to_sparse_csr())
     leaves["m/crow_indices"].content[1] = 77
     with pytest.raises(DamagedError):
         inflate("m", leaves)

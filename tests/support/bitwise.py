@@ -68,7 +68,14 @@ def _assert_same_tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> None:
     else:
         assert raw(a) == raw(b), where
         if a.is_quantized:
-            assert a.qscheme() == b.qscheme(), where
+            assert _quantization(a) == _quantization(b), where
+
+
+def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.qscheme() == torch.per_tensor_affine:
+        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
+    scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return tensor.qscheme(), tensor.q_per_channel_axis(), scales.tolist(), points.tolist()
 
 
 def _bits(value: Any) -> tuple[Any, ...]:
