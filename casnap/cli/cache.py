@@ -22,6 +22,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, why_refused
+from casnap.storage.chunks.cache import CachedIndex, cached_indexes
 from casnap.storage.chunks.chunk_cache import FOLDER, URI, CachedPack, cached_packs
 
 
@@ -30,11 +31,12 @@ from casnap.storage.chunks.chunk_cache import FOLDER, URI, CachedPack, cached_pa
 @click.option("--clear", is_flag=True, help="Delete what is listed.")
 @json_option
 def cache(store: str | None, clear: bool, as_json: bool) -> None:
-    """Show, or clear, the chunks of remote stores that this host keeps.
+    """Show, or clear, what this host keeps of stores: their indexes, and chunks of remote ones.
 
     Without STORE, lists all stores. STORE is a URI, or an id from the list. A host keeps chunks if
-    cache_bytes= or CASNAP_CACHE_BYTES is set. Clearing is safe: processes that need the chunks
-    read them from the store again.
+    cache_bytes= or CASNAP_CACHE_BYTES is set. Clearing is safe: processes that need what was
+    cached read it from the store again. The index of a store that is gone, or that nobody used for
+    a month, is deleted when that of another one is made.
     """
     base = cache_folder()
     folder = None if base is None else base / FOLDER
@@ -42,24 +44,31 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     if reason is not None:
         raise CommandError(f"{quote(str(folder))} {reason}, so casnap does not use it")
     packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))
-    stores = [_fields(list(group)) for _, group in groupby(packs, key=attrgetter("store_id"))]
+    indexes = [] if base is None else list(cached_indexes(base))
+    stores = _stores(packs, indexes)
     if store is not None:
         stores = _named(store, stores)
-    store_ids = {fields["id"] for fields in stores}
+    chosen = {fields["id"] for fields in stores}
+    packs = [pack for pack in packs if pack.store_id in chosen]
+    # What is known of a place alone is no row, and counts where all is shown.
+    indexes = [i for i in indexes if i.store_id in chosen or (store, i.store_id) == (None, None)]
     if clear:
         for pack in packs:
-            if pack.store_id in store_ids:
-                pack.path.unlink(missing_ok=True)
-    total = sum(fields["cached_bytes"] for fields in stores)
+            pack.path.unlink(missing_ok=True)
+        for index in indexes:
+            index.delete()
+    cached_bytes = sum(pack.nbytes for pack in packs)
+    index_bytes = sum(index.nbytes for index in indexes)
     if as_json:
         listed = [{**s, "used_time": json_time(s["used_time"])} for s in stores]
-        facts = {"folder": str(folder or ""), "cached_bytes": total, "cleared": clear}
-        emit({**facts, "stores": listed})
+        facts = {"folder": str(base or ""), "cached_bytes": cached_bytes, "cleared": clear}
+        emit({**facts, "index_bytes": index_bytes, "stores": listed})
         return
     if stores:
         rows = [
             (
                 s["store"],
+                size(s["index_bytes"]),
                 size(s["cached_bytes"]),
                 f"{s['pack_count']:,}",
                 moment(s["used_time"]),
@@ -67,28 +76,42 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
             )
             for s in stores
         ]
-        table(("STORE", "BYTES", "PACKS", "USED", "ID"), rows, numbers={"BYTES", "PACKS"})
+        headings = ("STORE", "INDEX", "CHUNKS", "PACKS", "USED", "ID")
+        table(headings, rows, numbers={"INDEX", "CHUNKS", "PACKS"})
     state = "cleared" if clear else "cached"
-    say(f"{size(total)} {state} in {str(folder) if folder else 'no folder'}")
+    say(f"{size(index_bytes + cached_bytes)} {state} in {str(base) if base else 'no folder'}")
 
 
-def _fields(packs: list[CachedPack]) -> dict[str, Any]:
-    """Return what is cached of one store, as JSON has it, but for the form of the time."""
-    first = packs[0]
-    return {
-        "store": _uri(first.path.parents[2]),
-        "id": first.store_id,
-        "cached_bytes": sum(pack.nbytes for pack in packs),
-        "pack_count": len(packs),
-        "used_time": max(pack.used for pack in packs),
-    }
+def _stores(packs: list[CachedPack], indexes: list[CachedIndex]) -> list[dict[str, Any]]:
+    """Return what is cached of each store, as JSON has it, but for the form of the time."""
+    stores: dict[str, dict[str, Any]] = {}
+
+    def add(ident: str, uri: str, used: float, **counts: int) -> None:
+        nothing = {"cached_bytes": 0, "index_bytes": 0, "pack_count": 0, "used_time": 0.0}
+        fields = stores.setdefault(ident, {"store": "?", "id": ident, **nothing})
+        # A store that was moved or copied has the index of each place.
+        if uri and (used >= fields["used_time"] or fields["store"] == "?"):
+            fields["store"] = uri
+        fields["used_time"] = max(fields["used_time"], used)
+        for name, count in counts.items():
+            fields[name] += count
+
+    for index in indexes:
+        if index.store_id is not None:
+            add(index.store_id, index.uri, index.used, index_bytes=index.nbytes)
+    for ident, group in groupby(packs, key=attrgetter("store_id")):
+        of_store = list(group)
+        nbytes, used = sum(pack.nbytes for pack in of_store), max(pack.used for pack in of_store)
+        uri = _uri(of_store[0].path.parents[2])
+        add(ident, uri, used, cached_bytes=nbytes, pack_count=len(of_store))
+    return sorted(stores.values(), key=lambda fields: str(fields["store"]))
 
 
 def _uri(folder: Path) -> str:
     try:
         return (folder / URI).read_text("utf-8", "surrogateescape")
     except OSError:
-        return "?"
+        return ""
 
 
 def _named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:

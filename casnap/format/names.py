@@ -15,6 +15,8 @@ STORE_FOLDER = "casnap-store"
 """The folder of a store that holds all of it. The folders of snapshots stand beside it."""
 
 _MOST_CHARS = 1024
+# What nearly all names are like. To check others takes twenty times as long.
+_PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.ASCII)
 
 UNFINISHED = f"{STORE_FOLDER}/copy-"
 """The beginning of the names of rows that are unfinished copies, not snapshots."""
@@ -69,10 +71,12 @@ def is_row_name(name: str) -> bool:
 
     A table is untrusted input: a name could climb out of the store, or stand for one of its files.
     """
+    if _PLAIN.fullmatch(name) and "casnap-" not in name.lower():
+        return True
     return len(name) <= _MOST_CHARS and _is_row_name(name)
 
 
-@lru_cache(1 << 14)
+@lru_cache(1 << 10)
 def _is_row_name(name: str) -> bool:
     if _COPY.fullmatch(name):
         return True

@@ -210,15 +210,24 @@ def google_metadata_server() -> tuple[str, int] | None:
 
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds a folder; empty if it is unknown."""
+    return _file_system_at(f"{folder.resolve()}/")
+
+
+def is_on_network(real_path: str) -> bool:
+    """Whether a path without links is on a network file system, which is not asked: it may hang."""
+    return _NETWORK.fullmatch(_file_system_at(f"{real_path}/")) is not None
+
+
+def _file_system_at(real_path: str) -> str:
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return ""
-    real, best, kind = f"{folder.resolve()}/", "", ""
+    best, kind = "", ""
     for line in lines:
         left, _, right = line.partition(" - ")
         mount = left.split()[4].replace("\\040", " ")
-        if len(mount) >= len(best) and real.startswith(mount.rstrip("/") + "/"):
+        if len(mount) >= len(best) and real_path.startswith(mount.rstrip("/") + "/"):
             best, kind = mount, right.split()[0]
     return kind
 

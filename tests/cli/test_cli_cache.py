@@ -1,4 +1,4 @@
-"""``casnap cache``: what this host keeps of remote stores."""
+"""``casnap cache``: what this host keeps of stores."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cached import Reader, far_store, kept, kept_bytes, kept_files
+from tests.support.cached import Reader, far_store, kept_bytes, kept_files
 from tests.support.cli_calls import document, failure, invoke
+from tests.support.faults import assert_store, in_child, take
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def two(tmp_path: Path, cache_dir: Path) -> list[Path]:
 
 
 def test_nothing_is_kept(cache_dir: Path) -> None:
-    assert invoke("cache").stdout == f"0 B cached in {kept()}\n"
+    assert invoke("cache").stdout == f"0 B cached in {cache_dir}\n"
     assert document("cache")["stores"] == []
     assert "nothing of 's3://b/run1'" in failure("cache", "s3://b/run1")
     invoke("cache", "--clear")
@@ -51,11 +52,29 @@ def test_clearing(two: list[Path]) -> None:
     assert Reader(two[0]).restore().gets == 0
 
 
-def test_a_uri_that_cannot_be_shown(two: list[Path]) -> None:
-    for path in kept().glob("*/uri"):
+def test_the_indexes_of_local_stores(tmp_path: Path, cache_dir: Path) -> None:
+    # Processes of their own: this one has them open.
+    for name in ("a", "b"):
+        assert in_child(lambda name=name: take(tmp_path / name, 0)) == 0
+    shown = document("cache")
+    on_disk = sum(f.stat().st_blocks * 512 for f in cache_dir.glob("*/*"))
+    assert shown["index_bytes"] == on_disk > 0
+    assert {s["store"] for s in shown["stores"]} == {str(tmp_path / name) for name in ("a", "b")}
+    assert sum(s["index_bytes"] for s in shown["stores"]) == on_disk
+    assert shown["cached_bytes"] == 0
+    assert str(tmp_path / "a") in invoke("cache").stdout
+    invoke("cache", "--clear", tmp_path / "a")
+    assert [s["store"] for s in document("cache")["stores"]] == [str(tmp_path / "b")]
+    invoke("cache", "--clear")
+    assert document("cache")["index_bytes"] == 0
+    assert_store(tmp_path / "a", {0})
+
+
+def test_a_uri_that_cannot_be_shown(two: list[Path], cache_dir: Path) -> None:
+    for path in cache_dir.rglob("uri"):
         path.write_bytes(b"\x1b[31m\xff")
     shown = invoke("cache").stdout
     assert "\x1b" not in shown
-    for path in kept().glob("*/uri"):
+    for path in cache_dir.rglob("uri"):
         path.unlink()
     assert {fields["store"] for fields in document("cache")["stores"]} == {"?"}

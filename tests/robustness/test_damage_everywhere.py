@@ -191,7 +191,7 @@ QUESTIONS: dict[str, Callable[[Store], object]] = {
 def sample(_cache_dir: Path) -> Iterator[Sample]:
     """Return a store under a cache that is cold each time: it is kept in memory, and forgotten."""
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casnap.storage.chunks.index, "open_cache", lambda _: MemoryCache())
+        patch.setattr(casnap.storage.chunks.index, "open_cache", lambda *_: MemoryCache())
         yield Sample(folder / "store")
 
 

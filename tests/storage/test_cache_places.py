@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -97,22 +98,33 @@ def test_a_store_that_is_moved_loses_nothing_but_time(victim: Path, tmp_path: Pa
 
 
 def test_caches_that_are_not_used_any_more_are_removed(tmp_path: Path, cache_dir: Path) -> None:
-    def old(name: str, boot: str, age: int) -> Path:
+    def old(name: str, boot: str, age: int, uri: str = "") -> Path:
         folder = cache_dir / name
         folder.mkdir()
         (folder / "boot").write_text(boot)
         (folder / "data.mdb").touch()
-        os.utime(folder / "boot", (1_000_000_000 - age, 1_000_000_000 - age))
+        (folder / "uri").write_text(uri)
+        then = time.time() - 60 - age
+        os.utime(folder / "boot", (then, then))
         return folder
 
     before = old(f"{1:032x}-{2:032x}", "another boot", 0)
+    unused = old(f"{1:032x}-{3:032x}", boot_id(), 31 * 86400)
+    unused_place = old(f"{4:032x}", boot_id(), 31 * 86400)
+    gone = old(f"{1:032x}-{5:032x}", boot_id(), -30, f"{tmp_path}/gone")
+    there = Store(tmp_path / "there").make()
+    kept = [
+        old(f"{1:032x}-{6:032x}", boot_id(), -30, there.uri),
+        old(f"{1:032x}-{7:032x}", boot_id(), -30, "s3://bucket/run"),
+    ]
     current = [old(f"{n:032x}-{n:032x}", boot_id(), n) for n in range(MOST_FOLDERS + 5)]
     others = cache_dir / "something else"
     others.mkdir()
     take(tmp_path / "store", 0)
-    assert not before.exists()
+    assert not any(folder.exists() for folder in (before, unused, unused_place, gone))
+    assert all(folder.exists() for folder in kept)
     assert others.exists()
-    assert [f for f in current if f.exists()] == current[: MOST_FOLDERS - 1]
+    assert [f for f in current if f.exists()] == current[: MOST_FOLDERS - 3]
     assert len(list(cache_dir.glob("*/data.mdb"))) == MOST_FOLDERS
     # A folder that is opened only, not made, costs no look at the others.
     old("2" * 32, "another boot", 0)

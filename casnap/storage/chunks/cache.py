@@ -14,6 +14,7 @@ import os
 import re
 import struct
 import threading
+import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,14 +22,15 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import lmdb
 
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
-from casnap.runtime.environment import boot_id, cache_folder, why_refused
+from casnap.format.names import STORE_FOLDER
+from casnap.format.records import CONFIG_KEY, ID_SIZE, PackId, Place, Record, SegmentId
+from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 from casnap.storage.chunks.lmdb_files import (
@@ -47,10 +49,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _BARE_PLACE = struct.Struct("<16sQIIB")
 _PLACE = struct.Struct("<16sQIIBI")
-# Named by a store id and a place.
-_FOLDER = re.compile("[0-9a-f]{32}-[0-9a-f]{32}")
+# Named by a store id and a place, or by a place.
+_FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
+_URI = "uri"
 MOST_FOLDERS = 64
 """So many caches are kept. A host that uses more stores loses time."""
+_UNUSED_SECONDS = 30 * 86400.0
 # Seconds to wait for other writers: to cache segments, and to cache what only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
 # Seconds to wait for a process that learns the same segments, before this one reads them too.
@@ -391,25 +395,82 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
+class CachedIndex(NamedTuple):
+    """A cache of this host.
+
+    Attributes:
+        used: When a process opened it last, in seconds since the epoch.
+        nbytes: How many bytes it takes up on the disk.
+        folder: Its folder.
+        uri: Where the store is, or was; empty if that is not known.
+    """
+
+    used: float
+    nbytes: int
+    folder: Path
+    uri: str
+
+    @property
+    def store_id(self) -> str | None:
+        """The id of the store; None for what is known of a place alone."""
+        ident, _, place = self.folder.name.partition("-")
+        return ident if place else None
+
+    def is_needless(self) -> bool:
+        """Whether its boot is over, its local store is gone, or nobody used it for a month."""
+        if time.time() - self.used > _UNUSED_SECONDS:
+            return True
+        boot = (self.folder / "boot").read_bytes()
+        return boot != boot_id().encode() or _is_gone(self.uri)
+
+    def delete(self) -> None:
+        """Delete the files. Processes that have them open can go on."""
+        remove(self.folder)
+
+
+def _is_gone(uri: str) -> bool:
+    """Whether a store on a disk of this host is not there any more."""
+    if not uri.startswith("/") or is_on_network(uri):
+        return False
+    try:
+        os.lstat(f"{uri}/{STORE_FOLDER}/{CONFIG_KEY}")
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def cached_indexes(base: Path) -> Iterator[CachedIndex]:
+    """Yield the caches in a folder; one that vanishes meanwhile is skipped."""
+    for folder in base.iterdir():
+        if not _FOLDER.fullmatch(folder.name):
+            continue
+        # Without this file, the cache is just being made.
+        with contextlib.suppress(OSError):
+            used = (folder / "boot").stat().st_mtime
+            nbytes = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+            uri = ""
+            with contextlib.suppress(FileNotFoundError):
+                uri = (folder / _URI).read_text("utf-8", "surrogateescape")
+            yield CachedIndex(used, nbytes, folder, uri)
+
+
 def _make_room(base: Path) -> None:
-    """Remove caches of earlier boots and, if there are many, the least recently used ones.
+    """Remove needless caches and, if there are many, the least recently used ones.
 
     Processes that have one of these open can go on.
     """
-    ours = boot_id().encode()
-    caches: list[tuple[float, Path]] = []
-    for folder in base.iterdir():
+    caches: list[CachedIndex] = []
+    for cache in cached_indexes(base):
         with contextlib.suppress(OSError):
-            # Without this file, the cache is just being made.
-            boot = folder / "boot"
-            if _FOLDER.fullmatch(folder.name) and (at := boot.stat().st_mtime):
-                if boot.read_bytes() == ours:
-                    caches.append((at, folder))
-                else:
-                    remove(folder)
+            if cache.is_needless():
+                cache.delete()
+            else:
+                caches.append(cache)
     caches.sort()
-    for _, folder in caches[: max(0, len(caches) - MOST_FOLDERS + 1)]:
-        remove(folder)
+    for cache in caches[: max(0, len(caches) - MOST_FOLDERS + 1)]:
+        cache.delete()
 
 
 def _folder_of(base: Path, name: str) -> Path:
@@ -423,11 +484,12 @@ def _folder_of(base: Path, name: str) -> Path:
     return base / name
 
 
-def open_cache(name: str) -> Cache:
+def open_cache(name: str, uri: str) -> Cache:
     """Return the cache of this name, the same for the whole process; in memory if LMDB fails.
 
     Args:
         name: The name, made of a store's id and its place.
+        uri: Where the store is.
     """
     base = cache_folder()
     if base is None:
@@ -439,7 +501,7 @@ def open_cache(name: str) -> Cache:
         # A cache whose files were deleted stays open, since other threads may be using it.
         if cache is None or not (folder / "data.mdb").exists():
             try:
-                cache = _opened(base, folder)
+                cache = _opened(base, folder, uri)
             except (lmdb.Error, OSError) as e:
                 _log.warning(
                     "the cache %s cannot be used (%s); the index is kept in memory", folder, e
@@ -451,9 +513,13 @@ def open_cache(name: str) -> Cache:
         return cache
 
 
-def _opened(base: Path, folder: Path) -> LmdbCache:
+def _opened(base: Path, folder: Path, uri: str) -> LmdbCache:
     if not folder.exists():
         _make_room(base)
     elif refusal := why_refused(folder):
         raise lmdb.Error(f"it {refusal}")
-    return LmdbCache(folder)
+    cache = LmdbCache(folder)
+    # It is told to people, and says whether the store is still there.
+    if not (folder / _URI).exists():
+        (folder / _URI).write_text(uri, "utf-8", "surrogateescape")
+    return cache

@@ -159,7 +159,7 @@ class Index:
         if cache is None or (isinstance(cache, LmdbCache) and not cache.usable()):
             if not self._name:
                 self._look_where_it_is()
-            cache = self._cache = open_cache(self._name)
+            cache = self._cache = open_cache(self._name, self._backend.uri)
         return cache
 
     def _look_where_it_is(self) -> None:

@@ -41,7 +41,8 @@ class RememberedRoot:
     @property
     def _cache(self) -> Cache:
         # Not the cache of the store: its name has the store's id, which is not known yet.
-        return open_cache(digest_of(os.fsencode(self._backend.identity)).hex()[:32])
+        name = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
+        return open_cache(name, self._backend.uri)
 
     def look(self, *, ahead: bool) -> tuple[StoreConfig, Root] | None:
         """Return the record of the store and the root seen last, if that root still stands.
