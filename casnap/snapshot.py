@@ -19,6 +19,7 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.location import locate_snapshot, locate_store
+from casnap.storage.catalog.mirror_notes import note_restored
 from casnap.storage.catalog.opening import open_objects
 from casnap.storage.catalog.table import only_marker_error
 from casnap.store import Store, store_of
@@ -395,7 +396,9 @@ class Snapshot:
         )
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
-            return restore(self.contents, app_state, options, comm)
+            report = restore(self.contents, app_state, options, comm)
+        note_restored(self.contents.objects, self.contents.name, self.row)
+        return report
 
     def export(
         self,

@@ -6,7 +6,7 @@ import click
 
 from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
-from casnap.storage.catalog.mirror_notes import mirror_place, unmirrored_in
+from casnap.storage.catalog.mirror_notes import mirror_place, succeeded_in, unmirrored_in
 from casnap.transfer.mirror_report import HostFiles, HostStatus
 
 
@@ -26,7 +26,7 @@ def mirror(store: str | None, as_json: bool) -> None:
     there = mirror_place(root, uri)
     if there is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
-    lacking = unmirrored_in(objects.table(root))
+    lacking, succeeded = unmirrored_in(objects.table(root)), succeeded_in(objects.table(root))
     running = HostFiles(objects, there.uri).read()
     status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())
@@ -45,7 +45,12 @@ def mirror(store: str | None, as_json: bool) -> None:
             "error": status.error or None,
             "failing_since_time": json_time(status.since or None),
         }
-        document = {"store": uri, "mirror": there.uri, "snapshots": snapshots}
+        document = {
+            "store": uri,
+            "mirror": there.uri,
+            "snapshots": snapshots,
+            "succeeded": list(succeeded),
+        }
         emit({**document, "lacking_bytes": nbytes, **state}, place)
         return
     if lacking:
@@ -63,6 +68,11 @@ def mirror(store: str | None, as_json: bool) -> None:
         f"lacks {amount(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
     )
     say(f"{there.uri} {lag}")
+    if succeeded:
+        say(
+            f"{amount(len(succeeded), 'snapshot')} of runs that another store continues there stay "
+            f"here alone: {', '.join(succeeded)}"
+        )
     if status.error:
         say(f"it fails since {moment(status.since)}: {status.error}")
     if running is None and lacking:

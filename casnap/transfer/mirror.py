@@ -37,6 +37,7 @@ from casnap.storage.catalog.mirror_notes import (
     mark_mirrored,
     mirror_place,
     origin_of,
+    restored_from,
     succeeded_in,
     taken_tags,
     unmirrored_in,
@@ -190,7 +191,8 @@ class Mirror:
                 lambda root: list(snapshots_in(self._source.table(root), run))
             )
             own = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
-            self._follows[run] = max([self._seen.get(run, 0), *own])
+            resumed = max(self._seen.get(run, 0), restored_from(place, run))
+            self._follows[run] = max([resumed, *own])
         return taken_tags(place.store, self._follows[run])
 
     def _watch(self) -> None:

@@ -54,10 +54,10 @@ class MirrorStatus:
 
     Attributes:
         uri: The mirror.
-        snapshots: How many snapshots it lacks.
+        snapshots: How many snapshots it lacks, and is to get.
         nbytes: About how many bytes these have added to the mirrored store, as stored.
         active: Whether this process is copying just now.
-        error: Why the last try failed; None if it did not.
+        error: Why the last try failed, or that another store continues a run there; else None.
         since: When it began to fail, in seconds since the epoch.
         refused: Snapshots, by name, that cannot be mirrored until the user acts, and why.
     """

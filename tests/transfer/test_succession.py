@@ -18,6 +18,7 @@ import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import MirrorError
+from tests.support.cli_calls import document, invoke
 from tests.support.copies import mirrored, names
 from tests.support.faults import app_state, assert_holds, memory_folder, start, take, wait
 
@@ -92,6 +93,10 @@ def test_a_node_that_lives_on_is_told_once(
             one.wait_mirrored(60)
     assert one.mirror is not None
     assert two.id in str(one.mirror.status().error)
+    assert document("mirror", tmp_path / "one")["succeeded"] == names(one)
+    shown = invoke("mirror", tmp_path / "one").stdout
+    assert "of runs that another store continues there stay here alone: step_13, step_14" in shown
+    assert two.id in shown
     one.take(app_state(15), "step_15", retention=LAST_TWO)
     assert len(names(one)) <= 3
     assert len(caplog.records) == 1
@@ -137,6 +142,20 @@ def test_of_two_successors_one_continues(tmp_path: Path) -> None:
     with pytest.raises(MirrorError, match="never gets step_3"):
         three.wait_mirrored(60)
     assert names(Store(tmp_path / "there")) == ["step_0", "step_1", "step_2"]
+
+
+def test_a_snapshot_that_was_restored_by_its_path_is_followed(tmp_path: Path) -> None:
+    one = begin(tmp_path, "one")
+    for step in range(3):
+        one.take(app_state(step), f"run/step_{step}")
+    one.wait_mirrored(60)
+    assert_holds(Snapshot(tmp_path / "there/run/step_1"), 1)
+    two = begin(tmp_path, "two")
+    two.take(app_state(102), "run/step_2")
+    two.wait_mirrored(60)
+    there = Store(tmp_path / "there").make()
+    assert names(there) == ["run/step_0", "run/step_1", "run/step_2"]
+    assert_holds(there["run/step_2"], 102)
 
 
 def test_who_did_not_resume_deletes_nothing(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ which life of its run a snapshot belongs to (``docs/decisions/0058-lives-of-a-ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap.errors import DamagedError, MirrorError
+from casnap.errors import DamagedError, MirrorError, StoreError
 from casnap.format.records import INTERNAL, Root, Row
 from casnap.storage.catalog.settings import change_settings
 from casnap.storage.catalog.table import Table, change_table, snapshots_in
@@ -28,6 +29,11 @@ _SUCCEEDED = f"{INTERNAL}succeeded"
 _FROM = f"{INTERNAL}from:"
 _FOLLOWS = f"{INTERNAL}follows:"
 _LIFE = f"{INTERNAL}life:"
+
+
+# By the id of a mirror and the folder of a run there: the newest root when this process restored a
+# copy of that run.
+_restored: dict[tuple[str, str], int] = {}
 
 
 class MirrorPlace(NamedTuple):
@@ -92,6 +98,25 @@ def life_of(row: Row) -> Life | None:
     """Return the life that a copy at a mirror is of; None if no mirror has put it there."""
     began, follows = _pair(row, _LIFE)
     return Life(int(began), follows) if _is_number(began) and follows >= 0 else None
+
+
+def note_restored(objects: Objects, name: str, row: Row) -> None:
+    """Note that this process restored a snapshot, if it is a copy at a mirror."""
+    if life_of(row) is not None:
+        run, seq = (objects.config.store_id, name.rpartition("/")[0]), row.seq
+        with suppress(StoreError):
+            seq = max(objects.recent().seq, seq)
+        _restored[run] = max(seq, _restored.get(run, 0))
+
+
+def restored_from(place: MirrorPlace, run: str) -> int:
+    """Return the root of a mirror that this process restored a run from; 0 for none.
+
+    Args:
+        place: The mirror.
+        run: The folder of the run in the mirrored store.
+    """
+    return _restored.get((place.store, "/".join(p for p in (place.prefix, run) if p)), 0)
 
 
 def copies_in(table: Table, folder: str) -> dict[str, Row]:
