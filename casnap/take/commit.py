@@ -20,6 +20,7 @@ from casnap.runtime.threads import mapped
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
 from casnap.storage.catalog.table import Table, check_free, mark, unmark
 from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.reused_packs import COLLECTED
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
 from casnap.storage.commits.transaction import Transaction
@@ -120,7 +121,8 @@ class TakeCommit:
         """Check that rank 0 sees the files that the other ranks wrote.
 
         Raises:
-            StoreError: It does not: they write to another storage, such as a copy of the store.
+            FencedError: A collector may have deleted them.
+            StoreError: They write to another storage, such as a copy of the store.
         """
         # At a remote place one of each rank says where it writes; all see a put that was answered.
         backend = self.objects.backend
@@ -133,6 +135,8 @@ class TakeCommit:
                 ends[key] = max(ends[key], place.offset + place.stored)
         sizes = mapped(backend.size_if_there, ends, backend.in_flight)
         lacking = [key for key, size in sizes if size is None or size < ends[key]]
+        if lacking and self.objects.newest().fence > others.base:
+            raise FencedError(COLLECTED)
         if lacking:
             raise StoreError(
                 f"{backend.where(lacking[0])}, which another rank has written, is not there, "

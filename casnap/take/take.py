@@ -235,6 +235,8 @@ class _Take:
                     if not comm.resume(e):
                         raise
                     reason = "the disk was full, and there is room now"
+                    # Until all ranks have deleted what they wrote, and are announced no more.
+                    comm.all_gather(b"")
                     if comm.rank == 0:
                         self._options.on_full(e, self._count_bytes)
                 # All ranks start again, or none. The others wait here until rank 0 has made room.

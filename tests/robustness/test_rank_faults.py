@@ -200,6 +200,10 @@ def test_a_failure_behind_reaches_all_who_wait(world: Worlds, tmp_path: Path) ->
 # --- collectors -------------------------------------------------------------------------------
 
 
+GONE = ("gone", "gone before rank 0 looks")
+"""The collector has deleted the packs of all ranks."""
+
+
 def take_while_collected(path: str, folder: str, verb: str, how: str, handed_over: int) -> Seen:
     """Take on ranks 0 to 2; once all is handed over, rank 3 raises the fence past all names.
 
@@ -224,14 +228,16 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
 
     def have_collected(call: Call) -> object:
         yard.leave("handed over")
-        yard.wait("collected" if how == "gone" else "fenced")
+        yard.wait("collected" if how in GONE else "fenced")
         if how == "one gone":
             for key in yard.text("packs").splitlines():
                 Path(path, "casnap-store", key).unlink()
         return call.go()
 
-    if rank == 0:
+    if rank == 0 and how != "gone before rank 0 looks":
         backend.faults.append(Fault(have_collected, "put_if_absent", "roots/*"))
+    if rank == 1 and how == "gone before rank 0 looks":
+        backend.faults.append(Fault(have_collected, "sync"))
     if rank == 1 and how == "one gone":
         backend.faults.append(Fault(own_packs, "sync"))
     handover = casnap.storage.commits.rank_parts
@@ -253,7 +259,7 @@ def collect(yard: Yard, store: Store, backend: FaultyBackend, how: str) -> Seen:
 
     def stand_still(call: Call) -> object:
         yard.leave("fenced")
-        if how != "gone":
+        if how not in GONE:
             for rank in range(3):
                 yard.wait(f"over-{rank}")
         return call.go()
@@ -269,7 +275,7 @@ def collect(yard: Yard, store: Store, backend: FaultyBackend, how: str) -> Seen:
 
 
 @pytest.mark.parametrize("handed_over", [0, 1 << 16])
-@pytest.mark.parametrize("how", ["moved", "gone", "one gone"])
+@pytest.mark.parametrize("how", ["moved", "one gone", *GONE])
 @pytest.mark.parametrize("verb", ["take", "async_take"])
 def test_a_collector_goes_past_what_was_handed_over(
     world: Worlds, tmp_path: Path, verb: str, how: str, handed_over: int
