@@ -50,6 +50,12 @@ ROOM = 4 << 30
 
 
 @pytest.fixture
+def collected_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing collected by itself, for tests that count what collections do."""
+    monkeypatch.setenv("CASNAP_GC", "off")
+
+
+@pytest.fixture
 def unannounced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have collectors see no take under way, as where a file system has no locks."""
     monkeypatch.setattr(LocalBackend, "announced_bases", lambda *_: [])

@@ -48,6 +48,7 @@ def test_no_such_sample(store: Path, sample: float) -> None:
         check(store, sample=sample)
 
 
+@pytest.mark.usefixtures("collected_by_hand")
 def test_a_collector_meanwhile(store: Path) -> None:
     """Files that a collector deletes during the check are no damage."""
 

@@ -29,6 +29,8 @@ from tests.support.faults import (
 )
 from tests.support.garbage import assert_tidy
 
+pytestmark = pytest.mark.usefixtures("collected_by_hand")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

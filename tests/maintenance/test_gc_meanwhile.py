@@ -25,6 +25,8 @@ from tests.support.faults import (
 )
 from tests.support.garbage import assert_tidy, places_of
 
+pytestmark = pytest.mark.usefixtures("collected_by_hand")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

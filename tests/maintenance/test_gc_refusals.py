@@ -29,6 +29,8 @@ from tests.support.faulty import Fault, FaultyBackend, flip, lose_answer
 from tests.support.garbage import assert_tidy, places_of
 from tests.support.written import configure
 
+pytestmark = pytest.mark.usefixtures("collected_by_hand")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -31,6 +31,8 @@ from casnap.storage.chunks.pack import new_id
 from casnap.storage.log.roots import newest_root, put_next_root
 from tests.support.remote import RemoteDouble
 
+pytestmark = pytest.mark.usefixtures("collected_by_hand")
+
 
 def state_of(seed: int) -> dict[str, StateDict]:
     drawn = torch.Generator().manual_seed(seed)

@@ -113,6 +113,7 @@ CHANGES = ["write", "put_if_absent", "delete", "keep_copy", "sync", "tidy"]
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("use", ["take", "delete a snapshot", "gc", "repair"])
+@pytest.mark.usefixtures("collected_by_hand")
 def test_within_a_use(both: Path, path: Path, use: str) -> None:
     """Before each of its calls that change something."""
 

@@ -39,6 +39,7 @@ from tests.support.faults import (
     stop,
     system_faults,
 )
+from tests.support.sweep import sweep
 
 KEEP = Retention(keep_last=2)
 KILLED = -signal.SIGKILL
@@ -211,7 +212,8 @@ def test_struck_beside_all_others(faults: str, mirrored: bool) -> None:
         strike_at(folder, OTHERS, calls, faults, mirrored=mirrored)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.sweep
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EMFILE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 def test_what_fails_in_a_collection_fails_no_take(tmp_path: Path, code: int, lasting: bool) -> None:
     def fail() -> None:
@@ -219,7 +221,7 @@ def test_what_fails_in_a_collection_fails_no_take(tmp_path: Path, code: int, las
 
     path = tmp_path / "run"
     take_some(path, "run", 3)
-    for call in range(0, 60, 6):
+    for call in itertools.takewhile(lambda call: call < 60, sweep(times=2)):
         wait_for_collectors()
         with system_faults(call, fail, FILLING_CALLS, lasting=lasting, counts=works_in_background):
             take_some(path, "run", 3)

@@ -107,6 +107,7 @@ def test_processes_that_take_one_name(tmp_path: Path) -> None:
     assert_store(path, {0, 1})
 
 
+@pytest.mark.usefixtures("collected_by_hand")
 def test_processes_that_overwrite_one_name(tmp_path: Path) -> None:
     path = tmp_path / "store"
 
@@ -247,6 +248,7 @@ def test_threads_that_take_one_name(tmp_path: Path) -> None:
     assert_store(store.uri, {1})
 
 
+@pytest.mark.usefixtures("collected_by_hand")
 def test_a_failed_take_does_not_disturb_others(tmp_path: Path) -> None:
     """A thread that fails gives all back: its packs, its memory, its turn."""
     store = Store(tmp_path / "store", chunk_size=CHUNK)

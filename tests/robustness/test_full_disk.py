@@ -147,6 +147,7 @@ def assert_whole(path: Path) -> None:
         assert torch.equal(store[name].read_object("s/x"), large(step)["s"]["x"])
 
 
+@pytest.mark.usefixtures("collected_by_hand")
 def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
     """What it takes: four pages for a delete; three more to collect, and three to copy."""
     with tmpfs(tmp_path / "disk", "4m") as disk:
@@ -250,6 +251,7 @@ def littered() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("pages", [0, 1, 2, 4, 8, 16, 32])
+@pytest.mark.usefixtures("collected_by_hand")
 def test_a_full_disk_under_the_cache(
     littered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:

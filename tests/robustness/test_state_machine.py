@@ -472,6 +472,7 @@ def _close_caches(below: Path) -> None:
 MANY = settings.default.max_examples if settings.default else 50
 
 
+@pytest.mark.usefixtures("collected_by_hand")
 class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
     """A few examples; many under ``HYPOTHESIS_PROFILE=soak``."""
 
@@ -480,6 +481,7 @@ class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("collected_by_hand")
 class TestStoreForLong(StoreMachine.TestCase):  # type: ignore[misc]
     """More examples, and longer ones."""
 

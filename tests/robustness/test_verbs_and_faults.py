@@ -76,7 +76,7 @@ from tests.support.faulty import flip as flip_in_transit
 from tests.support.sweep import spread
 from tests.support.unavailable import EXHAUSTED
 
-pytestmark = pytest.mark.sweep
+pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("collected_by_hand")]
 
 # --- verbs ------------------------------------------------------------------------------------
 

@@ -464,6 +464,7 @@ def paths_below(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("mode", [0o775, 0o700, 0o2770, 0o755])
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o000])
+@pytest.mark.usefixtures("collected_by_hand")
 def test_modes_and_group_follow_the_folder_of_the_store(
     tmp_path: Path, mode: int, umask: int
 ) -> None:
