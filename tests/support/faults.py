@@ -28,6 +28,7 @@ from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
 from casnap.runtime.buffers import SLOTS, shared_pool
 from casnap.storage.chunks.objects import Objects
+from casnap.take import staging
 
 CHUNK = 64 << 10
 KEY = "state"
@@ -142,9 +143,10 @@ def untouched(folder: Path) -> Iterator[None]:
 
 
 def assert_given_back() -> None:
-    """Check that no call holds memory of the pool, and that no thread of casnap works on."""
-    pool = shared_pool(CHUNK + (64 << 10))
-    assert len(pool._free) == pool._made <= SLOTS
+    """Check that no call holds memory of a pool, and that no thread of casnap works on."""
+    for pool in (shared_pool(CHUNK + (64 << 10)), staging._kept):
+        assert len(pool._free) == pool._made
+        assert pool is staging._kept or pool._made <= SLOTS
     # Python never forgets a thread whose start was interrupted.
     # A daemon serves the connections of the whole process.
     left = [t for t in threading.enumerate() if t.name.startswith("casnap") and not t.daemon]
