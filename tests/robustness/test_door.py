@@ -260,6 +260,7 @@ PLACES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("put", [pipe, listening, zeros, sparse])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_no_file_or_endless(path: Path, place: str, put: Callable[[Path], None]) -> None:
