@@ -21,7 +21,9 @@ LARGE = 3_000_000
 
 
 def numbers() -> torch.Tensor:
-    return torch.arange(float(LARGE))
+    """Return numbers that zstd makes smaller, but not so small that one thread reads them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(LARGE, generator=generator).bfloat16().float()
 
 
 def taken(store: Store) -> None:
