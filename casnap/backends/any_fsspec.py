@@ -20,7 +20,6 @@ from fsspec.spec import AbstractFileSystem
 from casnap.backends.client import (
     BehindItsEndError,
     Client,
-    ObjectStat,
     Page,
     Sink,
     Source,
@@ -123,30 +122,30 @@ class FsspecClient(Client):
             raise
 
     @override
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
         if run is None:
-            sink.expect((await self.look(key)).size or 0)
+            sink.expect(await self.size(key))
             content = await self._do(key, self._fs.cat_file, self._path(key))
             sink.take(content)
-            return ObjectStat(len(content))
+            return len(content)
         start, stop = run
         read = partial(self._fs.cat_file, start=start, end=stop)
         try:
             content = await self._do(key, read, self._path(key))
         except BehindItsEndError:
-            return ObjectStat(start)
+            return start
         if len(content) > stop - start:
             raise BackendError(f"{self._uri}/{key}: this file system cannot read a part of a file")
         sink.take(content)
         # Only a run that is cut off tells how long the object is.
-        return ObjectStat(start + len(content) if len(content) < stop - start else None)
+        return start + len(content) if len(content) < stop - start else None
 
     @override
-    async def look(self, key: str) -> ObjectStat:
+    async def size(self, key: str) -> int:
         info = await self._do(key, self._fs.info, self._path(key))
         if info["type"] != "file":
             raise FileNotFoundError(f"{self._uri}/{key}")
-        return ObjectStat(int(info["size"]))
+        return int(info["size"])
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -183,11 +182,10 @@ class FsspecClient(Client):
             self._may_lack_container = False
 
     @override
-    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
+    async def copy(self, key: str, to: str) -> None:
         # By way of this host: what copies on its own may copy in parts, or later.
         content = await self._do(key, self._fs.cat_file, self._path(key))
         await self._do(to, self._put, self._path(to), content)
-        return ObjectStat(len(content))
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:

@@ -73,27 +73,27 @@ async def receive(
         run: What was asked for; None for the whole object.
         sink: Takes the body.
     """
-    told = answer.headers.get("content-range", "")
-    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", told)
-    if (told and not ranged) or not (ranged or "content-length" in answer.headers):
-        raise TransientError(f"the answer does not tell how long the object is ({told})")
+    content_range = answer.headers.get("content-range", "")
+    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", content_range)
+    if (content_range and not ranged) or not (ranged or "content-length" in answer.headers):
+        raise TransientError(f"the answer does not tell how long the object is ({content_range})")
     size = int(ranged[2] if ranged else answer.headers["content-length"])
     sink.expect(size)
-    first, end = (0, size) if run is None else run
+    start, end = (0, size) if run is None else run
     # A server may send the whole object instead of the run.
     position = int(ranged[1]) if ranged else 0
-    if position > first:
-        raise TransientError(f"the answer begins at byte {position}, not at {first}")
+    if position > start:
+        raise TransientError(f"the answer begins at byte {position}, not at {start}")
     end = min(end, size)
-    is_whole = position == first and answer.headers.get("content-length") == str(end - first)
+    is_whole = position == start and answer.headers.get("content-length") == str(end - start)
     if is_whole and "content-encoding" not in answer.headers:
-        await _receive_straight(answer, end - first, sink)
+        await _receive_straight(answer, end - start, sink)
         position += sink.nbytes
     while position < end:
         data = await read(_PIECE)
         if not data:
             raise TransientError(f"the body broke off at byte {position}")
-        begin = max(0, first - position)
+        begin = max(0, start - position)
         piece = data[begin : end - position] if begin or position + len(data) > end else data
         if piece:
             sink.take(piece)

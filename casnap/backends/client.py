@@ -89,21 +89,6 @@ class Sink(Transfer):
 
 
 @dataclass(frozen=True)
-class ObjectStat:
-    """What an answer tells of an object.
-
-    Attributes:
-        size: Its length in bytes; None if the answer does not tell.
-        tag: Its ETag; equal tags mean equal bytes. Empty if the answer does not tell.
-        kept: What a copy has to be given so that it is stored like this object.
-    """
-
-    size: int | None
-    tag: str = ""
-    kept: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Page:
     """A part of a listing.
 
@@ -144,11 +129,6 @@ class Page:
         return cls(sizes, [folder[skip:-1] for folder in folders], after, times)
 
 
-def kept_of(properties: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return what a copy has to be given, of what a server tells of its source."""
-    return {name: properties[name] for name in names if properties.get(name)}
-
-
 class Client(ABC):
     """Makes single requests for objects below one URI. Each call runs on the event loop.
 
@@ -180,24 +160,27 @@ class Client(ABC):
         """
 
     @abstractmethod
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
         """Get an object, or a run of it: where that begins and ends.
 
-        A run may end, or even begin, behind the object. If it begins there, ``size`` is where it
-        begins, and ``sink`` gets nothing.
+        A run may end, or even begin, behind the object. If it begins there, ``sink`` gets nothing.
+
+        Returns:
+            The length of the whole object in bytes; of a run that begins behind it, where that
+            begins; None if the answer does not tell.
         """
 
     @abstractmethod
-    async def look(self, key: str) -> ObjectStat:
-        """Look at an object."""
+    async def size(self, key: str) -> int:
+        """Return the length of an object in bytes."""
 
     @abstractmethod
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
         """List a page of the objects whose keys begin so; if not deep, one level of them."""
 
     @abstractmethod
-    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
-        """Copy an object on the server, stored as it is."""
+    async def copy(self, key: str, to: str) -> None:
+        """Copy an object on the server."""
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:

@@ -29,7 +29,7 @@ _AT_FDCWD = -100
 _NO_SYMLINKS = 0x04
 
 
-class _How(ctypes.Structure):
+class _OpenHow(ctypes.Structure):
     """The ``open_how`` of ``openat2``."""
 
     _fields_ = (
@@ -51,25 +51,25 @@ _syscall.argtypes = (
     ctypes.c_long,
     ctypes.c_long,
     ctypes.c_char_p,
-    ctypes.POINTER(_How),
+    ctypes.POINTER(_OpenHow),
     ctypes.c_size_t,
 )
 _syscall.restype = ctypes.c_long
 
 
-def _open(path: str, flags: int, above: OpenFolder | None = None) -> int:
+def _open(path: str, flags: int, base: OpenFolder | None = None) -> int:
     """Open a file or folder by its real path.
 
     Args:
         path: Its path.
         flags: How to open it.
-        above: An open folder of that path, to begin there. It may have been moved since.
+        base: An open folder of that path, to begin there. It may have been moved since.
 
     Raises:
         BackendError: A part of the path is a link.
         OSError: It cannot be opened.
     """
-    at, way = (_AT_FDCWD, path) if above is None else (above.fd, path[len(above.path) + 1 :] or ".")
+    at, way = (_AT_FDCWD, path) if base is None else (base.fd, path[len(base.path) + 1 :] or ".")
     try:
         return _open_at_once(way, flags, at) if has_openat2() else _walk(way, flags, at)
     except OSError as e:
@@ -79,8 +79,8 @@ def _open(path: str, flags: int, above: OpenFolder | None = None) -> int:
 
 
 @cache
-def _how(flags: int) -> _How:
-    return _How(flags, 0, _NO_SYMLINKS)
+def _open_how(flags: int) -> _OpenHow:
+    return _OpenHow(flags, 0, _NO_SYMLINKS)
 
 
 def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> int:
@@ -88,7 +88,7 @@ def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> int:
     if b"\0" in raw:
         raise ValueError("embedded null byte")
     while True:
-        fd: int = _syscall(_OPENAT2, at, raw, _how(flags), ctypes.sizeof(_How))
+        fd: int = _syscall(_OPENAT2, at, raw, _open_how(flags), ctypes.sizeof(_OpenHow))
         if fd >= 0:
             return fd
         number = ctypes.get_errno()
@@ -107,16 +107,16 @@ def has_openat2() -> bool:
 
 
 def _walk(path: str, flags: int, at: int) -> int:
-    *folders, last = path.strip("/").split("/")
-    here = os.open("/", _FOLDER) if at == _AT_FDCWD else os.dup(at)
+    *folders, name = path.strip("/").split("/")
+    folder = os.open("/", _FOLDER) if at == _AT_FDCWD else os.dup(at)
     try:
-        for name in folders:
-            below = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
-            os.close(here)
-            here = below
-        fd = os.open(last or ".", flags | os.O_NOFOLLOW, dir_fd=here)
+        for each in folders:
+            child = os.open(each, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = child
+        fd = os.open(name or ".", flags | os.O_NOFOLLOW, dir_fd=folder)
     finally:
-        os.close(here)
+        os.close(folder)
     if flags & os.O_PATH and stat.S_ISLNK(os.fstat(fd).st_mode):
         # Such a handle may be one of a link itself.
         os.close(fd)
@@ -144,31 +144,25 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
         BackendError: It is something else, or reached through a link.
         OSError: It cannot be opened.
     """
+    fd = _open(path, os.O_RDONLY | _FILE)
     try:
-        fd = _open(path, os.O_RDONLY | _FILE)
-    except BlockingIOError:
-        # A lease of another process: it is asked to give it up, which takes a while.
-        with _held(path) as file:
-            check_regular(os.fstat(file), path)
-            fd = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        found = os.fstat(fd)
-        check_regular(found, path)
+        info = os.fstat(fd)
+        check_regular(info, path)
     except BaseException:
         os.close(fd)
         raise
-    return fd, found
+    return fd, info
 
 
-def check_regular(found: os.stat_result, path: str) -> None:
+def check_regular(info: os.stat_result, path: str) -> None:
     """Check that what was found at a path is a regular file.
 
     Raises:
         BackendError: It is not.
     """
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(info.st_mode):
         raise BackendError(f"{path} is a folder, not a file")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(info.st_mode):
         raise BackendError(f"{path} is a pipe, a link or a device, not a file")
 
 
@@ -179,40 +173,35 @@ def stat_at(path: str) -> os.stat_result:
         BackendError: It is reached through a link, or is one.
         OSError: It is not there, or cannot be looked at.
     """
-    with _held(path) as fd:
-        return os.fstat(fd)
-
-
-@contextmanager
-def _held(path: str) -> Iterator[int]:
-    """Hold what is at a path for a ``with`` block, without opening it."""
     fd = _open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        yield fd
+        return os.fstat(fd)
     finally:
         os.close(fd)
 
 
-def open_folder(folder: str, *, listed: bool = False, above: OpenFolder | None = None) -> int:
+def open_folder(folder: str, *, listed: bool = False, base: OpenFolder | None = None) -> int:
     """Open a folder, to reach names in it by ``dir_fd``.
 
     Args:
         folder: Its real path.
         listed: Whether it is also to be listed, synced or changed itself. That takes the right to
             read it.
-        above: An open folder above it, to begin there.
+        base: An open folder above it, to begin there.
 
     Raises:
         BackendError: A part of the path is a link.
         OSError: It cannot be opened.
     """
-    return _open(folder, _LISTED if listed else _FOLDER, above)
+    return _open(folder, _LISTED if listed else _FOLDER, base)
 
 
 @contextmanager
-def opened(folder: str, *, listed: bool = False, above: OpenFolder | None = None) -> Iterator[int]:
+def folder_at(
+    folder: str, *, listed: bool = False, base: OpenFolder | None = None
+) -> Iterator[int]:
     """Open a folder for a ``with`` block; as :func:`open_folder`."""
-    fd = open_folder(folder, listed=listed, above=above)
+    fd = open_folder(folder, listed=listed, base=base)
     try:
         yield fd
     finally:
@@ -220,14 +209,14 @@ def opened(folder: str, *, listed: bool = False, above: OpenFolder | None = None
 
 
 @contextmanager
-def opened_above(path: str, above: OpenFolder | None = None) -> Iterator[tuple[int, str]]:
+def parent_of(path: str, base: OpenFolder | None = None) -> Iterator[tuple[int, str]]:
     """Open the folder of a name for a ``with`` block; as :func:`open_folder`.
 
     Returns:
         The folder, and the name in it.
     """
     folder, _, name = path.rpartition("/")
-    with opened(folder or "/", above=above) as fd:
+    with folder_at(folder or "/", base=base) as fd:
         yield fd, name
 
 
@@ -237,10 +226,10 @@ def create_file(name: str, folder: int, mode: int) -> int:
     return os.open(name, flags, mode, dir_fd=folder)
 
 
-def unlink(path: str, above: OpenFolder | None = None) -> None:
+def unlink(path: str, base: OpenFolder | None = None) -> None:
     """Remove a name that is no folder, if it is there."""
     try:
-        with opened_above(path, above) as (folder, name):
+        with parent_of(path, base) as (folder, name):
             os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         return

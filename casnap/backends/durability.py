@@ -6,7 +6,7 @@ import os
 import threading
 
 from casnap.backends.base import translated
-from casnap.backends.door import create_file, opened
+from casnap.backends.door import create_file, folder_at
 from casnap.runtime.threads import mapped
 
 # How many folders are synced at once.
@@ -51,7 +51,7 @@ def sync_folder(folder: str) -> None:
     After a failed sync the system may take the folder for written. The next sync then succeeds,
     and proves nothing, unless the folder has changed.
     """
-    with translated(folder), opened(folder, listed=True) as fd:
+    with translated(folder), folder_at(folder, listed=True) as fd:
         change = f".casnap-{os.urandom(12).hex()}" if folder in doubtful else ""
         if change:
             os.close(create_file(change, fd, 0o600))

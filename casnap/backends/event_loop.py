@@ -18,8 +18,6 @@ from casnap.runtime.typing import override
 
 T = TypeVar("T")
 _Close: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-# Between two looks for an interrupt, in seconds.
-_SLICE = 0.5
 # How long the end of the process waits for connections to close, in seconds.
 _CLOSING = 1.0
 
@@ -75,37 +73,27 @@ class EventLoop:
         """
         try:
             loop = self._running()
-            _check_outside(loop)
         except UnavailableError:
             work.close()
             raise
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
-        cancelled: list[bool] = []
 
         def start() -> None:
             tasks.append(loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
 
-        def cancel() -> None:
-            if not cancelled:
-                cancelled.append(True)
-                tasks[0].cancel()
-
         loop.call_soon_threadsafe(start)
         try:
             if meanwhile is not None:
                 meanwhile()
-            _wait(ended)
+            ended.wait()
         except BaseException:
-            # Nor does a second interrupt leave earlier, whenever it comes.
-            while True:
-                try:
-                    loop.call_soon_threadsafe(cancel)
-                    _wait(ended)
-                    break
-                except BaseException:  # noqa: BLE001 - the first one is raised
-                    continue
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            while not ended.is_set():
+                # Nor does a second interrupt leave earlier.
+                with suppress(KeyboardInterrupt):
+                    ended.wait()
             if not tasks[0].cancelled():
                 tasks[0].exception()
             raise
@@ -133,18 +121,6 @@ class EventLoop:
                 return
         with suppress(Exception):
             closing.result(_CLOSING)
-
-
-def _check_outside(loop: asyncio.AbstractEventLoop) -> None:
-    """Check that the loop would not wait for itself, as if no thread could do that for it."""
-    with suppress(RuntimeError):
-        if asyncio.get_running_loop() is loop:
-            raise UnavailableError(NO_THREADS, reason="exhausted")
-
-
-def _wait(ended: threading.Event) -> None:
-    while not ended.wait(_SLICE):
-        pass
 
 
 class _Threads(ThreadPoolExecutor):

@@ -26,12 +26,10 @@ from casnap.backends.bucket_rules import gcs_warnings
 from casnap.backends.client import (
     BehindItsEndError,
     Client,
-    ObjectStat,
     Page,
     Sink,
     Source,
     TransientError,
-    kept_of,
     tls_problem,
     valid_options,
     without_secrets,
@@ -49,8 +47,6 @@ _CONNECTING = (
     # Older versions have no error of its own for this.
     getattr(aiohttp, "ConnectionTimeoutError", aiohttp.ServerTimeoutError),
 )
-# What a copy is given of its source.
-_KEPT = ("storageClass", "contentType", "kmsKeyName")
 
 
 class GcsClient(Client):
@@ -218,10 +214,10 @@ class GcsClient(Client):
         return ""
 
     @override
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
         asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
-            size = await self._ask(
+            size: int = await self._ask(
                 "GET",
                 self._object(key),
                 f"{self._uri}/{key}",
@@ -232,16 +228,15 @@ class GcsClient(Client):
             )
         except BehindItsEndError:
             assert run is not None
-            return ObjectStat(run[0])
-        return ObjectStat(size)
+            return run[0]
+        return size
 
     @override
-    async def look(self, key: str) -> ObjectStat:
-        fields = ",".join(("size", "md5Hash", *_KEPT))
+    async def size(self, key: str) -> int:
         reply = await self._ask(
-            "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": fields}
+            "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": "size"}
         )
-        return ObjectStat(int(reply["size"]), reply.get("md5Hash") or "", kept_of(reply, _KEPT))
+        return int(reply["size"])
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -260,26 +255,13 @@ class GcsClient(Client):
         return Page.of(objects, reply.get("prefixes", ()), after, self._prefix)
 
     @override
-    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
-        kept = dict(source.kept)
-        # Without the version of the key, which is the newest in a copy.
-        kms = kept.pop("kmsKeyName", "").partition("/cryptoKeyVersions/")[0]
-        parameters = {"destinationKmsKeyName": kms} if kms else {}
+    async def copy(self, key: str, to: str) -> None:
         path = f"{self._object(key)}/rewriteTo{self._object(to).removeprefix('/storage/v1')}"
-        while True:
-            reply = await self._ask(
-                "POST",
-                path,
-                f"{self._uri}/{key}",
-                headers={"Content-Type": "application/json"},
-                parameters=parameters,
-                body=json.dumps(kept).encode(),
-            )
-            if reply["done"]:
-                made = reply["resource"]
-                return ObjectStat(int(made["size"]), made.get("md5Hash") or "")
+        reply = await self._ask("POST", path, f"{self._uri}/{key}")
+        while not reply["done"]:
             # Between some classes it takes several requests.
-            parameters = {**parameters, "rewriteToken": reply["rewriteToken"]}
+            parameters = {"rewriteToken": reply["rewriteToken"]}
+            reply = await self._ask("POST", path, f"{self._uri}/{key}", parameters=parameters)
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
@@ -317,8 +299,8 @@ class GcsClient(Client):
             status = re.search(r"HTTP/[\d.]+ (\d+)", part)
             if status is None:
                 continue
-            named = re.search(r"response-<?(\d+)", part)
-            key = keys[int(named[1]) if named else i]
+            part_id = re.search(r"response-<?(\d+)", part)
+            key = keys[int(part_id[1]) if part_id else i]
             del errors[key]
             refusal = StatusError(int(status[1]), part[status.end() :])
             if refusal.status < 300:

@@ -54,16 +54,16 @@ def _has_defaults() -> bool:
 def _answers(host: str, port: int) -> bool:
     """Whether that is a metadata server. One that is only just starting may refuse at first."""
     until = time.monotonic() + _PATIENCE
-    while (left := until - time.monotonic()) > 0:
-        asked = HTTPConnection(host, port, timeout=left)
+    while (seconds := until - time.monotonic()) > 0:
+        connection = HTTPConnection(host, port, timeout=seconds)
         try:
-            asked.request("GET", "/", headers=_FLAVOR)
-            answer = asked.getresponse()
+            connection.request("GET", "/", headers=_FLAVOR)
+            answer = connection.getresponse()
         except (OSError, HTTPException):
-            time.sleep(min(_BETWEEN, left))
+            time.sleep(min(_BETWEEN, seconds))
         else:
             # Where there is none, a proxy may answer.
             return all(answer.getheader(name) == value for name, value in _FLAVOR.items())
         finally:
-            asked.close()
+            connection.close()
     return False

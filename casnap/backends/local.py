@@ -28,10 +28,10 @@ from casnap.backends.door import (
     OpenFolder,
     check_regular,
     create_file,
+    folder_at,
     open_file,
     open_folder,
-    opened,
-    opened_above,
+    parent_of,
     stat_at,
     unlink,
 )
@@ -45,7 +45,7 @@ from casnap.runtime.typing import override
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
-_DIRECT_WRITE_BYTES = 1 << 20
+_DIRECT_WRITE_BYTES = 256 << 10
 _ATTEMPTS = 3
 # Errors of a folder that is not there for this user.
 _UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
@@ -104,14 +104,14 @@ class LocalBackend(Backend):
     def make(self) -> None:
         """Make the folder itself, and those above it that are missing."""
         with translated(self.uri):
-            missing = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
+            new_folders = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except FileNotFoundError as e:
                 # Below /proc, say.
                 raise BackendError(f"no folder can be made at {self.uri}; choose another") from e
         for folder in (self.folder, *self.folder.parents):
-            if folder in missing or str(folder.parent) in doubtful:
+            if folder in new_folders or str(folder.parent) in doubtful:
                 self._new.add(str(folder))
         is_new = self.size_if_there(CONFIG_KEY) is None and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
@@ -124,7 +124,7 @@ class LocalBackend(Backend):
         Raises:
             BackendError: It climbs out of the folder.
         """
-        return _below(self._base, key) if key else self._base
+        return _path_in(self._base, key) if key else self._base
 
     @override
     def where(self, key: str) -> str:
@@ -172,9 +172,9 @@ class LocalBackend(Backend):
         Raises:
             StoreError: It is the folder of another store than that which uses this.
         """
-        with self._opened_or_made(self._base) if make else opened(self._base) as fd:
+        with self._opened_or_made(self._base) if make else folder_at(self._base) as fd:
             if self._check is not None and _record_in(fd) != self._record:
-                self._look_whose(fd, self._check)
+                self._check_record(fd, self._check)
             yield OpenFolder(fd, self._base)
 
     def _check_place(self) -> None:
@@ -183,15 +183,13 @@ class LocalBackend(Backend):
             with self._opened_base(make=False):
                 pass
 
-    def _look_whose(self, folder: int, check: Callable[[Backend], None]) -> None:
-        for _ in range(_ATTEMPTS):
-            found = _record_in(folder)
-            check(self)
-            with opened(self._base) as there:
-                if found == _record_in(folder) == _record_in(there):
-                    self._record = found
-                    return
-        raise BackendError(f"{self.uri} is moved again and again; try again when it rests")
+    def _check_record(self, folder: int, check: Callable[[Backend], None]) -> None:
+        record = _record_in(folder)
+        check(self)
+        with folder_at(self._base) as at_path:
+            if not record == _record_in(folder) == _record_in(at_path):
+                raise BackendError(f"{self.uri} was moved just now; try again")
+        self._record = record
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -210,7 +208,7 @@ class LocalBackend(Backend):
         with (
             translated(target),
             self._opened_base(make=False) as base,
-            opened_above(path, base) as (source, name),
+            parent_of(path, base) as (source, name),
         ):
             check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), path)
             with self._entered_above(target, base) as folder:
@@ -225,8 +223,8 @@ class LocalBackend(Backend):
                     return self._try_to_link(target, content)
                 except FileNotFoundError as e:
                     # Did a collector delete it, which could not see our lock?
-                    gone = e
-            raise BackendError(f"{target}: its folder vanished") from gone
+                    cause = e
+            raise BackendError(f"{target}: its folder vanished") from cause
 
     def _try_to_link(self, target: str, content: memoryview | bytes) -> bool:
         with (
@@ -250,15 +248,15 @@ class LocalBackend(Backend):
     @contextmanager
     def _entered_above(self, target: str, base: OpenFolder) -> Iterator[int]:
         """Open the folder of a new name. It becomes durable even if another process has made it."""
-        above = target.rpartition("/")[0]
-        with self._opened_or_made(above, base) as folder:
+        parent = target.rpartition("/")[0]
+        with self._opened_or_made(parent, base) as folder:
             # Note the name before it is made, so that a failure in between does not lose it.
             self._new.add(target)
             with self._lock:
-                if above not in self._entered:
-                    self._entered.add(above)
+                if parent not in self._entered:
+                    self._entered.add(parent)
                     store = self._identity_if_whole()
-                    for place in self._up_to_store(above):
+                    for place in self._up_to_store(parent):
                         if (store, place) not in _durable:
                             self._new.add(place)
                             if store:
@@ -293,13 +291,13 @@ class LocalBackend(Backend):
             durable: Whether a new one is to be made durable.
         """
         try:
-            folder = open_folder(path, above=base)
+            folder = open_folder(path, base=base)
         except FileNotFoundError:
             # Nothing is made anew of a store that was removed while it is open.
             if path == self.uri or (path == self._base and self._is_there):
                 raise
             self._make_folder(path, base, durable=durable)
-            folder = open_folder(path, above=base)
+            folder = open_folder(path, base=base)
         try:
             self._is_there |= base is not None or path == self._base
             yield folder
@@ -307,8 +305,8 @@ class LocalBackend(Backend):
             os.close(folder)
 
     def _make_folder(self, path: str, base: OpenFolder | None, *, durable: bool) -> None:
-        above, _, name = path.rpartition("/")
-        with self._opened_or_made(above, base, durable=durable) as folder:
+        parent, _, name = path.rpartition("/")
+        with self._opened_or_made(parent, base, durable=durable) as folder:
             like = self._model(base)
             mode = stat.S_IMODE(like.st_mode)
             # A store in a folder like /tmp is not meant for all who may write there.
@@ -318,14 +316,14 @@ class LocalBackend(Backend):
             except FileExistsError:
                 return
         if not is_open and (_is_shared(like) or like.st_gid != os.getegid()):
-            with opened(path, above=base) as made:
+            with folder_at(path, base=base) as fd:
                 # The umask may have taken the right to open it otherwise.
-                handle = f"/proc/self/fd/{made}"
+                handle = f"/proc/self/fd/{fd}"
                 if _is_shared(like):
                     os.chmod(handle, mode)
                 _follow_group(handle, like.st_gid)
         if base is None and path != self._base:
-            with suppress(OSError), opened_above(path) as (folder, name):
+            with suppress(OSError), parent_of(path) as (folder, name):
                 os.setxattr(f"/proc/self/fd/{folder}/{name}", _MADE, b"1", follow_symlinks=False)
         if durable:
             self._new.add(path)
@@ -364,14 +362,14 @@ class LocalBackend(Backend):
         for key in keys:
             self._new.add(self._path(key))
         with self._lock:
-            noted = self._noted.copy()
+            folders = self._noted.copy()
         try:
             self._new.sync()
         except FileNotFoundError as e:
             raise BackendError(f"{e.filename or self.uri} is gone, or was moved") from e
-        _durable.update(noted)
+        _durable.update(folders)
         with self._lock:
-            self._noted -= noted
+            self._noted -= folders
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
@@ -379,14 +377,14 @@ class LocalBackend(Backend):
 
     def _read_path(self, path: str, most: int) -> bytes:
         with translated(path):
-            fd, found = open_file(path)
+            fd, info = open_file(path)
             try:
-                check_length(path, found.st_size, most)
-                content = _read_all(fd, found.st_size)
+                check_length(path, info.st_size, most)
+                content = _read_all(fd, info.st_size)
             finally:
                 os.close(fd)
         if path == self._record_path:
-            self._read_record = _inode(found)
+            self._read_record = _inode(info)
         return content
 
     @override
@@ -401,7 +399,7 @@ class LocalBackend(Backend):
         try:
             for offset, target in targets:
                 with translated(path):
-                    n = _read(fd, target, offset)
+                    n = _read_run(fd, target, offset)
                 yield n
         finally:
             os.close(fd)
@@ -422,16 +420,16 @@ class LocalBackend(Backend):
     def size(self, key: str) -> int:
         path = self._path(key)
         with translated(path):
-            found = stat_at(path)
-            check_regular(found, path)
-        return found.st_size
+            info = stat_at(path)
+            check_regular(info, path)
+        return info.st_size
 
     @override
     def names(self, folder: str) -> list[str]:
         path = self._path(folder)
         with translated(path):
             try:
-                with opened(path, listed=True) as fd:
+                with folder_at(path, listed=True) as fd:
                     return os.listdir(fd)
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -460,7 +458,7 @@ class LocalBackend(Backend):
         with (
             translated(path),
             self._opened_base(make=False) as base,
-            opened(path, listed=True, above=base) as folder,
+            folder_at(path, listed=True, base=base) as folder,
         ):
             yield folder
 
@@ -520,32 +518,32 @@ class LocalBackend(Backend):
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         folders = [folder]
         while folders:
-            above = folders.pop()
-            path = self._path(above)
+            parent = folders.pop()
+            path = self._path(parent)
             with translated(path):
                 try:
-                    with opened(path, listed=True) as fd, os.scandir(fd) as entries:
+                    with folder_at(path, listed=True) as fd, os.scandir(fd) as entries:
                         for entry in entries:
-                            key = f"{above}/{entry.name}" if above else entry.name
+                            key = f"{parent}/{entry.name}" if parent else entry.name
                             if entry.is_dir(follow_symlinks=False):
                                 folders.append(key)
                             elif entry.is_file(follow_symlinks=False):
                                 with suppress(FileNotFoundError):
-                                    found[key] = entry.stat(follow_symlinks=False).st_size
+                                    sizes[key] = entry.stat(follow_symlinks=False).st_size
                 except (FileNotFoundError, NotADirectoryError):
                     continue
                 except OSError as e:
                     # Who may write could put folders below that nobody else can list.
-                    if above == folder or e.errno not in _UNLISTED:
+                    if parent == folder or e.errno not in _UNLISTED:
                         raise
-        return found
+        return sizes
 
     @override
     def mark(self, key: str, content: bytes) -> None:
-        path = _below(self.uri, key)
+        path = _path_in(self.uri, key)
         with translated(path):
             self._check_place()
             for _ in range(_ATTEMPTS):
@@ -558,7 +556,7 @@ class LocalBackend(Backend):
 
     @override
     def read_marker(self, key: str) -> bytes:
-        return self._read_path(_below(self.uri, key), MAX_MARKER_BYTES)
+        return self._read_path(_path_in(self.uri, key), MAX_MARKER_BYTES)
 
     @override
     def unmark(
@@ -577,11 +575,11 @@ class LocalBackend(Backend):
         return errors
 
     def _unmark(self, key: str, is_stale: Callable[[bytes], bool]) -> None:
-        path = _below(self.uri, key)
+        path = _path_in(self.uri, key)
         with translated(path), suppress(FileNotFoundError):
             if not is_stale(self.read_marker(key)):
                 return
-            with opened_above(path) as (folder, name):
+            with parent_of(path) as (folder, name):
                 aside = f".{name}.{os.urandom(12).hex()}"
                 os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
                 was_stale = False
@@ -592,13 +590,13 @@ class LocalBackend(Backend):
                     if not was_stale:
                         _put_back(aside, name, folder)
                     _unlink_at(aside, folder)
-            own = path.rpartition("/")[0]
+            marked_folder = path.rpartition("/")[0]
             if was_stale:
-                _remove_notices(own)
-            for place in self._up_to_store(own):
-                with opened_above(place) as (folder, name):
+                _remove_notices(marked_folder)
+            for place in self._up_to_store(marked_folder):
+                with parent_of(place) as (folder, name):
                     try:
-                        if place != own:
+                        if place != marked_folder:
                             at = f"/proc/self/fd/{folder}/{name}"
                             os.getxattr(at, _MADE, follow_symlinks=False)
                         os.rmdir(name, dir_fd=folder)
@@ -620,9 +618,9 @@ class LocalBackend(Backend):
         Raises:
             FileExistsError: Another process does so too.
         """
-        above, _, name = path.rpartition("/")
+        parent, _, name = path.rpartition("/")
         # Not synced, since deleting the snapshot removes these folders too.
-        with self._opened_or_made(above, base, durable=False) as folder:
+        with self._opened_or_made(parent, base, durable=False) as folder:
             # Do not write into an existing file: it may be another user's.
             _unlink_at(name, folder)
             fd = self._create(name, folder, self._model(base))
@@ -632,9 +630,9 @@ class LocalBackend(Backend):
                 os.close(fd)
 
 
-def _inode(found: os.stat_result) -> _Inode:
+def _inode(file: os.stat_result) -> _Inode:
     """Return what tells a file from others, also from an earlier one of the same number."""
-    return found.st_dev, found.st_ino, found.st_ctime_ns
+    return file.st_dev, file.st_ino, file.st_ctime_ns
 
 
 def _record_in(folder: int) -> _Inode | None:
@@ -645,7 +643,7 @@ def _record_in(folder: int) -> _Inode | None:
         return None
 
 
-def _below(folder: str, key: str) -> str:
+def _path_in(folder: str, key: str) -> str:
     """Return the path of a key in a folder.
 
     Raises:
@@ -692,7 +690,7 @@ def _put_back(aside: str, name: str, folder: int) -> None:
 def _remove_notices(path: str) -> None:
     """Remove what stands beside a marker for the readers of other libraries."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with opened(path, listed=True) as folder:
+    with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
             try:
                 fd = os.open(name, flags, dir_fd=folder)
@@ -719,17 +717,17 @@ def _unlink_abandoned(name: str, folder: int, min_age: float) -> int:
     except OSError:
         return 0
     try:
-        found = os.fstat(fd)
+        info = os.fstat(fd)
         # A time in the future says nothing; then only the lock counts.
-        is_young = 0 <= time.time() - found.st_mtime < min_age
-        if not stat.S_ISREG(found.st_mode) or is_young or _lock(fd) is False:
+        is_young = 0 <= time.time() - info.st_mtime < min_age
+        if not stat.S_ISREG(info.st_mode) or is_young or _lock(fd) is False:
             return 0
         try:
             _unlink_at(name, folder)
         except PermissionError:
             return 0
         # A second name: it was linked into place, so unlinking frees nothing.
-        return found.st_size if found.st_nlink == 1 else 0
+        return info.st_size if info.st_nlink == 1 else 0
     finally:
         os.close(fd)
 
@@ -782,32 +780,35 @@ def _follow_group(file: int | str, gid: int) -> None:
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
     """Write to a file; whole pages of a large aligned view around the page cache."""
-    done = 0
+    written = 0
     if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
-        done = _write_direct(fd, view, offset)
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+        written = _write_direct(fd, view, offset)
+    while written < len(view):
+        written += os.pwrite(fd, view[written:], offset + written)
 
 
 def _write_direct(fd: int, view: memoryview, offset: int) -> int:
     """Write whole pages of an aligned view around the page cache; return how many bytes."""
-    whole = len(view) // PAGE * PAGE
+    nbytes = len(view) // PAGE * PAGE
     if address_of(view) % PAGE or offset % PAGE:
         return 0
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    done = 0
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
-        while done < whole:
-            done += os.pwrite(fd, view[done:whole], offset + done)
-            if done % PAGE:
+        # Opened once more, since other threads may write to the file too.
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    written = 0
+    try:
+        while written < nbytes:
+            written += os.pwrite(direct, view[written:nbytes], offset + written)
+            if written % PAGE:
                 break
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return done
+        os.close(direct)
+    return written
 
 
 def _is_cached(fd: int, offset: int) -> bool:
@@ -827,11 +828,11 @@ def _read_all(fd: int, nbytes: int) -> bytes:
     return content
 
 
-def _read(fd: int, target: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(target):
-        n = os.preadv(fd, [target[done:]], offset + done)
+def _read_run(fd: int, target: memoryview, offset: int) -> int:
+    nbytes = 0
+    while nbytes < len(target):
+        n = os.preadv(fd, [target[nbytes:]], offset + nbytes)
         if n == 0:
             break
-        done += n
-    return done
+        nbytes += n
+    return nbytes

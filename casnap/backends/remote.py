@@ -23,7 +23,6 @@ from casnap.backends.base import (
 )
 from casnap.backends.client import (
     Client,
-    ObjectStat,
     Page,
     Source,
     TakenError,
@@ -152,11 +151,11 @@ class RemoteBackend(Backend):
 
     async def _warnings(self) -> list[str]:
         client = self._reach().client
-        looks = [
-            self._request("get", f"look at {kind}", partial(_rules, kind=kind))
-            for kind in client.rule_kinds
-        ]
-        return list(client.warnings(await together(looks)))
+
+        def look(kind: str) -> Coroutine[Any, Any, Mapping[str, Any]]:
+            return self._request("get", f"look at {kind}", lambda client: client.rules(kind))
+
+        return list(client.warnings(await together([look(kind) for kind in client.rule_kinds])))
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -190,9 +189,9 @@ class RemoteBackend(Backend):
         """Read runs by ranges: near ones in one request, long ones in several at once."""
         sinks = runs(targets)
         key = _inside(key)
-        stats = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
+        sizes = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
         # A range behind the end tells only that the object is no longer.
-        size = min((stat.size for stat in stats if stat.size is not None), default=sys.maxsize)
+        size = min((size for size in sizes if size is not None), default=sys.maxsize)
         return [max(0, min(len(target), size - offset)) for offset, target in targets]
 
     @override
@@ -218,7 +217,8 @@ class RemoteBackend(Backend):
 
     @override
     def size(self, key: str) -> int:
-        return self._run(self._look(_inside(key))).size or 0
+        key = _inside(key)
+        return self._run(self._request("get", f"look at {key}", lambda client: client.size(key)))
 
     @override
     def names(self, folder: str) -> list[str]:
@@ -234,8 +234,9 @@ class RemoteBackend(Backend):
 
     @override
     def copy(self, key: str, to: str) -> None:
-        """Copy on the server, stored as the source is."""
-        self._run(self._copy(_inside(key), _inside(to)))
+        """Copy on the server."""
+        key, to = _inside(key), _inside(to)
+        self._run(self._request("copy", f"copy {key} to {to}", lambda client: client.copy(key, to)))
 
     @override
     def delete(self, key: str) -> None:
@@ -299,14 +300,14 @@ class RemoteBackend(Backend):
         folder = _inside("tmp/")
         pages = await self._pages(folder, deep=True)
         until = time.time() - min_age
-        old = {
+        old_sizes = {
             key: page.sizes[key]
             for page in pages
             for key, at in page.times.items()
             if at <= until and TEMPORARY.fullmatch(key.removeprefix(folder))
         }
-        refused = await self._delete_all(list(old))
-        return sum(size for key, size in old.items() if key not in refused)
+        refused = await self._delete_all(list(old_sizes))
+        return sum(size for key, size in old_sizes.items() if key not in refused)
 
     # --- one process, one client ---
 
@@ -371,8 +372,10 @@ class RemoteBackend(Backend):
                     raise BackendError(f"cannot {action} at {self.uri}: {e}") from e
 
     def _operation(self, action: str) -> Operation:
-        given_up, known = self._failing, self._reach().server in _answered.value
-        return Operation(f"{action} at {self.uri}", self._retries, known=known, failing=given_up)
+        given_up, answered = self._failing, self._reach().server in _answered.value
+        return Operation(
+            f"{action} at {self.uri}", self._retries, answered=answered, failing=given_up
+        )
 
     async def _pause(self, operation: Operation, error: TransientError) -> None:
         """Wait before the next attempt.
@@ -414,18 +417,13 @@ class RemoteBackend(Backend):
                 return result
         raise AssertionError
 
-    async def _get(self, key: str, sink: Scatter) -> ObjectStat:
+    async def _get(self, key: str, sink: Scatter) -> int | None:
         return await self._request("get", f"read {key}", partial(_rest, key=key, sink=sink), sink)
 
-    async def _look(self, key: str) -> ObjectStat:
-        return await self._request("get", f"look at {key}", lambda client: client.look(key))
-
     async def _read(self, key: str, most: int) -> bytes:
-        whole = Whole(f"{self.uri}/{key}", most)
-        await self._request(
-            "get", f"read {key}", lambda client: client.get(key, None, whole), whole
-        )
-        return whole.content()
+        sink = Whole(f"{self.uri}/{key}", most)
+        await self._request("get", f"read {key}", lambda client: client.get(key, None, sink), sink)
+        return sink.content()
 
     async def _put(self, key: str, content: memoryview) -> None:
         source = Source(content)
@@ -434,9 +432,7 @@ class RemoteBackend(Backend):
         )
 
     async def _put_if_absent(self, key: str, content: memoryview) -> bool:
-        connected = self._reach()
-        conditional = connected.client.puts_if_absent and not self.exclusive
-        if not conditional and not self.exclusive:
+        if not self.exclusive and not self._reach().client.puts_if_absent:
             raise BackendError(
                 f"{self.uri}: this place cannot be asked to put an object only if it is absent, so "
                 "only one process may write here; say so with exclusive=True"
@@ -452,7 +448,7 @@ class RemoteBackend(Backend):
                 self._versioning = await self._once(
                     operation,
                     "put",
-                    lambda client: client.put(key, source, if_absent=conditional),
+                    lambda client: client.put(key, source, if_absent=not self.exclusive),
                     source,
                 )
             except (TakenError, TransientError) as e:
@@ -509,38 +505,21 @@ class RemoteBackend(Backend):
             sizes |= {key: n for page in pages for key, n in page.sizes.items()}
         return sizes
 
-    async def _copy(self, key: str, to: str) -> None:
-        source = await self._look(key)
-        copied = await self._request(
-            "copy", f"copy {key} to {to}", lambda client: client.copy(key, to, source)
-        )
-        if copied.tag and copied.tag == source.tag:
-            return
-        size = copied.size
-        if size is None:
-            size = (await self._look(to)).size
-        if size != source.size:
-            raise BackendError(
-                f"{self.uri}/{to} has {size} bytes after it was copied from {key}, which has "
-                f"{source.size}"
-            )
-
     async def _delete(self, keys: Sequence[str]) -> dict[str, BackendError]:
         errors: dict[str, BackendError] = {}
-        async with self._reach().slots:
-            operation = self._operation(f"delete {keys[0]}" + " and others" * (len(keys) > 1))
-            while True:
-                try:
-                    results = await self._once(operation, "delete", _deleting(keys))
-                except TransientError as e:
-                    await self._pause(operation, e)
-                    continue
-                errors |= {k: e for k, e in results.items() if isinstance(e, BackendError)}
-                again = {k: e for k, e in results.items() if isinstance(e, TransientError)}
-                if not again:
-                    return errors
+
+        async def attempt(client: Client) -> None:
+            nonlocal keys
+            results = await client.delete(keys)
+            errors.update({k: e for k, e in results.items() if isinstance(e, BackendError)})
+            again = {k: e for k, e in results.items() if isinstance(e, TransientError)}
+            if again:
                 keys = list(again)
-                await self._pause(operation, again[keys[0]])
+                raise again[keys[0]]
+
+        action = f"delete {keys[0]}" + " and others" * (len(keys) > 1)
+        await self._request("delete", action, attempt)
+        return errors
 
     async def _delete_all(self, keys: Sequence[str]) -> dict[str, BackendError]:
         step = self._reach().client.deletes
@@ -568,21 +547,11 @@ class _Connected:
     slots: asyncio.Semaphore
 
 
-async def _rest(client: Client, key: str, sink: Scatter) -> ObjectStat:
+async def _rest(client: Client, key: str, sink: Scatter) -> int | None:
     """Get what an attempt before has left of a range."""
     if sink.start == sink.stop:
-        return ObjectStat(None)
+        return None
     return await client.get(key, (sink.start, sink.stop), sink)
-
-
-async def _rules(client: Client, kind: str) -> Mapping[str, Any]:
-    return await client.rules(kind)
-
-
-def _deleting(
-    keys: Sequence[str],
-) -> Callable[[Client], Coroutine[Any, Any, Mapping[str, TransientError | BackendError]]]:
-    return lambda client: client.delete(keys)
 
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -19,16 +19,14 @@ T = TypeVar("T")
 _SLOWEST = 256 << 10
 # How long bytes that have come may wait for this process to take them, in seconds.
 _TAKING = 0.1
-# A delay is doubled so often at most: more would be too much for a float.
-_DOUBLINGS = 50
 # How long an operation may fail before the user is told, and between two such messages, in seconds.
 _PATIENCE = 10.0
 
 _log = logging.getLogger("casnap")
 # Not the module's own functions: they change the state that the user has seeded.
 _random = random.SystemRandom()
-# When the user was last told.
-_told_at = -math.inf
+# When the user was last warned.
+_warned_at = -math.inf
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,21 @@ class Operation:
     Args:
         action: What it does and to which object, for messages.
         retries: How patient it is.
-        known: Whether the server has ever answered.
+        answered: Whether the server has ever answered.
         failing: Whether the operation before was given up.
     """
 
     def __init__(
-        self, action: str, retries: Retries, *, known: bool = True, failing: bool = False
+        self, action: str, retries: Retries, *, answered: bool = True, failing: bool = False
     ) -> None:
         self._action = action
         self._retries = retries
         self._began = time.monotonic()
         self._attempts = 0
+        self._delay = retries.first_delay
         self._until = self._began + (retries.first_contact if failing else retries.deadline)
         self._furthest = 0
-        self._reached = known
+        self._reached = answered
 
     async def pause(self, error: TransientError) -> None:
         """Wait after an attempt that failed.
@@ -89,9 +88,9 @@ class Operation:
         self._attempts += 1
         self._reached |= error.reached
         until = self._limit()
-        doublings = min(self._attempts - 1 + 2 * error.busy, _DOUBLINGS)
-        delay = self._retries.first_delay * 2**doublings
-        delay = _random.uniform(0, min(delay, self._retries.longest_delay))
+        longest = min(self._delay * (4 if error.busy else 1), self._retries.longest_delay)
+        self._delay = min(2 * self._delay, self._retries.longest_delay)
+        delay = _random.uniform(0, longest)
         is_last = self._attempts >= self._retries.attempts or (error.hopeless and not self._reached)
         if is_last or time.monotonic() + delay > until:
             seconds = time.monotonic() - self._began
@@ -100,15 +99,15 @@ class Operation:
                 f"cannot {self._action}: {times} in {seconds:.1f} s; the last one failed: {error}",
                 reason="unreachable",
             ) from error
-        self._tell(error)
+        self._warn(error)
         await asyncio.sleep(delay)
 
-    def _tell(self, error: TransientError) -> None:
+    def _warn(self, error: TransientError) -> None:
         """Warn now and then that this goes on failing; of all operations, one does."""
-        global _told_at
+        global _warned_at
         now = time.monotonic()
-        if now - max(self._began, _told_at) >= _PATIENCE:
-            _told_at = now
+        if now - max(self._began, _warned_at) >= _PATIENCE:
+            _warned_at = now
             _log.warning("still trying to %s: %s", self._action, error)
 
     def _limit(self) -> float:
@@ -120,7 +119,7 @@ class Operation:
     async def watched(self, request: Coroutine[Any, Any, T], transfer: Transfer) -> T:
         """Make a request; cancel it once no byte moves, or the time is over."""
         task = asyncio.ensure_future(request)
-        moved, since = transfer.nbytes, time.monotonic()
+        nbytes, since = transfer.nbytes, time.monotonic()
         try:
             while True:
                 silent = since + self._retries.silence
@@ -131,12 +130,12 @@ class Operation:
                 if task.done():
                     return task.result()
                 now = time.monotonic()
-                if transfer.nbytes != moved:
+                if transfer.nbytes != nbytes:
                     # There is a connection, else none of them would have moved.
                     self._reached = True
-                    moved, since = transfer.nbytes, now
-                    self._until += max(0, moved - self._furthest) / _SLOWEST
-                    self._furthest = max(moved, self._furthest)
+                    nbytes, since = transfer.nbytes, now
+                    self._until += max(0, nbytes - self._furthest) / _SLOWEST
+                    self._furthest = max(nbytes, self._furthest)
                 elif now >= silent:
                     silence = f"no byte moved for {self._retries.silence:g} s"
                     # A port that takes connections and says nothing has not answered.

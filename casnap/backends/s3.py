@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import botocore.exceptions
+from aiobotocore.session import AioSession
 from botocore.handlers import add_expect_header
+from botocore.loaders import create_loader
 from s3fs import S3FileSystem
 
 from casnap.backends.bodies import Body, receive
@@ -22,28 +22,22 @@ from casnap.backends.bucket_rules import s3_warnings
 from casnap.backends.client import (
     BehindItsEndError,
     Client,
-    ObjectStat,
     Page,
     Sink,
     Source,
     TransientError,
-    kept_of,
     valid_options,
     without_secrets,
 )
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import delete_error, typed
-from casnap.errors import (
-    BackendError,
-    StoreError,
-    UnavailableError,
-)
-from casnap.runtime.environment import aws_endpoint, aws_files, variables
-from casnap.runtime.fork import PerProcess
+from casnap.errors import BackendError, UnavailableError
 from casnap.runtime.typing import override
 
-# Connections of one process at a time. Each store bounds its requests, so there is no wait for one.
-_CONNECTIONS = 512
+# Connections at a time. Each store bounds its requests to fewer, so there is no wait for one.
+_CONNECTIONS = 32
+# It remembers the description of the API that it has read.
+_loader = create_loader()
 # What s3fs makes of errors, and what aiohttp raises in the middle of a body.
 _ERRORS = (
     OSError,
@@ -52,8 +46,6 @@ _ERRORS = (
     botocore.exceptions.BotoCoreError,
     botocore.exceptions.ClientError,
 )
-# What a copy is given of its source; the answer and the request have the same names.
-_KEPT = ("StorageClass", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled")
 
 
 class S3Client(Client):
@@ -70,54 +62,28 @@ class S3Client(Client):
         options = _options(storage_options, retries)
         with valid_options(uri):
             self._fs = S3FileSystem(**options)
+            if self._fs.session is None:
+                self._fs.session = _session(**self._fs.kwargs)
         # It would try some errors again, SlowDown among them, five times and unseen.
         self._fs.retries = 1
-        # What makes two clients equal, if that can be told.
-        settings = (repr(options), variables(), aws_files())
-        self._equal = settings if _is_plain(options) else None
-        self._session: _Session | None = None
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self.is_bucket = not self._prefix
         self._client: Any = None
-        self._knows_crc = True
 
     @override
     async def connect(self) -> None:
-        session = _sessions.value.get(self._equal)
-        if session is None:
-            session = _Session(self._fs, await self._made())
-            if self._equal is not None:
-                _sessions.value[self._equal] = session
-        session.users += 1
-        self._session, self._fs, self._client = session, session.fs, session.client
-
-    async def _made(self) -> Any:
         try:
             with valid_options(self._uri):
-                client = await self._fs.set_session()
-        except StoreError as e:
-            raise self._wrong_endpoint() or e from e
+                self._client = await self._fs.set_session()
         except _ERRORS as e:
             raise typed(e, self._uri, self._uri, "get_object") from e
+        events = self._client.meta.events
         # It would cost a round trip before each body.
-        client.meta.events.unregister("before-call.s3", add_expect_header)
+        events.unregister("before-call.s3", add_expect_header)
         # After a redirect that names no region, botocore would look for it for ever.
-        client.meta.events.register("before-call.s3.HeadBucket", _no_region)
-        return client
-
-    def _wrong_endpoint(self) -> StoreError | None:
-        """Return the error for an endpoint of the environment that is no URL, if there is one."""
-        named = aws_endpoint()
-        if named is None or "://" in named[1]:
-            return None
-        if self._fs.endpoint_url or self._fs.client_kwargs.get("endpoint_url"):
-            return None
-        return StoreError(
-            f"{self._uri}: the environment variable {named[0]} is no URL: "
-            f"{without_secrets(named[1])!r}; write it like https://host:port"
-        )
+        events.register("before-call.s3.HeadBucket", _no_region)
 
     async def _call(self, method: str, subject: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -125,15 +91,7 @@ class S3Client(Client):
             # statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
-            error = typed(e, subject, self._uri, method)
-            if isinstance(error, UnavailableError) and error.reason in ("credentials", "denied"):
-                # There may be others by now, for the next client.
-                self._forget()
-            raise error from e
-
-    def _forget(self) -> None:
-        if _sessions.value.get(self._equal) is self._session:
-            _sessions.value.pop(self._equal, None)
+            raise typed(e, subject, self._uri, method) from e
 
     @override
     async def endpoint(self) -> str:
@@ -144,48 +102,41 @@ class S3Client(Client):
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         # On other threads, since a hash would hold up all requests.
         crc = (await asyncio.to_thread(zlib.crc32, source.content)).to_bytes(4, "big")
-        checksums = {"ChecksumCRC32": base64.b64encode(crc).decode()}
-        if not self._knows_crc:
-            md5 = await asyncio.to_thread(hashlib.md5, source.content, usedforsecurity=False)
-            checksums["ContentMD5"] = base64.b64encode(md5.digest()).decode()
         answer = await self._call(
             "put_object",
             f"{self._uri}/{key}",
             Key=self._prefix + key,
             Body=_File(source),
-            **checksums,
+            ChecksumCRC32=base64.b64encode(crc).decode(),
             **condition,
         )
         if not answer.get("ETag"):
             raise TransientError("the answer to a put has no ETag, so it may not be the server's")
-        # A server that verifies it says so. Older ones verify an MD5, which costs more.
-        self._knows_crc = bool(answer.get("ChecksumCRC32"))
         version = answer.get("VersionId")
         return "" if version is None else "suspended" if version == "null" else "enabled"
 
     @override
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
         subject = f"{self._uri}/{key}"
         asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
             answer = await self._call("get_object", subject, Key=self._prefix + key, **asked)
         except BehindItsEndError:
             assert run is not None
-            return ObjectStat(run[0])
+            return run[0]
         body = answer["Body"]
         try:
-            size = await receive(body.raw_stream, body.read, run, sink)
+            return await receive(body.raw_stream, body.read, run, sink)
         except _ERRORS as e:
             raise typed(e, subject, self._uri, "get_object") from e
         finally:
             # Nothing is done if the body was read to its end; else this ends the connection.
             body.close()
-        return ObjectStat(size, answer.get("ETag", "").strip('"'), kept_of(answer, _KEPT))
 
     @override
-    async def look(self, key: str) -> ObjectStat:
+    async def size(self, key: str) -> int:
         # A HEAD would be no answer: it does not tell why there is no object.
-        return await self.get(key, (0, 1), Sink())
+        return await self.get(key, (0, 1), Sink()) or 0
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -201,15 +152,15 @@ class S3Client(Client):
         return Page.of(objects, folders, _continuation(answer, subject), self._prefix)
 
     @override
-    async def copy(self, key: str, to: str, source: ObjectStat) -> ObjectStat:
+    async def copy(self, key: str, to: str) -> None:
         answer = await self._call(
             "copy_object",
             f"{self._uri}/{key}",
             Key=self._prefix + to,
             CopySource={"Bucket": self._bucket, "Key": self._prefix + key},
-            **source.kept,
         )
-        return ObjectStat(None, answer.get("CopyObjectResult", {}).get("ETag", "").strip('"'))
+        if not answer.get("CopyObjectResult"):
+            raise TransientError("the answer to a copy is empty, so it may not be the server's")
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
@@ -268,36 +219,15 @@ class S3Client(Client):
 
     @override
     async def close(self) -> None:
-        session = self._session
-        if session is None:
-            return
-        session.users -= 1
-        if not session.users:
-            self._forget()
-        self._session = self._client = None
-        if not session.users:
-            await session.client.close()
+        if self._client is not None:
+            await self._client.close()
 
 
-@dataclass(eq=False)
-class _Session:
-    """A client of botocore, which all stores of the same options share: to make one takes 0.1 s."""
-
-    fs: S3FileSystem
-    client: Any
-    users: int = 0
-
-
-_sessions: PerProcess[dict[Any, _Session]] = PerProcess(dict)
-
-
-def _is_plain(value: object) -> bool:
-    """Whether equal texts mean equal values."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (str, bytes, int, float, bool)
+def _session(**options: Any) -> AioSession:
+    """Return a session, which reads credentials anew; to read the API's description takes 0.1 s."""
+    session = AioSession(**options)
+    session.register_component("data_loader", _loader)
+    return session
 
 
 def _continuation(answer: Mapping[str, Any], subject: str) -> str | None:

@@ -27,13 +27,8 @@ _BUSY = frozenset(
     {
         "SlowDown",
         "Throttling",
-        "ThrottlingException",
-        "ThrottledException",
-        "RequestThrottled",
         "RequestLimitExceeded",
         "TooManyRequests",
-        "TooManyRequestsException",
-        "BandwidthLimitExceeded",
         "ServiceUnavailable",
     }
 )
@@ -212,10 +207,10 @@ def _answered(answer: dict[str, Any], request: _Request) -> Exception:
         )
     region = error.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if code in _ELSEWHERE or status in (301, 307):
-        named = f"{region!r}" if region else "the bucket's region"
+        region_name = f"{region!r}" if region else "the bucket's region"
         return UnavailableError(
             f"{uri}: the bucket is in another region; pass storage_options="
-            f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({detail})",
+            f"{{'client_kwargs': {{'region_name': {region_name}}}}} or set AWS_REGION ({detail})",
             reason="unreachable",
         )
     return _refused(status, code, detail, request)

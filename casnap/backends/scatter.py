@@ -78,12 +78,12 @@ class Scatter(Sink):
     @override
     def room(self) -> memoryview | None:
         begin = self._pass()
-        here = self._targets[self._first : self._first + 2]
-        if not here or here[0][0] > begin or len(here[0][1]) < _LONG:
+        targets = self._targets[self._first : self._first + 2]
+        if not targets or targets[0][0] > begin or len(targets[0][1]) < _LONG:
             return None
         # Up to where another target begins, which may want the same bytes.
-        stop = min(self.stop, *(offset for offset, _ in here[1:]), _end(here[0]))
-        return here[0][1][begin - here[0][0] : stop - here[0][0]] or None
+        stop = min(self.stop, *(offset for offset, _ in targets[1:]), _end(targets[0]))
+        return targets[0][1][begin - targets[0][0] : stop - targets[0][0]] or None
 
     def _pass(self) -> int:
         """Pass over the targets that have all their bytes; return where the next piece begins."""
@@ -143,11 +143,11 @@ def runs(
     parts: list[tuple[int, int, list[int]]] = []
     for start, stop, numbers in _ranges(targets):
         parts += _parts(start, stop, numbers, targets)
-    left = Counter(number for _, _, numbers in parts for number in numbers)
+    missing_parts = Counter(number for _, _, numbers in parts for number in numbers)
 
     def passed(numbers: list[int], place: int) -> None:
-        left[numbers[place]] -= 1
-        if not left[numbers[place]]:
+        missing_parts[numbers[place]] -= 1
+        if not missing_parts[numbers[place]]:
             full(numbers[place])
 
     return [
@@ -158,10 +158,10 @@ def runs(
 
 def _ranges(targets: Sequence[Target]) -> list[tuple[int, int, list[int]]]:
     """Return ranges that hold all targets, each with the numbers of those in it, in order."""
-    wanted = [number for number, target in enumerate(targets) if len(target[1])]
-    wanted.sort(key=lambda number: targets[number][0])
+    numbers = [number for number, target in enumerate(targets) if len(target[1])]
+    numbers.sort(key=lambda number: targets[number][0])
     ranges: list[tuple[int, int, list[int]]] = []
-    for number in wanted:
+    for number in numbers:
         begin, end = targets[number][0], _end(targets[number])
         if ranges and begin <= ranges[-1][1] + _GAP:
             start, stop, together = ranges[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -13,7 +13,6 @@ from casnap.backends.remote import RemoteBackend
 from casnap.backends.retries import Retries
 from casnap.errors import BackendError, NotAStoreError, StoreError, nearest
 
-_Connect = Callable[[str, Mapping[str, Any], Retries], Client]
 # Scheme → the library, and what installs it.
 _EXTRAS = {"s3": ("s3fs", "casnap[s3]"), "gs": ("gcsfs", "casnap[gcs]")}
 _SAME = {"s3a": "s3", "gcs": "gs"}
@@ -29,23 +28,23 @@ def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBacken
     with valid_options(uri):
         options = dict(storage_options)
         retries = _retries(uri, dict(options.pop("casnap", {})))
-    connect = _client(uri, scheme)
-    return RemoteBackend(uri, partial(connect, uri, options, retries), retries)
+    _check_scheme(uri, scheme)
+    return RemoteBackend(uri, partial(_client, uri, options, retries), retries)
 
 
 def _retries(uri: str, settings: Mapping[str, Any]) -> Retries:
-    known = [field.name for field in fields(Retries)]
+    names = [field.name for field in fields(Retries)]
     for name, value in settings.items():
         if not isinstance(value, int | float):
             raise TypeError(f"casnap's {name} is a number, not {type(value).__name__}")
-        if name not in known:
+        if name not in names:
             raise StoreError(
-                f"{uri}: storage_options['casnap'] has no setting {name!r}{nearest(name, known)}"
+                f"{uri}: storage_options['casnap'] has no setting {name!r}{nearest(name, names)}"
             )
     return Retries(**settings)
 
 
-def _client(uri: str, scheme: str) -> _Connect:
+def _check_scheme(uri: str, scheme: str) -> None:
     if scheme in _EXTRAS:
         library, extra = _EXTRAS[scheme]
         if find_spec(library) is None:
@@ -53,15 +52,11 @@ def _client(uri: str, scheme: str) -> _Connect:
                 f"{uri}: {scheme}:// needs {library}, which is not installed; "
                 f"run: pip install '{extra}'"
             )
-    if scheme == "s3":
-        return _s3
-    if scheme == "gs":
-        return _gcs
-    known = {*_EXTRAS, *_others()}
-    if scheme not in known:
-        more = "" if len(known) > len(_EXTRAS) else "; fsspec, which knows more, is not installed"
-        raise NotAStoreError(f"{uri}: no backend knows {scheme}://{nearest(scheme, known)}{more}")
-    return _any
+        return
+    schemes = {*_EXTRAS, *_others()}
+    if scheme not in schemes:
+        more = "" if len(schemes) > len(_EXTRAS) else "; fsspec, which knows more, is not installed"
+        raise NotAStoreError(f"{uri}: no backend knows {scheme}://{nearest(scheme, schemes)}{more}")
 
 
 def _others() -> set[str]:
@@ -72,7 +67,17 @@ def _others() -> set[str]:
     return {*known_implementations, *registry}
 
 
-def _any(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+def _client(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+    """Make a client. The libraries are imported only now, since that is slow."""
+    scheme = uri.partition("://")[0]
+    if scheme == "s3":
+        from casnap.backends.s3 import S3Client
+
+        return S3Client(uri, options, retries)
+    if scheme == "gs":
+        from casnap.backends.gcs import GcsClient
+
+        return GcsClient(uri, options, retries)
     from fsspec.registry import known_implementations
 
     from casnap.backends.any_fsspec import FsspecClient
@@ -80,21 +85,8 @@ def _any(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
     try:
         return FsspecClient(uri, options)
     except ImportError as e:
-        scheme = uri.partition("://")[0]
         needs = known_implementations.get(scheme, {}).get("err") or e
         raise BackendError(
             f"{uri}: fsspec, by which casnap reaches {scheme}://, lacks a package: {needs}. "
             "Install it; s3:// and gs:// are what casnap supports by itself"
         ) from e
-
-
-def _s3(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
-    from casnap.backends.s3 import S3Client  # slow to import
-
-    return S3Client(uri, options, retries)
-
-
-def _gcs(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
-    from casnap.backends.gcs import GcsClient  # slow to import
-
-    return GcsClient(uri, options, retries)

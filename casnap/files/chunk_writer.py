@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from casnap.backends.local import write_at
 from casnap.errors import DamagedError
 from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry
-from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.progress import ProgressCounter
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Want
-
-_DIRECT_BYTES = 256 << 10
 
 
 class Placed(NamedTuple):
@@ -60,65 +56,32 @@ class ChunkWriter:
         """
         tensors = list(placed)
         sums = {tensor.start: _Crc() for tensor in tensors} if crcs is not None else {}
-        with _opened(fd) as file:
-            self._contents.objects.fetch(self._wants(file, tensors, sums))
+        self._contents.objects.fetch(self._wants(fd, tensors, sums))
         for tensor in tensors if crcs is not None else ():
             assert crcs is not None
             crcs[tensor.start] = sums[tensor.start].value()
 
-    def _wants(self, file: _File, tensors: list[Placed], sums: dict[int, _Crc]) -> Iterator[Want]:
+    def _wants(self, fd: int, tensors: list[Placed], sums: dict[int, _Crc]) -> Iterator[Want]:
         for path, entry, start in tensors:
             crc, payload = sums.get(start), entry.data
             if payload.nbytes <= INLINE_BYTES:
                 if len(payload.inline) != payload.nbytes:
                     raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
-                self._put(file, start, crc, 0, memoryview(payload.inline))
+                self._put(fd, start, crc, 0, memoryview(payload.inline))
                 continue
             cells = self._contents.cells(path, entry)
             digests = split_digests(self._contents.digests(payload, cells, path))
             at = start
             for number, nbytes in enumerate(cells.sizes()):
-                sink = partial(self._put, file, at, crc, number)
+                sink = partial(self._put, fd, at, crc, number)
                 yield Want(digests[number], nbytes, sink, path)
                 at += nbytes
 
-    def _put(self, file: _File, at: int, crc: _Crc | None, number: int, raw: memoryview) -> None:
+    def _put(self, fd: int, at: int, crc: _Crc | None, number: int, raw: memoryview) -> None:
         if crc is not None:
             crc.add(number, raw)
-        file.write(at, raw)
+        write_at(fd, raw, at)
         self._counter.add(len(raw))
-
-
-class _File(NamedTuple):
-    """A file to write to: through the page cache, and around it if that is possible."""
-
-    fd: int
-    direct: int | None
-
-    def write(self, at: int, raw: memoryview) -> None:
-        """Write bytes; whole pages of an aligned buffer to aligned places around the cache."""
-        nbytes = len(raw) // PAGE * PAGE
-        aligned = nbytes >= _DIRECT_BYTES and not at % PAGE and not raw.readonly
-        if self.direct is not None and aligned and not address_of(raw) % PAGE:
-            n = os.pwrite(self.direct, raw[:nbytes], at)
-            raw, at = raw[n:], at + n
-        while raw:
-            n = os.pwrite(self.fd, raw, at)
-            raw, at = raw[n:], at + n
-
-
-@contextmanager
-def _opened(fd: int) -> Iterator[_File]:
-    """Open a file once more, to be written around the page cache where the file system allows."""
-    try:
-        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        yield _File(fd, None)
-        return
-    try:
-        yield _File(fd, direct)
-    finally:
-        os.close(direct)
 
 
 # --- CRC-32 -----------------------------------------------------------------------------------

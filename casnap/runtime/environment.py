@@ -165,37 +165,6 @@ def _user_folder(variable: str, below_home: str) -> Path | None:
     return None if home is None else home / below_home
 
 
-def variables() -> frozenset[tuple[str, str]]:
-    """Return all variables, to see whether a library would read others than before."""
-    return frozenset(os.environ.items())
-
-
-def aws_files() -> tuple[tuple[int, int, int] | None, ...]:
-    """Return what shows whether the user's files of AWS were changed, each None if it is absent."""
-    home = _home()
-    states: list[tuple[int, int, int] | None] = []
-    for variable, name in (
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
-        ("AWS_CONFIG_FILE", "config"),
-    ):
-        named = os.environ.get(variable)
-        path = Path(named) if named else home and home / ".aws" / name
-        try:
-            file = None if path is None else path.expanduser().stat()
-        except (OSError, RuntimeError):
-            file = None
-        states.append(None if file is None else (file.st_mtime_ns, file.st_size, file.st_ino))
-    return tuple(states)
-
-
-def aws_endpoint() -> tuple[str, str] | None:
-    """Return the variable that names the server of S3 to botocore, and its value."""
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-        if value := os.environ.get(name):
-            return name, value
-    return None
-
-
 def google_metadata_server() -> tuple[str, int] | None:
     """Return the address of the server that gives credentials to machines of Google's cloud.
 

@@ -272,13 +272,6 @@ def test_an_endpoint_that_is_no_s3(bucket: Bucket, proxy: FaultyProxy, status: i
         Store(f"{bucket.uri}/run", storage_options=options).make()
 
 
-def test_an_endpoint_of_the_environment_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:1")
-    options = {"key": "a", "secret": "b"}
-    with pytest.raises(StoreError, match=r"variable AWS_ENDPOINT_URL is no URL: '127\.0\.0\.1:1'"):
-        Store("s3://bucket/run", storage_options=options).make()
-
-
 def test_credentials_that_expire_are_read_again(
     backend: Backend, direct: Backend, proxy: FaultyProxy
 ) -> None:
@@ -391,24 +384,7 @@ def test_a_copy_that_fails_with_status_200(
         backend.copy("x", "y")
     assert fault.struck == 2
     assert direct.read("y") == b"content"
-    assert backend.requests == {"get": 1, "copy": 3}
-
-
-def test_a_copy_is_measured(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
-    """If the server does not show by the ETag that the bytes are the same."""
-    direct.write("x", b"content")
-
-    def shorter(exchange: Exchange) -> Answer:
-        direct.write("y", b"cont")
-        return answer(200)(exchange).with_content(
-            b"<CopyObjectResult><ETag>other</ETag></CopyObjectResult>"
-        )
-
-    with (
-        proxy.during(HttpFault(shorter, "PUT")),
-        pytest.raises(BackendError, match=r"y has 4 bytes .* which has 7"),
-    ):
-        backend.copy("x", "y")
+    assert backend.requests == {"copy": 3}
 
 
 def test_objects_that_may_not_be_deleted(backend: Backend, proxy: FaultyProxy) -> None:

@@ -6,7 +6,6 @@ Nothing that is reached through them is read, changed or waited for.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -569,25 +567,6 @@ def test_what_is_no_marker_at_the_second_look_stays(path: Path) -> None:
     errors = LocalBackend(path).unmark(["run/step_0/casnap-snapshot.json"], is_stale)
     assert "is a folder" in str(errors["run/step_0/casnap-snapshot.json"])
     assert [p.name for p in place.parent.rglob("*")] == [place.name, "precious"]
-
-
-def test_a_lease_of_another_process(path: Path) -> None:
-    """As a file server takes on what it exports: the reader waits until it is given up."""
-    (pack,) = [p for p in (path / "casnap-store/packs").glob("*/*") if p.stat().st_size > 150_000][
-        :1
-    ]
-    ready, child = os.pipe(), os.fork()
-    if not child:
-        fd = os.open(pack, os.O_RDWR)
-        # Its end gives the lease up.
-        signal.signal(signal.SIGIO, lambda *_: os._exit(0))
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        os.write(ready[1], b"x")
-        while True:
-            time.sleep(60)
-    assert os.read(ready[0], 1) == b"x"
-    assert Store(path).check(data=True).ok
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_path_that_is_not_unicode(tmp_path: Path) -> None:

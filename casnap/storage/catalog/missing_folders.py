@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from casnap.backends.base import Backend, translated
-from casnap.backends.door import opened
+from casnap.backends.door import folder_at
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import Row
@@ -131,7 +131,7 @@ def _listed(backend: Backend, path: str, run: str) -> _Listing | None:
     """List the folder of a run; return None if there is none."""
     with translated(path):
         try:
-            with opened(path, listed=True) as fd:
+            with folder_at(path, listed=True) as fd:
                 names = os.listdir(fd)
         except (FileNotFoundError, NotADirectoryError):
             return None
