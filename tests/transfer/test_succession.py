@@ -20,7 +20,20 @@ from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import MirrorError
 from tests.support.cli_calls import document, invoke
 from tests.support.copies import mirrored, names
-from tests.support.faults import app_state, assert_holds, memory_folder, start, take, wait
+from tests.support.faults import (
+    WRITING_CALLS,
+    app_state,
+    assert_holds,
+    backend_faults,
+    in_child,
+    memory_folder,
+    start,
+    take,
+    wait,
+)
+from tests.support.faulty import Fault, FaultyBackend
+from tests.support.faulty.backend import Call
+from tests.support.sweep import sweep
 
 LAST_TWO, LAST_SIX = Retention(keep_last=2), Retention(keep_last=6)
 
@@ -33,6 +46,11 @@ def train(store: Store, steps: range, shift: int = 0) -> None:
     for step in steps:
         store.take(app_state(step + shift), f"step_{step}", retention=LAST_TWO)
         store.wait_mirrored(60)
+
+
+def await_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.002)
 
 
 def newest(store: Store) -> Snapshot:
@@ -156,6 +174,48 @@ def test_a_snapshot_that_was_restored_by_its_path_is_followed(tmp_path: Path) ->
     there = Store(tmp_path / "there").make()
     assert names(there) == ["run/step_0", "run/step_1", "run/step_2"]
     assert_holds(there["run/step_2"], 102)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_the_old_node_mirrors_right_before_a_root(
+    tmp_path: Path, there: FaultyBackend, skip: int
+) -> None:
+    """The number of the root is lost; the next one is judged on what was put meanwhile."""
+    may_take, took = tmp_path / "may take", tmp_path / "took"
+
+    def old_node() -> None:
+        one = begin(tmp_path, "one")
+        train(one, range(2))
+        took.touch()
+        await_file(may_take)
+        take(one, 2)
+        if skip:
+            with pytest.raises(MirrorError, match="never gets step_2"):
+                one.wait_mirrored(60)
+        else:
+            one.wait_mirrored(60)
+        took.touch()
+
+    pid = start(old_node)
+    await_file(took)
+    two = mirrored(tmp_path / "two", there)
+    assert newest(two).name == "step_1"
+
+    def meanwhile(call: Call) -> object:
+        took.unlink()
+        may_take.touch()
+        await_file(took)
+        return call.go()
+
+    with there.during(Fault(meanwhile, "put_if_absent", "roots/*", skip=skip)) as (fault,):
+        for step in (2, 3):
+            two.take(app_state(step + 100), f"step_{step}")
+            two.wait_mirrored(60)
+    assert fault.struck
+    copy = Store(tmp_path / "there").make()
+    for step, content in enumerate((0, 1, 102, 103)):
+        assert_holds(copy[f"step_{step}"], content)
+    assert wait(pid) == 0
 
 
 def test_who_did_not_resume_deletes_nothing(tmp_path: Path) -> None:
@@ -307,3 +367,41 @@ def test_a_node_is_killed_and_replaced_eight_times() -> None:
             assert newest_line[-1] == node
             kept = Store(folder / f"node{node}", create=False).snapshots()
             assert len(kept) <= 2 + 8
+
+
+@pytest.mark.sweep
+def test_a_successor_is_killed_at_any_call() -> None:
+    """After each call that writes, on either side; another one with an empty disk succeeds it."""
+    with memory_folder() as base:
+        train(begin(base, "one", mirror_retention=LAST_SIX), range(8))
+        for strike_at in sweep(times=2):
+            with memory_folder() as folder:
+                shutil.copytree(base / "there", folder / "there")
+
+                def work(folder: Path = folder, strike_at: int = strike_at) -> None:
+                    two = begin(folder, "two", mirror_retention=LAST_SIX)
+                    assert two["step_4"].name == "step_4"
+                    with backend_faults(strike_at, names=WRITING_CALLS, after=True):
+                        train(two, range(5, 7), shift=100)
+
+                status = in_child(work)
+                assert status in (0, -signal.SIGKILL)
+                there = Store(folder / "there").make()
+                held = names(there)
+                assert there.check(data=True).ok
+                last = newest(there)
+                step = int(last.name.removeprefix("step_"))
+                # All of the old branch, or nothing that came after the rollback.
+                if step == 7:
+                    assert held == [f"step_{n}" for n in range(2, 8)]
+                    assert status != 0
+                else:
+                    assert held == [f"step_{n}" for n in range(2, step + 1)]
+                    assert_holds(last, step + 100)
+                three = begin(folder, "three", mirror_retention=LAST_SIX)
+                assert newest(three).name == last.name
+                train(three, range(step + 1, step + 3), shift=200)
+                assert names(there) == [f"step_{n}" for n in range(step - 3, step + 3)]
+                if status == 0:
+                    print(f"killed at {strike_at} calls")
+                    return
