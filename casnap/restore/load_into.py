@@ -14,11 +14,11 @@ from casnap.format.region import Region
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.report import RestoreReport, mismatch_message
-from casnap.restore.targets import fits, memory_of
+from casnap.restore.targets import conflicts, fits, memory_of
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
-from casnap.state.overlap import conflicting_groups, overlaps_itself
+from casnap.state.overlap import overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import is_fillable, why_not_writable
@@ -221,13 +221,8 @@ def _leave_out_conflicts(
     places: dict[str, Shards], stored: Mapping[str, Listed], report: RestoreReport
 ) -> None:
     """Leave out tensors that share memory, but are not the same in the snapshot."""
-
-    def content(part: tuple[str, int]) -> object:
-        entry = stored[part[0]].entry
-        assert isinstance(entry, TensorEntry)
-        return entry.dtype, entry.data
-
-    for group in conflicting_groups(memory_of(places), content):
+    entries = {name: stored[name].entry for name in places}
+    for group in conflicts(memory_of(places), entries):
         names = sorted({name for name, _ in group})
         paths = ", ".join(stored[name].path for name in names)
         report.mismatched.append(

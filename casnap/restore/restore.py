@@ -11,26 +11,25 @@ import msgspec
 import torch
 
 from casnap.errors import CasnapError, MismatchError, retold
-from casnap.format.entries import Entry, TensorEntry, ValueEntry
+from casnap.format.entries import Entry, ValueEntry
 from casnap.format.names import component_of, key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
+from casnap.restore.comparison import compare, load_what_fits, why_unfit
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loading import Loading
-from casnap.restore.modules import compare, load_what_fits
-from casnap.restore.other_states import why_unfit
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
-from casnap.restore.targets import memory_of, targets_of
+from casnap.restore.targets import conflicts, memory_of, targets_of
 from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
-from casnap.state.overlap import conflicting_groups, fill_shared_memory
+from casnap.state.overlap import fill_shared_memory
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf
@@ -248,7 +247,7 @@ def _load(
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
     # Filling one could overwrite a part of another, so these are read into new memory first.
-    groups = conflicting_groups(memory, lambda part: _value_of(entries[part[0]]))
+    groups = conflicts(memory, entries)
     apart = {path for group in groups for path, _ in group}
     for path in sorted(path for path in apart if targets[path].is_sharded):
         raise MismatchError(
@@ -276,9 +275,3 @@ def _load(
         if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
     return leaves
-
-
-def _value_of(entry: Entry) -> object:
-    """Return everything that the values of a tensor depend on, besides its shape."""
-    assert isinstance(entry, TensorEntry)
-    return entry.dtype, entry.data

@@ -9,7 +9,7 @@ import torch
 from casnap.format.entries import Entry, TensorEntry
 from casnap.restore.key_state import KeyState
 from casnap.state.flatten import fill_targets
-from casnap.state.overlap import end_address
+from casnap.state.overlap import conflicting_groups, end_address
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 from casnap.state.tensors import carrier_dtype, is_float4
 
@@ -74,6 +74,24 @@ def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tens
             _extents(shards.tensors) if shards.is_sharded else shards.tensors
         )
     }
+
+
+def conflicts(
+    memory: Mapping[tuple[str, int], torch.Tensor], entries: Mapping[str, Entry]
+) -> list[list[tuple[str, int]]]:
+    """Return the groups of targets that share memory, but are not the same in the snapshot.
+
+    Args:
+        memory: The memory of all targets.
+        entries: The entry that each of them is to be filled with.
+    """
+
+    def content(part: tuple[str, int]) -> object:
+        entry = entries[part[0]]
+        assert isinstance(entry, TensorEntry)
+        return entry.dtype, entry.data
+
+    return conflicting_groups(memory, content)
 
 
 def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
