@@ -1,16 +1,27 @@
-"""A long run: does the 1,000th incremental take cost more than the 10th?"""
+"""Long runs: does the 1,000th take cost more than the 10th, what do collections cost, and leave?"""
 
 from __future__ import annotations
 
 import statistics
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from casnap import Retention, StateDict, Store
+from casnap.maintenance import automatic
+from casnap.maintenance.gc import GcReport
 from tools.bench import peers, states
-from tools.bench.measure import remove, seconds
+from tools.bench.measure import files_below, remove, seconds, settle
 from tools.bench.settings import MIB, Settings
-from tools.bench.table import timed
+from tools.bench.table import Row, timed
 
+GROWTH = "incremental take of 64 MiB, 1 % changed each step"
+COST = (
+    "collections beside takes of 64 MiB, keep_last=2",
+    "collections beside takes of 64 MiB, 1 % changed, keep_last=2",
+)
+BYTES = "bytes of 64 MiB, 1 % changed, keep_last=3"
 _EARLY = range(5, 16)
 _NBYTES = 64 * MIB
 _TENSORS = 200
@@ -36,7 +47,16 @@ class Run:
 
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
-    """Return the rows; ``workload`` names the only one.
+    """Return the rows of one workload."""
+    if workload in COST:
+        return [row.to_json() for row in _cost(settings, workload)]
+    if workload == BYTES:
+        return [_bytes(settings, workload).to_json()]
+    return _growth(settings, workload)
+
+
+def _growth(settings: Settings, workload: str) -> list[dict[str, Any]]:
+    """Return the rows of takes late in a run.
 
     The late takes alternate with the early takes of a second run, since the disk's speed drifts
     by more than the difference that is looked for.
@@ -72,3 +92,111 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
         ).at_most([plain], "× its time"),
     ]
     return [row.to_json() for row in rows]
+
+
+class _Rotation:
+    """A store of its own, takes of which the last few are kept, and what its collections cost."""
+
+    def __init__(self, path: Path, keep: int, share: float, gc: str) -> None:
+        self.store = Store(path)
+        self.store.configure(gc=gc)
+        self.collector = automatic.automatic_collector(self.store.objects)
+        self.state = states.fp32(_NBYTES, _TENSORS)
+        self.times: list[float] = []
+        self.processor_seconds = 0.0
+        self._keep, self._share = Retention(keep_last=keep), share
+
+    def take(self) -> None:
+        states.step(states.some(self.state, self._share, len(self.times)))
+        state = {"model": StateDict(**self.state)}
+        began = time.process_time()
+        name = f"step_{len(self.times)}"
+        self.times.append(seconds(lambda: self.store.take(state, name, retention=self._keep)))
+        self.processor_seconds += time.process_time() - began
+
+    def wait(self) -> float:
+        """Wait for the collection under way; return the seconds."""
+        worker = self.collector._worker
+        return 0.0 if worker is None else seconds(worker.wait)
+
+
+def _cost(settings: Settings, work: str) -> list[Row]:
+    """Take in turns, ten at a time, with collections and without any.
+
+    A collection that is not over after its ten takes is waited for, and counts as theirs.
+    """
+    share = 0.01 if "1 %" in work else 1.0
+    reports: list[GcReport] = []
+    collect = automatic.collect
+
+    def collect_and_note(*arguments: Any) -> GcReport:
+        reports.append(collect(*arguments))
+        return reports[-1]
+
+    automatic.collect = collect_and_note
+    auto, off = (
+        _Rotation(settings.path("cost", gc, "store").parent, 2, share, gc) for gc in ("auto", "off")
+    )
+    for each in (auto, off):
+        for _ in range(10):
+            each.take()
+    auto.wait()
+    reports.clear()
+    auto.processor_seconds = 0.0
+    ratios = []
+    for _ in range(2 if settings.quick else 10):
+        totals = []
+        for each in (auto, off):
+            for _ in range(10):
+                each.take()
+            totals.append(sum(each.times[-10:]) + each.wait())
+            off.store.gc(grace=0)
+            settle()
+        ratios.append(totals[0] / totals[1])
+    remove(settings.path("cost"))
+    spent = sum(report.processor_seconds for report in reports)
+    part = spent / max(1e-9, auto.processor_seconds - spent)
+    count = len(ratios) * 10
+    longest = max(auto.times[10:]) / statistics.median(off.times[10:])
+    without = max(off.times[10:]) / statistics.median(off.times[10:])
+    return [
+        timed(
+            work, f"{peers.CASNAP}, {count} takes and {len(reports)} collections", auto.times[10:]
+        ).at_most(ratios, "× the time without", 1.03),
+        timed(work, f"{peers.CASNAP}, without", off.times[10:]),
+        Row(
+            work, "the longest take, × the median without", f"{longest:.2f}; without {without:.2f}"
+        ).within(longest, max(1.2, without), "≤ 1.2, or the longest without"),
+        Row(work, "processor time of collections, of that of the takes", f"{part:.1%}").within(
+            part, 0.05, "≤ 5 %"
+        ),
+    ]
+
+
+def _bytes(settings: Settings, work: str) -> Row:
+    """Take a thousand times; compare what the disk holds with what the kept snapshots need."""
+    run = _Rotation(settings.path("rotation", "store").parent, 3, _SHARE, "auto")
+    most = 0.0
+    count = 60 if settings.quick else 1_000
+    for number in range(count):
+        run.take()
+        if number >= 50 and number % 10 == 0:
+            most = max(most, _stored(run))
+    run.wait()
+    needed = run.store.gc(dry_run=True).live_bytes
+    row = Row(
+        work,
+        f"{peers.CASNAP}, stored after {count:,} takes, of what is needed",
+        f"{_stored(run) / needed:.2f} ×; at most {most / needed:.2f} ×",
+    ).within(_stored(run) / needed, 1.5, "≤ 1.5")
+    remove(settings.path("rotation"))
+    return row
+
+
+def _stored(run: _Rotation) -> int:
+    folder = Path(run.store.uri, "casnap-store/packs")
+    total = 0
+    for file in files_below(folder):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total

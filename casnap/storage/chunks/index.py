@@ -45,7 +45,7 @@ T = TypeVar("T")
 # A cache has some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
 # A larger cache is made anew once it has so many times the records of the store.
-_SMALL_CACHE_BYTES, _MOST_TIMES = 6 << 20, 4
+_SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
 # Segments of together so many records are read at a time; a record has 61 bytes.
 _TOGETHER_RECORDS = 1 << 20
 SMALL_RECORDS = 10_000
