@@ -61,6 +61,8 @@ _Inode: TypeAlias = tuple[int, int, int]
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
 # The open files of the takes of this process that are under way.
 _announcements: set[int] = set()
+# Where there are no locks, an announcement counts for so many seconds.
+_DAY = 86400.0
 
 
 class LocalBackend(Backend):
@@ -449,6 +451,8 @@ class LocalBackend(Backend):
         with suppress(FileNotFoundError), self._listed_temporary() as folder:
             for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
                 freed += _unlink_abandoned(name, folder, min_age)
+        # This unlinks what takes that have died left there.
+        self.announced_bases(_DAY)
         return freed
 
     @contextmanager
