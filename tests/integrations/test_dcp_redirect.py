@@ -512,3 +512,13 @@ def test_async_saves_by_a_path_in_a_process_of_dcp(tmp_path: Path) -> None:
     assert launched(1, lambda: save_in_a_process(tmp_path / "ckpts")) == [0]
     assert names(tmp_path / "ckpts") == ["0", "1"]
     assert files_of_dcp(tmp_path) == []
+
+
+def test_files_of_dcp_where_there_are_no_markers(tmp_path: Path) -> None:
+    store = Store(tmp_path, markers=False)
+    with pytest.raises(StoreError, match="markers=False"):
+        install(store, dcp_files=True)
+    install(store)
+    dcp.save(state(), checkpoint_id=tmp_path / "a")
+    assert_same(loaded(checkpoint_id=tmp_path / "a"), state())
+    assert not (tmp_path / "a").exists()

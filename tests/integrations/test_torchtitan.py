@@ -6,6 +6,7 @@ here by a loop of ours, on ranks that are processes of gloo.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from casnap import Store
+from tests.support import disk
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill
 from tests.support.launched import launched
@@ -55,9 +57,25 @@ class Progress:
         self.step = int(state_dict["step"])
 
 
-def built(folder: Path, *, sharded: bool, **settings: Any) -> Any:
-    """Return a manager, and what it keeps."""
+def built(
+    folder: Path,
+    *,
+    sharded: bool = False,
+    plain: bool = False,
+    dense: bool = False,
+    **settings: Any,
+) -> Any:
+    """Return a manager, and what it keeps.
+
+    Args:
+        folder: Where it saves.
+        sharded: Whether the model is sharded.
+        plain: Whether it is torchtitan's own manager, on a store of casnap's.
+        dense: Whether every byte of the state changes with each step.
+        settings: Those of the manager.
+    """
     from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.optimizer import (
         LRSchedulersContainer,
@@ -65,12 +83,17 @@ def built(folder: Path, *, sharded: bool, **settings: Any) -> Any:
         ParamGroupConfig,
     )
 
+    from casnap.integrations.dcp import install
     from casnap.integrations.torchtitan import CasnapCheckpointManager
 
+    if plain:
+        install(folder / "checkpoint", dcp_files=True)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False), torch.nn.Linear(64, 8)
     )
+    if dense:
+        model = disk.dense()
     if sharded:
         fully_shard(model)
     optimizers = OptimizersContainer.Config(
@@ -84,9 +107,9 @@ def built(folder: Path, *, sharded: bool, **settings: Any) -> Any:
     )
     loader = ParallelAwareDataloader(Numbers(), dp_rank=0, dp_world_size=1, batch_size=2)
     progress = Progress()
-    config = CasnapCheckpointManager.Config(
-        enable=True, interval=2, keep_latest_k=2, last_save_model_only=False, **settings
-    )
+    kind = CheckpointManager if plain else CasnapCheckpointManager
+    often = {"interval": 2, "keep_latest_k": 2, "last_save_model_only": False}
+    config = kind.Config(enable=True, **(often | settings))
     manager = config.build(
         dataloader=loader,
         model_parts=[model],
@@ -99,14 +122,10 @@ def built(folder: Path, *, sharded: bool, **settings: Any) -> Any:
     return manager, model, optimizers, schedulers, loader, progress
 
 
-def train(
-    folder: Path, end: Path, kill_at: int | None = None, *, sharded: bool = False, **settings: Any
-) -> None:
+def train(folder: Path, end: Path, kill_at: int | None = None, **how: Any) -> None:
     from torch.distributed.tensor import DTensor
 
-    manager, model, optimizers, schedulers, loader, progress = built(
-        folder, sharded=sharded, **settings
-    )
+    manager, model, optimizers, schedulers, loader, progress = built(folder, **how)
     manager.load()
     batches = iter(loader)
     while progress.step < 8:
@@ -214,6 +233,39 @@ def test_goes_on_from_the_checkpoints_of_torchtitan(uninterrupted: Path, tmp_pat
     assert in_world(1, lambda: train(tmp_path, tmp_path / "end")) == [0]
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
     assert not (tmp_path / "checkpoint/step-2").exists()
+
+
+def test_torchtitans_own_manager_on_a_store(uninterrupted: Path, tmp_path: Path) -> None:
+    """It finds the last step by the files of DCP's names. What it deletes stays until a prune."""
+    end = tmp_path / "end"
+    assert in_world(1, lambda: train(tmp_path, end, 5, plain=True)) == [-9]
+    store = Store(tmp_path / "checkpoint", create=False)
+    begun = store["step-4"]
+    assert begun.stats.new_bytes < FROZEN // 10
+    assert in_world(1, lambda: train(tmp_path, end, plain=True)) == [0]
+    assert_same(load(end), load(uninterrupted / "end"))
+    assert [s.name for s in store.snapshots()] == ["step-2", "step-4", "step-6", "step-8"]
+    store.prune_missing_folders()
+    assert [s.name for s in store.snapshots()] == ["step-4", "step-6", "step-8"]
+
+
+def save_often(folder: Path, *, plain: bool) -> None:
+    manager, model, optimizers, _, _, progress = built(folder, dense=True, plain=plain, interval=1)
+    manager.load()
+    for step in range(1, disk.SAVES + 1):
+        model(torch.randn(8, disk.WIDTH)).square().mean().backward()
+        optimizers.step()
+        optimizers.zero_grad()
+        progress.step = step
+        manager.save(step)
+        while len(list((folder / "checkpoint").glob("step-*"))) > 2:
+            time.sleep(0.01)  # a thread deletes them
+    manager.close()
+
+
+def test_a_disk_holds_what_torchtitan_keeps_and_one_state(tmp_path: Path) -> None:
+    save = lambda folder: save_often(folder, plain=False)  # noqa: E731
+    assert in_world(1, lambda: disk.assert_bounded(tmp_path, save)) == [0]
 
 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from casnap.errors import InvalidNameError, StateError
+from casnap.errors import InvalidNameError, StateError, StoreError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.writer import CasnapWriter
@@ -75,15 +75,21 @@ def install(
         The names of the classes of torch whose objects are replaced below the store.
 
     Raises:
-        StoreError: There are to be files of DCP beside the snapshots of a store without folders.
+        StoreError: There are to be files of DCP beside the snapshots of a store without folders,
+            or of one that was opened without markers.
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
-    backend = store.make().objects.backend
-    if dcp_files:
-        check_has_folders(backend)
-    elif dcp_files is None:
-        dcp_files = backend.folder is not None
+    objects = store.make().objects
+    has_folders = objects.backend.folder is not None and objects.marks
+    if dcp_files and not has_folders:
+        check_has_folders(objects.backend)
+        raise StoreError(
+            f"{store.uri} was opened with markers=False, so its snapshots have no folders that the "
+            "files of DCP could lie in; leave markers=False out, or dcp_files=True"
+        )
+    if dcp_files is None:
+        dcp_files = has_folders
     _installed[store.uri] = _Installed(store, allow_pickle, dcp_files)
     for kind in (FileSystemWriter, FileSystemReader):
         kind.__new__ = _new_of(kind)  # type: ignore[method-assign]

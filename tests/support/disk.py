@@ -1,0 +1,49 @@
+"""A trainer whose checkpoints share nothing, and what they take up on a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from casnap import Store
+from casnap.maintenance import automatic
+
+SAVES = 10
+WIDTH = 512
+STATE = 3 * 4 * WIDTH * WIDTH
+"""The bytes of the weights of `dense`, and of what AdamW keeps of them."""
+
+# The bytes of roots, tables and indexes, and of the files that trainers put beside snapshots.
+_SMALL = STATE // 3
+
+
+def dense() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+
+
+def assert_bounded(
+    folder: Path, train: Callable[[Path], None], kept: int = 2, more: int = 1
+) -> None:
+    """Have a trainer save in this process, which is a child; look at what is left on the disk.
+
+    Args:
+        folder: Where it saves.
+        train: Saves as often as `SAVES`.
+        kept: How many snapshots are left.
+        more: How many states more there are on the disk, at most.
+    """
+    os.environ["CASNAP_GC"] = "auto"
+    automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
+    train(folder)
+    for collector in list(automatic._collectors.values()):
+        if collector._worker is not None:
+            collector._worker.wait()
+    top = next(folder.rglob("casnap-store")).parent
+    snapshots = Store(top, create=False).snapshots()
+    assert len(snapshots) == kept, snapshots
+    assert min(snapshot.stats.new_bytes for snapshot in snapshots) > 0.9 * STATE
+    files = (path for path in folder.rglob("*") if path.is_file())
+    assert sum(path.stat().st_size for path in files) < (kept + more) * STATE + _SMALL
