@@ -106,12 +106,12 @@ def test_ls(store: Path) -> None:
 
 
 def test_ls_json(store: Path) -> None:
-    found = document("ls", store)
-    assert set(found) == {"store", "prefix", "snapshots"}
-    assert (found["store"], found["prefix"]) == (str(store), "")
-    assert all(set(s) == SNAPSHOT_KEYS for s in found["snapshots"])
+    result = document("ls", store)
+    assert set(result) == {"store", "prefix", "snapshots"}
+    assert (result["store"], result["prefix"]) == (str(store), "")
+    assert all(set(s) == SNAPSHOT_KEYS for s in result["snapshots"])
     snapshot = Store(store)["run1/step_1"]
-    listed = found["snapshots"][1]
+    listed = result["snapshots"][1]
     assert listed["name"] == "run1/step_1"
     assert listed["path"] == f"{store}/run1/step_1"
     assert listed["commit"] == snapshot.commit_id
@@ -162,16 +162,16 @@ def test_show_a_snapshot(store: Path) -> None:
 
 
 def test_show_a_snapshot_json(store: Path) -> None:
-    found = document("show", store / "run1/step_1")
-    assert set(found) == {"keys"} | SNAPSHOT_KEYS
-    keys = {key["entry"]: key for key in found["keys"]}
+    result = document("show", store / "run1/step_1")
+    assert set(result) == {"keys"} | SNAPSHOT_KEYS
+    keys = {key["entry"]: key for key in result["keys"]}
     assert set(keys) == {"model", "progress", "0/rng"}
     assert all(
-        set(key) == {"entry", "rank", "entry_count", "logical_bytes"} for key in found["keys"]
+        set(key) == {"entry", "rank", "entry_count", "logical_bytes"} for key in result["keys"]
     )
     assert (keys["model"]["rank"], keys["0/rng"]["rank"]) == (None, 0)
-    assert sum(key["entry_count"] for key in found["keys"]) == found["entry_count"]
-    assert sum(key["logical_bytes"] for key in found["keys"]) == found["logical_bytes"]
+    assert sum(key["entry_count"] for key in result["keys"]) == result["entry_count"]
+    assert sum(key["logical_bytes"] for key in result["keys"]) == result["logical_bytes"]
 
 
 @pytest.mark.parametrize("path", ["0/model/weight", "model/weight"])
@@ -231,11 +231,11 @@ def test_show_a_small_tensor(store: Path) -> None:
     ],
 )
 def test_show_a_value(store: Path, path: str, kind: str, value: object) -> None:
-    found = document("show", store / "run1/step_1", f"0/progress/{path}")
+    result = document("show", store / "run1/step_1", f"0/progress/{path}")
     facts = {"entry", "rank", "type", "kind", "logical_bytes", "value"}
-    assert set(found) == {"store", "name", "path", "commit", *facts}
-    assert (found["type"], found["kind"]) == ("value", kind)
-    assert found["value"] == (value.hex() if isinstance(value, bytes) else value)
+    assert set(result) == {"store", "name", "path", "commit", *facts}
+    assert (result["type"], result["kind"]) == ("value", kind)
+    assert result["value"] == (value.hex() if isinstance(value, bytes) else value)
     assert repr(value) in invoke("show", store / "run1/step_1", f"progress/{path}").stdout
 
 
@@ -252,15 +252,15 @@ def test_show_a_container(store: Path) -> None:
     text = invoke("show", store / "run1/step_1", "progress").stdout
     assert re.search(r"^elements +5$", text, re.MULTILINE)
     assert re.search(r"^progress/many +list of 3 +4 ", text, re.MULTILINE)
-    found = document("show", store / "run1/step_1", "0/progress/many")
-    assert (found["type"], found["kind"], found["element_count"]) == ("container", "list", 3)
-    assert [child["entry"] for child in found["children"]] == [
+    result = document("show", store / "run1/step_1", "0/progress/many")
+    assert (result["type"], result["kind"], result["element_count"]) == ("container", "list", 3)
+    assert [child["entry"] for child in result["children"]] == [
         "0/progress/many/0",
         "0/progress/many/1",
         "0/progress/many/2",
     ]
     assert all(
-        set(c) == {"entry", "what", "entry_count", "logical_bytes"} for c in found["children"]
+        set(c) == {"entry", "what", "entry_count", "logical_bytes"} for c in result["children"]
     )
 
 
@@ -277,8 +277,8 @@ def test_children_of_a_long_list_are_in_order_and_limited(tmp_path: Path) -> Non
 def test_a_name_that_begins_another_name_is_one_child(tmp_path: Path) -> None:
     path = tmp_path / "store/a"
     Snapshot.take(path, {"s": StateDict(**{"a": {"x": 1}, "a.b": {"y": 1}, "a-": 2})})
-    found = document("show", path, "s")["children"]
-    assert {c["entry"]: (c["what"], c["entry_count"]) for c in found} == {
+    result = document("show", path, "s")["children"]
+    assert {c["entry"]: (c["what"], c["entry_count"]) for c in result} == {
         "s/a": ("dict of 1", 2),
         "s/a.b": ("dict of 1", 2),
         "s/a-": ("int", 1),
@@ -314,12 +314,12 @@ def test_diff(store: Path) -> None:
 
 
 def test_diff_json(store: Path) -> None:
-    found = document("diff", store / "run1/step_2", store / "run2/step_0")
+    result = document("diff", store / "run1/step_2", store / "run2/step_0")
     totals = {"changed_count", "added_count", "removed_count", "changed_bytes"}
-    assert set(found) == {"a", "b", "changes", *totals}
-    assert set(found["a"]) == {"store", "name", "path", "commit"}
-    assert (found["a"]["name"], found["b"]["name"]) == ("run1/step_2", "run2/step_0")
-    changes = {change["entry"]: change for change in found["changes"]}
+    assert set(result) == {"a", "b", "changes", *totals}
+    assert set(result["a"]) == {"store", "name", "path", "commit"}
+    assert (result["a"]["name"], result["b"]["name"]) == ("run1/step_2", "run2/step_0")
+    changes = {change["entry"]: change for change in result["changes"]}
     keys = {"entry", "change", "changed_bytes", "total_bytes", "old", "new"}
     assert all(set(change) == keys for change in changes.values())
     assert changes["model/extra"]["change"] == "added"
@@ -328,13 +328,13 @@ def test_diff_json(store: Path) -> None:
     assert changes["model/bias"]["change"] == "removed"
     assert changes["model/bias"]["new"] is None
     assert "model/weight" not in changes
-    assert found["added_count"] + found["removed_count"] + found["changed_count"] == len(changes)
+    assert result["added_count"] + result["removed_count"] + result["changed_count"] == len(changes)
 
 
 @pytest.mark.parametrize("second", ["step_1", "run1/step_1"])
 def test_the_second_snapshot_may_be_a_bare_name(store: Path, second: str) -> None:
-    found = document("diff", store / "run1/step_0", second)
-    assert found["b"]["name"] == "run1/step_1"
+    result = document("diff", store / "run1/step_0", second)
+    assert result["b"]["name"] == "run1/step_1"
 
 
 def test_paths_are_relative_to_the_current_folder(
@@ -354,9 +354,9 @@ def test_diff_is_limited(store: Path) -> None:
     text = invoke("diff", store / "run1/step_0", "step_1", "--limit", 1).stdout
     assert "model/weight" in text
     assert "1 entry more" in text
-    found = document("diff", store / "run1/step_0", "step_1", "--limit", 1)
-    assert len(found["changes"]) == 1
-    assert found["changed_count"] == 2
+    result = document("diff", store / "run1/step_0", "step_1", "--limit", 1)
+    assert len(result["changes"]) == 1
+    assert result["changed_count"] == 2
 
 
 def test_a_wrong_second_snapshot_names_the_nearest(store: Path) -> None:
@@ -379,17 +379,17 @@ PARTS = ("kept_bytes", "waiting_bytes", "orphaned_bytes")
 
 
 def test_du_json(store: Path) -> None:
-    found = document("du", store)
-    assert set(found) == {"store", "prefix", "snapshots", "logical_bytes", "stored_bytes", *PARTS}
+    result = document("du", store)
+    assert set(result) == {"store", "prefix", "snapshots", "logical_bytes", "stored_bytes", *PARTS}
     sizes = {"logical_bytes", "stored_bytes", "unique_bytes"}
     keys = {"store", "name", "path", "commit", *sizes}
-    assert all(set(s) == keys for s in found["snapshots"])
-    assert found["logical_bytes"] == sum(s["logical_bytes"] for s in found["snapshots"])
-    first, _, third, other = found["snapshots"]
+    assert all(set(s) == keys for s in result["snapshots"])
+    assert result["logical_bytes"] == sum(s["logical_bytes"] for s in result["snapshots"])
+    first, _, third, other = result["snapshots"]
     assert CHUNK < first["unique_bytes"] < 2 * CHUNK
     assert third["unique_bytes"] < CHUNK  # its new chunk is in the other run too
     assert other["stored_bytes"] > 6 * CHUNK
-    assert found["stored_bytes"] > 8 * CHUNK
+    assert result["stored_bytes"] > 8 * CHUNK
 
 
 def test_du_of_a_prefix_counts_what_others_share(store: Path) -> None:
@@ -410,9 +410,9 @@ def test_du_of_an_empty_store(tmp_path: Path) -> None:
 
 def test_rm(own_store: Path) -> None:
     snapshot = Store(own_store)["run1/step_0"]
-    found = document("rm", own_store / "run1/step_0", "--yes")
-    assert not found["dry_run"]
-    assert [each["commit"] for each in found["deleted"]] == [snapshot.commit_id]
+    result = document("rm", own_store / "run1/step_0", "--yes")
+    assert not result["dry_run"]
+    assert [each["commit"] for each in result["deleted"]] == [snapshot.commit_id]
     assert "run1/step_0" not in Store(own_store)
     text = invoke("rm", own_store / "run1/step_1", own_store / "run2/step_0", "-y").stdout
     *deleted, last = text.splitlines()
@@ -434,9 +434,9 @@ def test_rm_of_a_name_that_is_none_names_the_nearest(own_store: Path) -> None:
 
 def test_rm_dry_run(own_store: Path) -> None:
     one = own_store / "run1/step_0"
-    said = invoke("rm", one, "--dry-run").stdout
-    assert said.startswith(f"would be deleted {one}  ")
-    assert "gc" not in said
+    output = invoke("rm", one, "--dry-run").stdout
+    assert output.startswith(f"would be deleted {one}  ")
+    assert "gc" not in output
     assert document("rm", one, "--dry-run")["dry_run"]
     assert len(Store(own_store).snapshots()) == 4
 
@@ -455,8 +455,8 @@ def test_rm_does_not_go_ahead_unasked(own_store: Path) -> None:
 @pytest.mark.parametrize(("answer", "status", "left"), [("y", 0, 3), ("n", 1, 4), ("", 1, 4)])
 def test_rm_asks_on_a_terminal(own_store: Path, answer: str, status: int, left: int) -> None:
     terminal = Terminal("rm", own_store / "run1/step_0")
-    asked = terminal.read_until("Delete 1 snapshot?")
-    assert str(own_store / "run1/step_0") in asked
+    request = terminal.read_until("Delete 1 snapshot?")
+    assert str(own_store / "run1/step_0") in request
     os.write(terminal.master, f"{answer}\n".encode())
     ended, said = terminal.rest()
     assert ended == status
@@ -481,7 +481,7 @@ def test_ctrl_c_ends_it_with_130(own_store: Path) -> None:
 def test_bash_completes_as_the_guide_shows() -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/operating.md").read_text()
     (lines,) = re.findall(r"```sh\n(eval .*?)```", guide, re.DOTALL)
-    asked = """
+    request = """
 complete_line() {
   COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
   _casnap_completion casnap
@@ -493,7 +493,7 @@ complete_line casnap export store/name --format ""
 """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", lines + asked],
+        ["bash", "-c", lines + request],
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,

@@ -30,12 +30,12 @@ def test_nothing_is_kept(cache_dir: Path) -> None:
 def test_stores_and_bytes(two: list[Path]) -> None:
     shown = invoke("cache").stdout
     assert all(str(store) in shown for store in two)
-    told = document("cache")
-    assert told["cached_bytes"] == kept_bytes()
-    assert {fields["store"] for fields in told["stores"]} == set(map(str, two))
-    assert sum(fields["pack_count"] for fields in told["stores"]) == len(kept_files())
-    assert not told["cleared"]
-    first = told["stores"][0]
+    answer = document("cache")
+    assert answer["cached_bytes"] == kept_bytes()
+    assert {fields["store"] for fields in answer["stores"]} == set(map(str, two))
+    assert sum(fields["pack_count"] for fields in answer["stores"]) == len(kept_files())
+    assert not answer["cleared"]
+    first = answer["stores"][0]
     assert document("cache", first["id"])["stores"] == document("cache", first["store"])["stores"]
 
 

@@ -26,16 +26,16 @@ from tests.support.written import publish
 
 
 def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = document("init", tmp_path / "a", "--chunk-size", "256KiB")
+    result = document("init", tmp_path / "a", "--chunk-size", "256KiB")
     store = Store(tmp_path / "a", create=False)
-    assert found == {
+    assert result == {
         "store": str(tmp_path / "a"),
         "id": store.id,
         "chunk_size_bytes": 256 << 10,
         "codec": "raw",
         "created": True,
     }
-    assert document("init", tmp_path / "a") == {**found, "created": False}
+    assert document("init", tmp_path / "a") == {**result, "created": False}
     assert "256 KiB" in failure("init", tmp_path / "a", "--chunk-size", "1MiB")
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")

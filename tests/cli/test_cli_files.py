@@ -25,14 +25,14 @@ def test_in_and_out(file: Path, tmp_path: Path) -> None:
     dry = invoke("import", file, there, "--dry-run").stdout
     assert "2 tensors of 1 file (safetensors) would be imported\n" in dry
     assert not (tmp_path / "models").exists()
-    said = invoke("import", file, there).stdout
-    assert said.startswith(f"{there}: 2 tensors of 1 file (safetensors) imported\n3.6 kB, ")
+    output = invoke("import", file, there).stdout
+    assert output.startswith(f"{there}: 2 tensors of 1 file (safetensors) imported\n3.6 kB, ")
     out = tmp_path / "out.safetensors"
-    said = invoke("export", there / "model", out).stdout
-    assert said == f"{out}: 2 tensors, 3.6 kB, exported to 1 file\n"
+    output = invoke("export", there / "model", out).stdout
+    assert output == f"{out}: 2 tensors, 3.6 kB, exported to 1 file\n"
     assert torch.equal(load_file(out)["a"], load_file(file)["a"])
-    found = document("export", there, tmp_path / "sharded", "--max-shard-size", "1KB")
-    assert (found["name"], found["entry"], found["tensor_count"]) == ("v1", None, 2)
+    result = document("export", there, tmp_path / "sharded", "--max-shard-size", "1KB")
+    assert (result["name"], result["entry"], result["tensor_count"]) == ("v1", None, 2)
     assert len(list((tmp_path / "sharded").iterdir())) == 3
     assert document("import", tmp_path / "sharded", tmp_path / "models/base/v2")["new_bytes"] < 999
     invoke("export", there, tmp_path / "s.pt")
@@ -53,9 +53,9 @@ def test_a_store_above(file: Path, tmp_path: Path) -> None:
 def test_equal_tensors_are_named(tmp_path: Path) -> None:
     state = StateDict(a=torch.ones(90), b=torch.ones(90), step=1)
     Store(tmp_path / "store").take({"m": state}, "s")
-    said = invoke("export", tmp_path / "store/s/m", tmp_path / "x", "--tensors-only").stdout
-    assert "1 value left out\n" in said
-    assert "warning: a and b have the same bytes; if they are tied, --tied with one" in said
+    output = invoke("export", tmp_path / "store/s/m", tmp_path / "x", "--tensors-only").stdout
+    assert "1 value left out\n" in output
+    assert "warning: a and b have the same bytes; if they are tied, --tied with one" in output
     invoke("export", tmp_path / "store/s/m", tmp_path / "y", "--tensors-only", "--tied", "b")
     assert load_file(tmp_path / "y").keys() == {"a"}
 
@@ -67,9 +67,9 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     assert "is not a safetensors file" in failure("import", tmp_path / "bad.safetensors", there)
     assert not (tmp_path / "models").exists()
     invoke("import", file, there)
-    said = failure("import", file, there)
-    assert "holds a snapshot 'v1' already" in said
-    assert "may also pass --overwrite\n" in said
+    message = failure("import", file, there)
+    assert "holds a snapshot 'v1' already" in message
+    assert "may also pass --overwrite\n" in message
     assert "exists already" in failure("export", there, file)
     assert "has no entry 'model/c'" in failure("export", there / "model/c", tmp_path / "x")
     assert "name a snapshot in it" in failure("export", tmp_path / "models", tmp_path / "x")

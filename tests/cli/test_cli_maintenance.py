@@ -42,16 +42,16 @@ def test_from_damage_to_a_store_that_is_collected_again(store: Path, cache_dir: 
     before = files(store)
     for command in (["show", store / "b"], ["du", store]):
         assert f"`casnap check {store}` says what is hurt" in failure(*command)
-    said = failure("gc", store, "--grace", 0)
-    assert "Nothing was deleted" in said
-    assert "same bytes" not in said
+    message = failure("gc", store, "--grace", 0)
+    assert "Nothing was deleted" in message
+    assert "same bytes" not in message
     assert files(store) == before
     assert f"`casnap repair {store}` saves" in invoke("check", store, status=1).stdout
     assert "`casnap rm`" in invoke("repair", store, "--yes", status=1).stdout
-    said = invoke("check", store, status=1).stdout
-    assert "saves what can be saved" not in said
-    assert f"`casnap repair {store} --from STORE`" in said
-    assert "`casnap rm` of the hurt snapshots" in said
+    message = invoke("check", store, status=1).stdout
+    assert "saves what can be saved" not in message
+    assert f"`casnap repair {store} --from STORE`" in message
+    assert "`casnap rm` of the hurt snapshots" in message
     assert "`casnap rm` of the snapshots" in failure("gc", store, "--grace", 0)
     invoke("rm", store / "b", "--yes")
     assert "2 snapshots marked" in invoke("gc", store, "--grace", 0).stdout
@@ -61,9 +61,9 @@ def test_from_damage_to_a_store_that_is_collected_again(store: Path, cache_dir: 
 def test_nothing_repairs_what_was_written_wrongly(tmp_path: Path) -> None:
     forger = Forger(tmp_path / "store")
     forger.publish({"s": forger.tree(["/x", ["t", "float32", [9], [4000, b"", b"\1" * 32]]])})
-    said = invoke("check", tmp_path / "store", status=1).stdout
-    assert "casnap repair" not in said
-    assert "`casnap rm` of the hurt snapshots" in said
+    output = invoke("check", tmp_path / "store", status=1).stdout
+    assert "casnap repair" not in output
+    assert "`casnap rm` of the hurt snapshots" in output
 
 
 def test_a_table_that_is_lost(store: Path, cache_dir: Path) -> None:
@@ -73,10 +73,10 @@ def test_a_table_that_is_lost(store: Path, cache_dir: Path) -> None:
     damage_everywhere(store, table.digest)
     forget_cache(cache_dir)
     invoke("repair", store, "--yes", status=1)
-    said = invoke("check", store, status=1).stdout
-    assert "0 snapshots" not in said
-    assert "casnap rm" not in said
-    assert "--from STORE" in said
+    output = invoke("check", store, status=1).stdout
+    assert "0 snapshots" not in output
+    assert "casnap rm" not in output
+    assert "--from STORE" in output
 
 
 def test_paths_that_are_known_to_be_hurt_are_kept(store: Path) -> None:
@@ -113,9 +113,9 @@ def test_a_store_that_lost_its_record(
     before = files(store)
     for command in ("ls", "gc", "check", "init"):
         for path in (store, store / "run/c"):
-            said = failure(command, path)
-            assert f"{store} is a damaged store" in said
-            assert f"`casnap repair {store}` makes it anew (--yes in a script)" in said
+            message = failure(command, path)
+            assert f"{store} is a damaged store" in message
+            assert f"`casnap repair {store}` makes it anew (--yes in a script)" in message
     with pytest.raises(DamagedError, match=r"casnap\.json is missing"):
         Snapshot.take(store / "run/d", {"s": StateDict(x=1)})
     assert f"`casnap repair {store}` makes it anew" in failure("repair", "--yes", store / "run")
@@ -128,9 +128,9 @@ def test_a_store_that_lost_its_record(
 @pytest.mark.parametrize("command", [["gc"], ["check"], ["repair", "--yes"]])
 def test_a_path_that_is_not_there_is_not_the_store_above(store: Path, command: list[str]) -> None:
     before = files(store)
-    said = failure(*command, store / "none")
-    assert f"{store / 'none'} does not exist" in said
-    assert said.rstrip().endswith(f"name {store}")
+    message = failure(*command, store / "none")
+    assert f"{store / 'none'} does not exist" in message
+    assert message.rstrip().endswith(f"name {store}")
     assert files(store) == before
     assert str(store) in invoke(*command, store / "run").stdout.splitlines()[0]
 
@@ -165,8 +165,8 @@ def test_wrong_usage_changes_nothing(store: Path, command: list[str], problem: s
 
 
 def test_an_endpoint_is_a_url() -> None:
-    said = failure("ls", "s3://bucket/run1", "--endpoint-url", "localhost:9000", status=2)
-    assert "a URL, like http://localhost:9000" in said
+    message = failure("ls", "s3://bucket/run1", "--endpoint-url", "localhost:9000", status=2)
+    assert "a URL, like http://localhost:9000" in message
 
 
 @pytest.mark.parametrize("share", ["50%", "0.5", "0.50", "050%"])
@@ -254,10 +254,10 @@ def test_where_gc_fails_it_is_known_what_was_forgotten(runs: Path) -> None:
 
     with backend_faults(0, fail, ["tidy"], lasting=True):
         result = invoke("prune", runs, "--keep-last", 2, "--gc", "--yes", "--json", status=1)
-        found = json.loads(result.stdout)
-        assert found["error"] == "on purpose"
+        output = json.loads(result.stdout)
+        assert output["error"] == "on purpose"
         assert "error" in listed_keys("prune")
-        assert [s["kept"] for s in found["snapshots"]] == [False, False, True, True]
+        assert [s["kept"] for s in output["snapshots"]] == [False, False, True, True]
         assert result.stderr == "casnap: on purpose\n"
         result = invoke("prune", runs, "--keep-last", 1, "--gc", "--yes", status=1)
     assert "1 snapshot forgotten, 1 kept" in result.stdout

@@ -49,8 +49,8 @@ def test_cp(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
     for target in ("run", "run", "run/best"):
         source = local / "step_0" if target.endswith("best") else local
         proxy.log.clear()
-        said = invoke("cp", source, f"{bucket.uri}/{target}").stdout
-        assert f"{len(proxy.log)} requests: " in said
+        output = invoke("cp", source, f"{bucket.uri}/{target}").stdout
+        assert f"{len(proxy.log)} requests: " in output
     proxy.log.clear()
-    told = document("cp", f"{bucket.uri}/run/best", tmp_path / "back")["requests"]
-    assert sum(told.values()) == len(proxy.log)
+    answer = document("cp", f"{bucket.uri}/run/best", tmp_path / "back")["requests"]
+    assert sum(answer.values()) == len(proxy.log)

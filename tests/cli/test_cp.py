@@ -36,33 +36,33 @@ def test_whole_stores_prefixes_and_snapshots(source: Path, tmp_path: Path) -> No
 
 def test_what_it_prints(source: Path, tmp_path: Path) -> None:
     there = tmp_path / "copy"
-    said = invoke("cp", source / "run1", there, "--dry-run").stdout
-    assert "would be copied run1/step_0\n" in said
-    assert f"{there}: 3 snapshots would be copied\n" in said
+    output = invoke("cp", source / "run1", there, "--dry-run").stdout
+    assert "would be copied run1/step_0\n" in output
+    assert f"{there}: 3 snapshots would be copied\n" in output
     assert not there.exists()
-    said = invoke("cp", source / "run1", there).stdout
-    assert "copied run1/step_2\n" in said
-    assert f"{there}: 3 snapshots copied\n" in said
-    said = invoke("cp", source, there).stdout
-    assert "1 snapshot copied, 3 there already\n" in said
-    assert said.endswith("there already\n")
+    output = invoke("cp", source / "run1", there).stdout
+    assert "copied run1/step_2\n" in output
+    assert f"{there}: 3 snapshots copied\n" in output
+    output = invoke("cp", source, there).stdout
+    assert "1 snapshot copied, 3 there already\n" in output
+    assert output.endswith("there already\n")
 
 
 def test_json(source: Path, tmp_path: Path) -> None:
     there = tmp_path / "copy"
-    found = document("cp", source, there)
-    assert (found["source"], found["destination"]) == (str(source), str(there))
-    assert found["copied"] == names(source)
-    assert found["sent_bytes"] > 6 * CHUNK
-    assert found["present"] == found["gone"] == []
+    result = document("cp", source, there)
+    assert (result["source"], result["destination"]) == (str(source), str(there))
+    assert result["copied"] == names(source)
+    assert result["sent_bytes"] > 6 * CHUNK
+    assert result["present"] == result["gone"] == []
     again = document("cp", source, there)
     assert (again["copied"], again["present"]) == ([], names(source))
     assert again["sent_bytes"] == again["sent_chunk_count"] == 0
 
 
 def test_what_is_refused(source: Path, tmp_path: Path) -> None:
-    said = failure("cp", tmp_path / "nothing", tmp_path / "copy")
-    assert "is not a casnap store" in said
+    message = failure("cp", tmp_path / "nothing", tmp_path / "copy")
+    assert "is not a casnap store" in message
     assert "nor any below it" in failure("cp", source / "run7", tmp_path / "copy")
     assert "is the store that is copied from" in failure("cp", source, source / "copy")
     assert "on a server" in failure(

@@ -40,7 +40,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     store = fill(tmp / "ckpts")
     one = store / "run1/step_1"
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
-    found: dict[str, list[dict[str, Any]]] = {
+    result: dict[str, list[dict[str, Any]]] = {
         "init": [document("init", tmp / "new")],
         "ls": [document("ls", store)],
         "show": [
@@ -70,16 +70,16 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     assert mirrored.mirror is not None
     mirrored.mirror.stop()
     mirrored.take({"s": StateDict(x=2)}, "step_2")
-    found["mirror"] = [document("mirror", tmp / "mirrored")]
+    result["mirror"] = [document("mirror", tmp / "mirrored")]
     Reader(far_store(tmp / "far", 0)).restore()
-    found["cache"] = [document("cache")]
+    result["cache"] = [document("cache")]
     for pack in (tmp / "copy").glob("**/packs/*/*"):
         flip(pack)
     Store(tmp / "copy").take({"s": StateDict(x=1)}, "later")
     flip(next((tmp / "copy").glob("**/roots/0/1")))
-    found["check"] = [failed("check", tmp / "copy", "--data")]
-    found["repair"] = [failed("repair", tmp / "copy", "--yes")]
-    return found
+    result["check"] = [failed("check", tmp / "copy", "--data")]
+    result["repair"] = [failed("repair", tmp / "copy", "--yes")]
+    return result
 
 
 def followed(source: Path, destination: Path) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def followed(source: Path, destination: Path) -> dict[str, Any]:
                 process.send_signal(signal.SIGTERM)
                 break
         assert process.stdout is not None
-        told: dict[str, Any] = json.loads(process.stdout.read())
-    return told
+        answer: dict[str, Any] = json.loads(process.stdout.read())
+    return answer
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -116,31 +116,31 @@ def values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_names_say_what_a_value_is(printed: dict[str, list[dict[str, Any]]]) -> None:
-    seen = set()
+    keys = set()
     for told in (each for documents in printed.values() for each in documents):
         for key, value in values(told):
             if key.endswith("time") and value is not None:
                 assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", value), key
-                seen.add(key)
+                keys.add(key)
             elif key.endswith(("_bytes", "_count")):
                 assert isinstance(value, int), key
             elif key.endswith("s") and key != "seconds":
                 assert not isinstance(value, int), key
             if isinstance(value, dict) and "path" in value:
                 assert value["path"] == f"{value['store']}/{value['name']}"
-    assert seen == {"time", "used_time", "waiting_until_time"}
+    assert keys == {"time", "used_time", "waiting_until_time"}
 
 
 def test_a_snapshot_is_the_same_in_all_commands(store: Path, tmp_path: Path) -> None:
     """The command may be given a folder of the store: the name is that in the whole store."""
-    taken = Snapshot(store / "run2/step_0")
+    snapshot = Snapshot(store / "run2/step_0")
     which = {
         "store": str(store),
         "name": "run2/step_0",
         "path": f"{store}/run2/step_0",
-        "commit": taken.commit_id,
+        "commit": snapshot.commit_id,
     }
-    told = [
+    answer = [
         *document("ls", store / "run2")["snapshots"],
         *document("du", store / "run2")["snapshots"],
         *document("prune", store / "run2", "--keep-last", 1, "--dry-run")["snapshots"],
@@ -151,19 +151,19 @@ def test_a_snapshot_is_the_same_in_all_commands(store: Path, tmp_path: Path) -> 
         document("tag", store / "run2/step_0"),
         document("export", store / "run2/step_0", tmp_path / "out.pt", "--format", "torch"),
     ]
-    for each in told:
+    for each in answer:
         assert {key: each[key] for key in which} == which
     assert [*which][:3] == ["store", "name", "path"]
-    time = datetime.fromisoformat(told[0]["time"].replace("Z", "+00:00"))
-    assert abs(time.timestamp() - taken.time) < 1e-5
+    time = datetime.fromisoformat(answer[0]["time"].replace("Z", "+00:00"))
+    assert abs(time.timestamp() - snapshot.time) < 1e-5
     assert time.tzinfo == timezone.utc
 
 
 def test_an_import_tells_where_it_went(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt")
     planned = document("import", tmp_path / "old.pt", tmp_path / "s/a", "--dry-run")
-    told = document("import", tmp_path / "old.pt", tmp_path / "s/a")
+    answer = document("import", tmp_path / "old.pt", tmp_path / "s/a")
     where = {"store": str(tmp_path / "s"), "name": "a", "path": f"{tmp_path}/s/a"}
-    assert {key: planned[key] for key in where} == {key: told[key] for key in where} == where
+    assert {key: planned[key] for key in where} == {key: answer[key] for key in where} == where
     assert planned["commit"] is None
-    assert told["commit"] == Snapshot(tmp_path / "s/a").commit_id
+    assert answer["commit"] == Snapshot(tmp_path / "s/a").commit_id

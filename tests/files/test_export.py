@@ -75,12 +75,12 @@ def test_shards_and_their_index(store: Store, tmp_path: Path) -> None:
     assert list(report.files) == [*names, "model.safetensors.index.json"]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 20_000}
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for name in names:
         part = load_file(tmp_path / "out" / name)
         assert all(index["weight_map"][each] == name for each in part)
-        found |= part
-    assert_same(ordered(found, state), state)
+        matches |= part
+    assert_same(ordered(matches, state), state)
     snapshot.export(tmp_path / "one", path="model", max_shard_size=1 << 20)
     assert [f.name for f in (tmp_path / "one").iterdir()] == ["model.safetensors"]
 
@@ -124,10 +124,10 @@ def test_tied_weights(store: Store, tmp_path: Path) -> None:
     snapshot.export(tmp_path / "m.pt", path="model", format="torch", tied=["head.weight"])
     state = torch.load(tmp_path / "m.pt", weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    other = store.take({"model": StateDict(a=torch.ones(99), b=torch.zeros(99))}, "other")
+    other_snapshot = store.take({"model": StateDict(a=torch.ones(99), b=torch.zeros(99))}, "other")
     for tied, said in (["a"], "no other tensor has its bytes"), (["x"], "there is no such tensor"):
         with pytest.raises(FileFormatError, match=said):
-            other.export(tmp_path / "x.safetensors", path="model", tied=tied)
+            other_snapshot.export(tmp_path / "x.safetensors", path="model", tied=tied)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
@@ -144,9 +144,9 @@ def test_a_file_of_torch_save(store: Store, tmp_path: Path) -> None:
     report = snapshot.export(tmp_path / "all.pt", format="torch")
     assert zipfile.ZipFile(tmp_path / "all.pt").testzip() is None
     assert report.files == {"all.pt": (tmp_path / "all.pt").stat().st_size}
-    found = torch.load(tmp_path / "all.pt", weights_only=False)  # it holds numpy's
+    result = torch.load(tmp_path / "all.pt", weights_only=False)  # it holds numpy's
     keys = ("model", "odd", "optim", "progress")
-    assert_same(found, {key: snapshot.get_state_dict_for_key(key) for key in keys})
+    assert_same(result, {key: snapshot.get_state_dict_for_key(key) for key in keys})
     snapshot.export(tmp_path / "optim.pt", path="optim", format="torch")
     for mmap in (True, False):
         part = torch.load(tmp_path / "optim.pt", weights_only=True, mmap=mmap)

@@ -116,13 +116,16 @@ def test_the_newest_is_named_and_folders_of_casnap_do_not_count(
 def test_no_store_but_a_checkpoint_of_another_form(tmp_path: Path, form: str) -> None:
     assert "make one with `casnap init" in failure("ls", tmp_path)
     path = save(form, tmp_path)
-    said = failure("ls", tmp_path)
-    assert f"{path.name}, a checkpoint of {form}: `casnap import {path} " in said
-    assert "casnap init" not in said
+    message = failure("ls", tmp_path)
+    assert f"{path.name}, a checkpoint of {form}: `casnap import {path} " in message
+    assert "casnap init" not in message
     if path.is_dir():
-        said = failure("ls", path)
-        assert f"a checkpoint of {form}, which `casnap import` imports" in said or path.name in said
-        assert "casnap init" not in said
+        message = failure("ls", path)
+        assert (
+            f"a checkpoint of {form}, which `casnap import` imports" in message
+            or path.name in message
+        )
+        assert "casnap init" not in message
     with pytest.raises(NotAStoreError, match="casnap import"):
         Store(tmp_path, create=False)
     Store(tmp_path).make()
@@ -134,8 +137,10 @@ def test_stores_right_below_are_named(tmp_path: Path) -> None:
         Snapshot.take(tmp_path / run / "step_1", {"s": StateDict(step=1)})
     torch.save(torch.ones(3), tmp_path / "notes.pt")
     for command in ("ls", "check", "du"):
-        said = failure(command, tmp_path)
-        assert f"there are stores right below: run1, run2. Name one, like {tmp_path}/run1" in said
-        assert "casnap init" not in said
+        message = failure(command, tmp_path)
+        assert (
+            f"there are stores right below: run1, run2. Name one, like {tmp_path}/run1" in message
+        )
+        assert "casnap init" not in message
     with pytest.raises(NotAStoreError, match="run1, run2"):
         Snapshot(tmp_path / "step_1")

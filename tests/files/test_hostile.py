@@ -114,10 +114,10 @@ def test_a_changed_header_is_refused_or_read_as_safetensors_reads_it(
     except FileFormatError:
         assert "m" not in store
         return
-    found = store["m"].get_state_dict_for_key("model")
+    result = store["m"].get_state_dict_for_key("model")
     with safe_open(folder / "m.safetensors", "pt") as file:
-        assert set(file.keys()) == found.keys()
-        for name, tensor in found.items():
+        assert set(file.keys()) == result.keys()
+        for name, tensor in result.items():
             theirs = file.get_tensor(name)
             assert (theirs.dtype, theirs.shape) == (tensor.dtype, tensor.shape)
 

@@ -65,17 +65,17 @@ def test_more_files_than_descriptors(store: Store, tmp_path: Path) -> None:
     for name, file in of.items():
         save_file({name: torch.full((9,), 1.0)}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
-    done = run_python(
+    process = run_python(
         "import resource, sys; from casnap.cli import run;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80)); sys.exit(run(sys.argv[1:]))",
         *("import", tmp_path, f"{store.uri}/m"),
     )
     if sys.version_info >= (3, 13):
-        assert done.returncode == 0, done.stderr
+        assert process.returncode == 0, process.stderr
     else:
-        assert (done.returncode, list(store.snapshots())) == (1, [])
-        assert "raise the limit (ulimit -n)" in done.stderr
-        assert "Traceback" not in done.stderr
+        assert (process.returncode, list(store.snapshots())) == (1, [])
+        assert "raise the limit (ulimit -n)" in process.stderr
+        assert "Traceback" not in process.stderr
 
 
 def test_a_safetensors_file(store: Store, tmp_path: Path) -> None:
@@ -85,15 +85,15 @@ def test_a_safetensors_file(store: Store, tmp_path: Path) -> None:
     assert (report.format, report.files, report.keys) == ("safetensors", 1, ["model"])
     assert (report.tensors, report.values) == (len(state), 0)
     assert store["m"].metadata.user == {"format": "pt", "author": "é", "loss": 1.5}
-    found = store["m"].get_state_dict_for_key("model")
-    assert found.keys() == state.keys()
-    assert_same({name: found[name] for name in state}, state)
+    result = store["m"].get_state_dict_for_key("model")
+    assert result.keys() == state.keys()
+    assert_same({name: result[name] for name in state}, state)
 
 
 def test_it_shares_chunks_with_a_take(store: Store, tmp_path: Path) -> None:
     state = {"a": torch.randn(500, 300), "b": torch.randn(7, 1000).to(torch.bfloat16)}
-    taken = store.take({"other": StateDict(**state)}, "taken")
-    assert taken.stats.new_bytes > 600_000
+    snapshot = store.take({"other": StateDict(**state)}, "taken")
+    assert snapshot.stats.new_bytes > 600_000
     save_file(state, tmp_path / "m.safetensors")
     torch.save(state, tmp_path / "m.pt")
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
@@ -160,9 +160,9 @@ def test_a_dry_run_changes_nothing(store: Store, tmp_path: Path) -> None:
 
 def test_progress_and_overwriting(store: Store, tmp_path: Path) -> None:
     save_file({"a": torch.randn(100_000)}, tmp_path / "m.safetensors")
-    seen: list[tuple[str, int, int]] = []
-    store.import_file(tmp_path / "m.safetensors", "m", progress=lambda *told: seen.append(told))
-    assert seen[-1] == ("storing", 400_000, 400_000)
+    calls: list[tuple[str, int, int]] = []
+    store.import_file(tmp_path / "m.safetensors", "m", progress=lambda *told: calls.append(told))
+    assert calls[-1] == ("storing", 400_000, 400_000)
     with pytest.raises(FileExistsError):
         store.import_file(tmp_path / "m.safetensors", "m")
     store.import_file(tmp_path / "m.safetensors", "m", overwrite=True)

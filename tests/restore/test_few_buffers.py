@@ -30,13 +30,15 @@ def test_a_read_ends_though_few_buffers_are_left(
     snapshot = store.take(STATE, "a")
     pool = shared_pool(0)
     held = [pool.take() for _ in range(SLOTS - left)]
-    found: list[torch.Tensor] = []
-    reader = threading.Thread(target=lambda: found.append(snapshot.read_object("s/x")), daemon=True)
+    matches: list[torch.Tensor] = []
+    reader = threading.Thread(
+        target=lambda: matches.append(snapshot.read_object("s/x")), daemon=True
+    )
     try:
         reader.start()
         reader.join(60)
     finally:
         for slot in held:
             pool.release(slot)
-    assert found, "it still waits"
-    assert torch.equal(found[0], STATE["s"]["x"])
+    assert matches, "it still waits"
+    assert torch.equal(matches[0], STATE["s"]["x"])

@@ -273,13 +273,13 @@ def test_small_chunks_are_read_beside_large_ones(tmp_path):
     store = Store(backend, chunk_size=CHUNK)
     state = {"large": torch.randn(20_000), "small": torch.randn(500)}
     store.take({"s": StateDict(**state)}, "a")
-    found = StateDict(**{name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    target = StateDict(**{name: torch.zeros_like(tensor) for name, tensor in state.items()})
     snapshot = store["a"]
-    snapshot.restore({"s": found})
+    snapshot.restore({"s": target})
     backend.reset()
     backend.latency = 0.05
-    snapshot.restore({"s": found})
+    snapshot.restore({"s": target})
     assert backend.requests["get"] <= 2
     assert backend.most_at_once == 2
     for name, tensor in state.items():
-        assert_same(found[name], tensor)
+        assert_same(target[name], tensor)

@@ -129,9 +129,9 @@ def test_what_there_is(snapshot):
         iter(snapshot)
     with pytest.raises(EntryNotFoundError, match=re.escape("nearest: model/0.attn.bias")):
         snapshot["model/0.attn.bia"]
-    found = snapshot.handles()
-    assert {p for p, h in found.items() if not h.is_global} == {p for p in found if p[0] == "0"}
-    assert found.keys() >= {"model/2.mlp.bias", "extra/list/1", "extra/odd[1]*"}
+    result = snapshot.handles()
+    assert {p for p, h in result.items() if not h.is_global} == {p for p in result if p[0] == "0"}
+    assert result.keys() >= {"model/2.mlp.bias", "extra/list/1", "extra/odd[1]*"}
     assert list(snapshot.handles("model/*.attn.bias")) == [f"model/{i}.attn.bias" for i in range(3)]
     assert snapshot.handles("nothing/*") == {}
 
@@ -140,13 +140,13 @@ def test_what_there_is(snapshot):
 
 
 def test_many_objects_and_globs(snapshot, model):
-    found = snapshot.read_objects(["0/model/*.attn.*", "model/1.mlp.weight", "extra/list"])
+    tensor = snapshot.read_objects(["0/model/*.attn.*", "model/1.mlp.weight", "extra/list"])
     weights = {f"0/model/{k}": v for k, v in model.state_dict().items() if "attn" in k}
-    assert found.keys() == {*weights, "model/1.mlp.weight", "extra/list"}
+    assert tensor.keys() == {*weights, "model/1.mlp.weight", "extra/list"}
     for path, weight in weights.items():
-        assert_same(found[path].detach(), weight)
-    assert_same(found["model/1.mlp.weight"].detach(), model[1]["mlp"].weight.detach())
-    assert_same(found["extra/list"], [torch.ones(3), "text"])
+        assert_same(tensor[path].detach(), weight)
+    assert_same(tensor["model/1.mlp.weight"].detach(), model[1]["mlp"].weight.detach())
+    assert_same(tensor["extra/list"], [torch.ones(3), "text"])
     assert snapshot.read_objects("model/?.mlp.bias").keys() == {
         f"model/{i}.mlp.bias" for i in range(3)
     }
@@ -188,8 +188,8 @@ def test_neighbours_are_read_together(snapshot, monkeypatch):
         return through(key, targets, **options)
 
     monkeypatch.setattr(backend, "read_into", counted)
-    found = opened.read_objects("model/*")
-    assert len(found) == 12
+    tensor = opened.read_objects("model/*")
+    assert len(tensor) == 12
     assert len(calls) <= 3
 
 
@@ -215,9 +215,9 @@ def test_a_path_that_several_ranks_have_names_them(two_ranks):
     assert_same(two_ranks.read_object("m/seed"), torch.zeros(5))
     with pytest.raises(EntryNotFoundError, match="read it as '1/m/late'"):
         two_ranks["m/late"]
-    found = two_ranks.read_objects("m/*")
-    assert found.keys() == {"m/w", "m/b", "0/m/seed", "1/m/seed", "1/m/late"}
-    assert_same(found["1/m/seed"], torch.ones(5))
+    tensor = two_ranks.read_objects("m/*")
+    assert tensor.keys() == {"m/w", "m/b", "0/m/seed", "1/m/seed", "1/m/late"}
+    assert_same(tensor["1/m/seed"], torch.ones(5))
     assert two_ranks.read_objects("1/m/*").keys() == {
         f"1/m/{n}" for n in ("w", "b", "seed", "late")
     }

@@ -80,8 +80,8 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, tensor):
     for region in data.draw(st.lists(regions(shape), max_size=3)):
         layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
         parts.append((region, LAYOUTS[layout](region.sizes, tensor.dtype)))
-    told = []
-    loading = Loading(snapshot.contents, lambda *numbers: told.append(numbers))
+    messages = []
+    loading = Loading(snapshot.contents, lambda *numbers: messages.append(numbers))
     loading.add("m/x", entry, parts)
     wanted = []
 
@@ -104,7 +104,7 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, tensor):
     assert sorted(want.digest for want in wanted) == sorted(pairs)
     if wanted:
         nbytes = sum(region.numel for region, _ in parts) * tensor.itemsize
-        assert told[-1] == ("reading", nbytes, nbytes)
+        assert messages[-1] == ("reading", nbytes, nbytes)
 
 
 def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
@@ -163,10 +163,10 @@ def test_a_rank_sees_what_is_global_and_its_own(world, rank):
     assert_same(world.read_object(f"{rank}/m"), rank_state(rank)["m"])
     assert_same(world.read_object(f"{rank}/m/where"), rank_state(rank)["m"]["where"])
     assert_same(world.read_object(f"{rank}/m/w", index=(3, slice(490, 510))), WEIGHT[3, 490:510])
-    seen = dict(world.contents.entries(rank))
-    assert list(seen) == sorted(seen)
-    assert seen == {p: world.contents.entry(f"{rank}/{p}")[1] for p in seen}
-    assert ("data/at" in seen, "m/late" in seen) == (rank > 0, rank == 1)
+    result = dict(world.contents.entries(rank))
+    assert list(result) == sorted(result)
+    assert result == {p: world.contents.entry(f"{rank}/{p}")[1] for p in result}
+    assert ("data/at" in result, "m/late" in result) == (rank > 0, rank == 1)
 
 
 def test_new_ranks_see_what_is_global_alone(world):
@@ -286,9 +286,9 @@ def test_show(disk):
     own = [*OWN, "m", *(f"m/where/at/{i}" for i in range(3))]
     write(disk, "run/w", states, own=own)
     name = f"{disk.uri}/run/w"
-    found = document("show", name)
-    assert [k["entry"] for k in found["keys"]] == ["m", "0/m", "1/data", "1/m", "2/data", "2/m"]
-    assert sum(k["logical_bytes"] for k in found["keys"]) == found["logical_bytes"]
+    result = document("show", name)
+    assert [k["entry"] for k in result["keys"]] == ["m", "0/m", "1/data", "1/m", "2/data", "2/m"]
+    assert sum(k["logical_bytes"] for k in result["keys"]) == result["logical_bytes"]
     for path in ("m/w", "2/m/w"):
         assert document("show", name, path)["chunk_count"] == 3
     children = document("show", name, "1/m")["children"]

@@ -305,17 +305,17 @@ def test_into_what_is_no_tensor(snapshot):
 
 def count_reads(monkeypatch, snapshot):
     """Note key, offset and bytes of whatever is read through a snapshot from now on."""
-    done = []
+    calls = []
     backend = snapshot.store.objects.backend
     through = backend.read_into
 
     def counted(key, targets, **options):
         lengths = through(key, targets, **options)
-        done.extend((key, at, n) for (at, _), n in zip(targets, lengths, strict=True))
+        calls.extend((key, at, n) for (at, _), n in zip(targets, lengths, strict=True))
         return lengths
 
     monkeypatch.setattr(backend, "read_into", counted)
-    return done
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -336,20 +336,20 @@ def test_only_chunks_that_hold_something_wanted_are_read(
 ):
     opened = Store(snapshot.store.uri)[snapshot.name]
     opened.read_object(path, index=0)  # the tree is known from here on
-    done = count_reads(monkeypatch, opened)
+    process = count_reads(monkeypatch, opened)
     opened.read_object(path, index=index)
-    assert all(key.startswith("packs/") for key, _, _ in done)
+    assert all(key.startswith("packs/") for key, _, _ in process)
     # From the page that a chunk begins in to the end of the one that it ends in.
-    assert sum(n for _, _, n in done) <= chunks * (CHUNK + 2 * PAGE)
+    assert sum(n for _, _, n in process) <= chunks * (CHUNK + 2 * PAGE)
 
 
 def test_a_repeated_chunk_is_read_once(store, monkeypatch):
     store.take({"s": StateDict(x=torch.zeros(64, 16384))}, "zeros", overwrite=True)
     opened = Store(store.uri)["zeros"]
     opened.read_object("0/s/x", index=0)
-    done = count_reads(monkeypatch, opened)
+    process = count_reads(monkeypatch, opened)
     assert not opened.read_object("0/s/x").any()
-    assert sum(n for _, _, n in done) <= CHUNK + 2 * PAGE
+    assert sum(n for _, _, n in process) <= CHUNK + 2 * PAGE
 
 
 def test_one_of_many_entries(tmp_path, monkeypatch):
@@ -403,9 +403,9 @@ def test_the_budget_holds(tmp_path):
     path = tmp_path / "run" / "step_1"
     Snapshot.take(path, {"s": StateDict(x=big, small=torch.ones(100))})
     del big
-    done = run_python(BUDGET, path)
-    assert done.returncode == 0, done.stderr
-    new, in_place = map(int, done.stdout.split())
+    process = run_python(BUDGET, path)
+    assert process.returncode == 0, process.stderr
+    new, in_place = map(int, process.stdout.split())
     assert new <= 24, f"{new} MiB"
     assert in_place <= 24, f"{in_place} MiB"
 

@@ -63,10 +63,10 @@ def as_it_is(given: Training) -> dict[str, Any]:
 def save(folder: str, layouts: tuple[str, ...]) -> None:
     size = dist.get_world_size() if dist.is_initialized() else 1
     for layout in layouts:
-        given = training(layout, 1)
+        inputs = training(layout, 1)
         # Directly, DDP's names have a `module.` that others lack.
-        direct = as_it_is(given) if layout != "ddp" else {}
-        Store(folder).take({"train": given, **direct}, f"{layout} on {size}")
+        direct = as_it_is(inputs) if layout != "ddp" else {}
+        Store(folder).take({"train": inputs, **direct}, f"{layout} on {size}")
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +165,9 @@ def test_a_training_state_from_every_layout_in_all_forms(
 
 def test_a_training_state_in_one_process_without_a_group(saved: str) -> None:
     for source in SOURCES:
-        given = without_steps(training("plain", 2).model)
-        Store(saved)[source].restore({"train": given})
-        check(given.state_dict())
+        inputs = without_steps(training("plain", 2).model)
+        Store(saved)[source].restore({"train": inputs})
+        check(inputs.state_dict())
         if not source.startswith("ddp"):
             anew = without_steps(training("plain", 3).model)
             Store(saved)[source].restore(as_it_is(anew))
@@ -233,24 +233,24 @@ def restore_any(path: str, asked: list[Asked]) -> list[int]:
             for seed, shape, dtype, _, way in asked
         }
     )
-    given = dict(state)
+    options = dict(state)
     Snapshot(path).restore({"state": state})
     return [
         seed
         for seed, shape, dtype, _, way in asked
         if not is_right(state[f"{seed}"], whole_of(seed, shape, dtype))
-        or (way is not None and state[f"{seed}"] is not given[f"{seed}"])
+        or (way is not None and state[f"{seed}"] is not options[f"{seed}"])
     ]
 
 
 @st.composite
 def spreads(draw: st.DrawFn, before: int, after: int) -> list[Asked]:
-    asked = []
+    questions = []
     for seed in range(draw(st.integers(1, 32))):
         shape, dtype = draw(spreading.shapes()), draw(st.sampled_from(spreading.DTYPES))
         ways = [spreading.ways(shape, dtype, size) for size in (before, after)]
-        asked.append((seed, shape, dtype, *map(draw, ways)))
-    return asked
+        questions.append((seed, shape, dtype, *map(draw, ways)))
+    return questions
 
 
 def check_any(world: Worlds, store: Path, before: int, after: int, examples: int) -> None:
@@ -332,14 +332,14 @@ def through_fsdp1(folder: str) -> None:
             store.take({"model": OfFSDP1(1.0)}, "fsdp1")
             store.take({"model": fully_shard(flat_model(5.0))}, "fsdp2")
         for name, value in (("fsdp1", 1.0), ("fsdp2", 5.0)):
-            given = OfFSDP1(9.0)
-            assert type(given.state_dict()["0.weight"]).__name__ == "ShardedTensor"
-            store[name].restore({"model": given})
-            assert given.values() == [value, value + 1, value + 2, value + 3]
+            inputs = OfFSDP1(9.0)
+            assert type(inputs.state_dict()["0.weight"]).__name__ == "ShardedTensor"
+            store[name].restore({"model": inputs})
+            assert inputs.values() == [value, value + 1, value + 2, value + 3]
             sharded = fully_shard(flat_model(9.0))
             store[name].restore({"model": sharded})
             full = [t.full_tensor().unique().item() for t in sharded.parameters()]
-            assert full == given.values()
+            assert full == inputs.values()
 
 
 def test_fsdp1_to_fsdp2_and_back(world: Worlds, tmp_path: Path) -> None:
@@ -383,8 +383,8 @@ def test_tables_of_several_shards_a_rank(world: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "store/s")
     world(4).run(through_tables, path, True)
     world(3).run(through_tables, path, False)
-    found = Snapshot(path).read_object("tables/t")
-    assert raw(found) == raw(whole_of(1, (5000, 16), torch.float32))
+    tensor = Snapshot(path).read_object("tables/t")
+    assert raw(tensor) == raw(whole_of(1, (5000, 16), torch.float32))
 
 
 def refused(path: str, what: str) -> tuple[str, str]:

@@ -465,11 +465,11 @@ def test_a_wrong_path_among_many_costs_little() -> None:
 
 
 def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=1)})
+    snapshot = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=1)})
     monkeypatch.setattr("sys.byteorder", "big")
     for use in (
         lambda: Store(tmp_path / "run"),
-        lambda: Snapshot(taken.path),
+        lambda: Snapshot(snapshot.path),
         lambda: Snapshot.take(tmp_path / "run" / "other", {"s": StateDict(x=1)}),
     ):
         with pytest.raises(UnsupportedFormatError, match="big-endian"):
@@ -505,13 +505,13 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
 
 def test_a_plain_file_is_for_import(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "f.pt")
-    told = re.escape(
+    answer = re.escape(
         f"{tmp_path}/f.pt is a file, not a snapshot in a store; `casnap import {tmp_path}"
     )
-    with pytest.raises(NotAStoreError, match=told):
+    with pytest.raises(NotAStoreError, match=answer):
         Snapshot(tmp_path / "f.pt")
     Store(tmp_path).take(TINY, "s")
-    with pytest.raises(SnapshotNotFoundError, match=told):
+    with pytest.raises(SnapshotNotFoundError, match=answer):
         Snapshot(tmp_path / "f.pt")
     with pytest.raises(SnapshotNotFoundError, match="holds no snapshot"):
         Snapshot(tmp_path / "g.pt")

@@ -68,11 +68,11 @@ def assert_refused(
     for use in uses:
         with unavailable(reason) as caught:
             use()
-        told = str(caught.value)
-        assert problem in told
-        assert len(told) < 1000
+        message = str(caught.value)
+        assert problem in message
+        assert len(message) < 1000
         for name in ("key", "secret", "token"):
-            assert not options.get(name) or str(options[name]) not in told
+            assert not options.get(name) or str(options[name]) not in message
 
 
 def test_a_bucket_that_does_not_exist(proxy: FaultyProxy, options: dict[str, Any]) -> None:

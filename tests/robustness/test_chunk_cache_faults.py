@@ -141,12 +141,12 @@ def test_damage_here_and_in_the_store(far: Path) -> None:
 
 def test_deleted_under_readers(far: Path) -> None:
     """Also with the folders, and with all else that the host has noted."""
-    done = threading.Event()
+    process = threading.Event()
     base = kept().parent
 
     def delete_all() -> None:
         draw = random.Random(0)
-        while not done.is_set():
+        while not process.is_set():
             time.sleep(0.003)
             shutil.rmtree(
                 draw.choice([base, kept(), *kept().glob("*/packs/*")]), ignore_errors=True
@@ -159,7 +159,7 @@ def test_deleted_under_readers(far: Path) -> None:
             for step in STEPS:
                 Reader(far).restore(step)
     finally:
-        done.set()
+        process.set()
         thread.join()
     Reader(far).restore()
     assert Reader(far).restore().gets == 0

@@ -111,8 +111,8 @@ def _check_manifest(store: Store, name: str) -> None:
 
 
 def _check_diff(store: Store) -> None:
-    found = store.diff("a", "b")
-    changed = [change.path.removeprefix(f"{KEY}/") for change in found.changes]
+    difference = store.diff("a", "b")
+    changed = [change.path.removeprefix(f"{KEY}/") for change in difference.changes]
     assert changed == ["bias", "inline", "notes/1/step", "notes/1/text", "weight"]
 
 
@@ -306,8 +306,8 @@ def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> Non
         digests = [transaction.put_node(node) for node in nodes]
         publish(transaction, lambda table, seq: {})
         transaction.close()
-    found = [digest for digest, _ in all_places_of(store)]
-    assert [found.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
+    result = [digest for digest, _ in all_places_of(store)]
+    assert [result.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
     assert [Store(store).objects.node(digest) for digest in digests] == nodes
     assert Store(store).check(data=True).ok
 

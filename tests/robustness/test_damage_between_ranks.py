@@ -50,12 +50,12 @@ def flipping(at_least: int, most: int = 1 << 62) -> Iterator[list[int]]:
 def flipping_in_memory() -> Iterator[list[int]]:
     """Flip one bit of each chunk that is read into memory for others, the first time."""
     read, flipped = LocalBackend._read_each, list[int]()
-    seen = set[tuple[str, int]]()
+    keys = set[tuple[str, int]]()
 
     def bad(backend: LocalBackend, key: str, targets: Sequence[Target]) -> Iterator[int]:
         for (offset, target), nbytes in zip(targets, read(backend, key, targets), strict=True):
-            if nbytes == CHUNK and (key, offset) not in seen:
-                seen.add((key, offset))
+            if nbytes == CHUNK and (key, offset) not in keys:
+                keys.add((key, offset))
                 target[nbytes // 2] ^= 4
                 flipped.append(nbytes)
             yield nbytes
@@ -79,14 +79,14 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 def restore_damaged(folder: str, shared: bool) -> bool:
     store = Store(folder)
-    given = {f"w{i}": torch.zeros(100_000) for i in range(4)}
+    inputs = {f"w{i}": torch.zeros(100_000) for i in range(4)}
     with ExitStack() as stack:
         if not shared:
             stack.enter_context(by_sockets())
         flipped = stack.enter_context(flipping_in_memory() if shared else flipping(CHUNK))
-        store["s"].restore({"m": StateDict(given)}, read_once=True)
+        store["s"].restore({"m": StateDict(inputs)}, read_once=True)
     for i in range(4):
-        assert torch.equal(given[f"w{i}"], numbers(i, 100_000)), "damaged bytes reached a tensor"
+        assert torch.equal(inputs[f"w{i}"], numbers(i, 100_000)), "damaged bytes reached a tensor"
     return bool(flipped)
 
 

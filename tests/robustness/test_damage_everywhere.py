@@ -169,8 +169,8 @@ def restored(store: Store, name: str) -> bool:
 
 
 def part(store: Store) -> bool:
-    found = store["a"].read_object("model/frozen", index=slice(30_000, 40_000))
-    assert torch.equal(found, torch.arange(30_000, 40_000, dtype=torch.float32))
+    tensor = store["a"].read_object("model/frozen", index=slice(30_000, 40_000))
+    assert torch.equal(tensor, torch.arange(30_000, 40_000, dtype=torch.float32))
     return True
 
 
@@ -312,10 +312,10 @@ def collect(sample: Sample, case: Case) -> None:
 
 def take(sample: Sample, case: Case) -> None:
     """What is taken is whole once that is which it relied on."""
-    taken = ask(sample, case, "take", lambda s: s.take(state_of(8), "new"))
+    snapshot = ask(sample, case, "take", lambda s: s.take(state_of(8), "new"))
     sample.put(case.layout.key, sample.content[case.layout.key])
     assert keys_in(sample.folder) >= sample.lasting
-    if not isinstance(taken, CasnapError):
+    if not isinstance(snapshot, CasnapError):
         restored(sample.open(), "new")
 
 
@@ -325,14 +325,14 @@ def check_check(sample: Sample, case: Case, data: bool, hurt: bool) -> None:
     if isinstance(report, CasnapError):
         assert case.layout.key == "casnap.json"
         return
-    found = {damage.object for damage in (*report.damages, *report.history)}
+    result = {damage.object for damage in (*report.damages, *report.history)}
     if case.what == STRANGER and case.layout.key.startswith("index/"):
         # It may be as long, and is whole; so what it does not list is missed instead, if needed.
-        assert found or not hurt
+        assert result or not hurt
         return
     promised = case.found_by == "structure" or (data and case.found_by == "data")
     where = (data, case.layout.key, case.what, report.damages)
-    assert case.layout.key in found if promised else not found, where
+    assert case.layout.key in result if promised else not result, where
 
 
 KINDS = [

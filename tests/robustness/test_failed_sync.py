@@ -93,7 +93,7 @@ def test_each_sync_of_a_take_fails_once(tmp_path: Path, again: str) -> None:
     """A take that returned survives a crash; one that failed is taken again, and then does."""
     store = Store(tmp_path / "base", chunk_size=CHUNK).make()
     take(store, 0)
-    told = []
+    messages = []
     for k in itertools.count():
         copy = tmp_path / str(k)
         shutil.copytree(tmp_path / "base", copy)
@@ -102,7 +102,7 @@ def test_each_sync_of_a_take_fails_once(tmp_path: Path, again: str) -> None:
             try:
                 take(store, 1)
             except BackendError as e:
-                told.append(str(e))
+                messages.append(str(e))
                 if again == "another one":
                     store = Store(copy).make()
                 take(store, 1, overwrite="step_1" in store)
@@ -110,8 +110,8 @@ def test_each_sync_of_a_take_fails_once(tmp_path: Path, again: str) -> None:
         shutil.rmtree(copy)
         if not disk.struck:
             break
-    assert len(told) == k
-    assert sum("was put, but may be lost" in text for text in told) >= 1
+    assert len(messages) == k
+    assert sum("was put, but may be lost" in text for text in messages) >= 1
     assert k > 6
 
 

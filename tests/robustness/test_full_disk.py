@@ -182,11 +182,11 @@ def test_what_fails_for_want_of_space_leaves_nothing(tmp_path: Path, pages: int)
                 if files(path, "roots") == roots:
                     assert files(path, "index") | files(path, "packs") == there
         (disk / "fill").unlink()
-        found = left(path)
-        assert found - {"large_1"} == {"step_0", "large_2"}
+        result = left(path)
+        assert result - {"large_1"} == {"step_0", "large_2"}
         Store(path).gc(grace=0)
         assert_no_orphans(path)
-        assert left(path) == found
+        assert left(path) == result
 
 
 def test_garbage_is_freed_though_copies_do_not_fit(tmp_path: Path) -> None:

@@ -95,10 +95,10 @@ def test_takes_that_wait_for_one_another(tmp_path: Path) -> None:
     with disk_with_garbage(tmp_path) as disk:
         store = Store(disk / "store")
         filling = Filling(disk, leave=3 * STATE // 2)
-        first = store.async_take(state(8), "first", max_pending=2, progress=filling)
-        second = store.async_take(state(9), "second", max_pending=2)
-        first.wait()
-        second.wait()
+        first_snapshot = store.async_take(state(8), "first", max_pending=2, progress=filling)
+        second_snapshot = store.async_take(state(9), "second", max_pending=2)
+        first_snapshot.wait()
+        second_snapshot.wait()
         assert_whole(store, "first", 8)
         assert_whole(store, "second", 9)
 

@@ -175,16 +175,16 @@ OTHERS = [pair for pair in itertools.product(TAKES, STALLS) if pair not in QUICK
 
 
 def check_take(path: Path, ended: int) -> None:
-    found = held(path)
+    steps = held(path)
     if ended == REFUSED:
-        assert "again" not in found
+        assert "again" not in steps
     else:
         assert ended == 0
-        assert found["again"] in (1, 2)
+        assert steps["again"] in (1, 2)
     take(path, 20)
     Store(path).gc(grace=0)
     assert_no_orphans(path)
-    assert held(path) == found | {"step_20": 20}
+    assert held(path) == steps | {"step_20": 20}
 
 
 def take_that_stands_still(
