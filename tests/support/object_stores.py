@@ -55,6 +55,14 @@ def assert_bucket(bucket: Bucket, steps: set[int], maybe: int | None = None) -> 
     return set(found)
 
 
+def forget_dead_takes(store: Store) -> None:
+    """Delete the announcements of takes that were killed; collectors wait an hour for these."""
+    backend = store.objects.backend
+    for name in backend.names("tmp"):
+        if name.startswith("take-"):
+            backend.delete(f"tmp/{name}")
+
+
 def assert_no_orphans_in(store: Store) -> None:
     """Check that there are just the packs and segments that the newest root names.
 

@@ -30,7 +30,7 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from tests.support.faults import CHUNK, KEY, assert_equal, memory_folder, start
 from tests.support.journal import Expected, Journal, read_journal
-from tests.support.object_stores import assert_no_orphans_in, store_in
+from tests.support.object_stores import assert_no_orphans_in, forget_dead_takes, store_in
 from tests.support.servers import KINDS, Bucket, shared
 
 TAG = "kept"
@@ -314,6 +314,7 @@ def final_check(soak: Soak) -> list[str]:
     problems += [f"{damage.kind}: {damage.message}" for damage in report.damages]
     found = held(store)
     problems += Expected(events).problems_with(found)
+    forget_dead_takes(store)
     for _ in range(2):
         store.gc(grace=0)
     assert_no_orphans_in(store)
