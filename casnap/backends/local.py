@@ -449,10 +449,12 @@ class LocalBackend(Backend):
         """Unlink files in ``tmp/`` that no living writer has locked."""
         freed = 0
         with suppress(FileNotFoundError), self._listed_temporary() as folder:
-            for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
-                freed += _unlink_abandoned(name, folder, min_age)
-        # This unlinks what takes that have died left there.
-        self.announced_bases(_DAY)
+            for name in os.listdir(folder):
+                if TEMPORARY.fullmatch(name):
+                    freed += _unlink_abandoned(name, folder, min_age)
+                elif _ANNOUNCEMENT.fullmatch(name):
+                    # This unlinks what a take that has died left there.
+                    _is_announced(name, folder, _DAY)
         return freed
 
     @contextmanager

@@ -47,7 +47,7 @@ COMMANDS = {
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
-    "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of remote stores."),
+    "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of stores."),
 }
 
 EXAMPLES = """\

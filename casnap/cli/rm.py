@@ -19,7 +19,7 @@ def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_js
     """Delete snapshots.
 
     Nothing is deleted unless all of them are found, and none has a tag; --tagged deletes those too.
-    Their bytes stay on disk until `casnap gc` frees them.
+    Their bytes stay on disk until garbage is collected, by itself or by `casnap gc`.
     """
     doomed = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
     for snapshot in doomed:

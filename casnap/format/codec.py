@@ -117,7 +117,7 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
     lengths = struct.unpack_from(f"<{width}I", stored, 1)
     if start + sum(lengths) != len(stored):
         raise DamagedError("a compressed chunk has another length than its header says")
-    raw = bytearray(raw_size)
+    raw, decompressor = bytearray(raw_size), zstandard.ZstdDecompressor()
     try:
         for i, length in enumerate(lengths):
             plane = stored[start : start + length]
@@ -126,7 +126,7 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
             if length != nbytes:
                 if zstandard.frame_content_size(plane) != nbytes:
                     raise DamagedError("a compressed chunk has another length than the index says")
-                plane = memoryview(zstandard.ZstdDecompressor().decompress(plane, nbytes))
+                plane = memoryview(decompressor.decompress(plane, nbytes))
             raw[i::width] = plane
     except zstandard.ZstdError as e:
         raise DamagedError(f"a compressed chunk cannot be read: {e}") from e

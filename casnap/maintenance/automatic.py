@@ -171,12 +171,11 @@ class AutomaticCollector:
         began = time.monotonic()
         try:
             with self._collecting:
-                until = self._condemned_until
-                options = GcOptions(
-                    condemned_until=objects.recent().seq if until is None else until
-                )
-                if backend.costly_requests or grace_of(objects.recent()) is not None:
-                    options = GcOptions()
+                root, until = objects.recent(), self._condemned_until
+                has_grace = backend.costly_requests or grace_of(root) is not None
+                if not has_grace and until is None:
+                    until = root.seq
+                options = GcOptions(condemned_until=None if has_grace else until)
                 report = self._collect(objects, options, progress)
         except _ExitError:
             return False

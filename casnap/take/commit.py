@@ -18,7 +18,7 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
-from casnap.storage.catalog.table import Table, check_free, mark, unmark
+from casnap.storage.catalog.table import Table, check_free, replace_markers
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.chunks.reused_packs import COLLECTED
 from casnap.storage.commits.commit import publish
@@ -180,10 +180,7 @@ class TakeCommit:
         options.on_release(list(released.values()))
         if options.on_commit is not None:
             options.on_commit()
-        mark(self.objects, self.name, row)
-        released.pop(self.name, None)
-        if released:
-            unmark(self.objects, {name: pruned.commit for name, pruned in released.items()})
+        replace_markers(self.objects, self.name, row, released)
         return TakeResult(row, dict(transaction.requests + others.requests))
 
     def _unkept(self, table: Table, row: Row) -> dict[str, Row]:

@@ -18,7 +18,7 @@ from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import digest_in
 from casnap.storage.catalog.settings import codec_of
-from casnap.storage.catalog.table import Table, check_free, check_path_is_free, mark, unmark
+from casnap.storage.catalog.table import Table, check_free, check_path_is_free, replace_markers
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
@@ -175,10 +175,7 @@ class SnapshotCopy:
                 continue
         except _CopiedMeanwhileError:
             return False
-        removed = {n: r.commit for n, r in self._gone.items() if n != self._chosen.target}
-        if removed:
-            unmark(destination, removed)
-        mark(destination, self._chosen.target, row)
+        replace_markers(destination, self._chosen.target, row, self._gone)
         self._options.on_release(list(self._gone.values()))
         if self._options.on_commit is not None:
             self._options.on_commit()

@@ -26,6 +26,7 @@ from casnap.maintenance import automatic
 from tests.support.cli_calls import document, invoke
 from tests.support.damaged import damage_everywhere, forget_cache
 from tests.support.faults import in_child, start, wait
+from tests.support.garbage import collecting
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
@@ -359,26 +360,14 @@ def test_async_takes_beside_collectors_without_grace(tmp_path: Path) -> None:
     path = tmp_path / "store"
     store = Store(path, chunk_size=64 << 10)
     shared = dense(0, 1 << 20)
-    stop = threading.Event()
-
-    def collect() -> None:
-        other = Store(path)
-        while not stop.is_set():
-            other.gc(grace=0)
-
     store.take({"s": StateDict(shared=shared)}, "first")
-    thread = threading.Thread(target=collect)
-    thread.start()
-    try:
+    with collecting(Store(path)):
         for step in range(40):
             state = {"s": StateDict(shared=shared, own=dense(step + 1, 1 << 20))}
             pending = store.async_take(state, f"step_{step}")
             # What the pending take relies on, no snapshot needs any more.
             store.delete("first" if step == 0 else f"step_{step - 1}")
             pending.wait()
-    finally:
-        stop.set()
-        thread.join()
     assert store.check(data=True).ok
     assert torch.equal(store["step_39"].read_object("s/shared"), shared)
 

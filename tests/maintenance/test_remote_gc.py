@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import threading
 import time
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from casnap.maintenance.usage import disk_usage
 from casnap.runtime.typing import override
 from casnap.storage.chunks.pack import new_id
 from casnap.storage.log.roots import newest_root, put_next_root
+from tests.support.garbage import collecting
 from tests.support.remote import RemoteDouble
 
 pytestmark = pytest.mark.usefixtures("collected_by_hand")
@@ -204,17 +204,8 @@ def test_beside_collectors_without_grace(tmp_path: Path, how: str) -> None:
     name = str(tmp_path / "bucket")
     store = Store(SlowDouble(name), chunk_size=64 << 10)
     source = Store(tmp_path / "source", chunk_size=64 << 10)
-    stop = threading.Event()
-
-    def collect() -> None:
-        other = Store(RemoteDouble(name))
-        while not stop.is_set():
-            other.gc(grace=0)
-
     store.take({"s": StateDict(shared=dense(0))}, "first")
-    thread = threading.Thread(target=collect)
-    thread.start()
-    try:
+    with collecting(Store(RemoteDouble(name))):
         for step in range(3):
             state = {"s": StateDict(shared=dense(0), own=dense(step + 1))}
             if how == "copy":
@@ -227,9 +218,6 @@ def test_beside_collectors_without_grace(tmp_path: Path, how: str) -> None:
                 # What the pending take relies on, no snapshot needs any more.
                 store.delete("first" if step == 0 else f"step_{step - 1}")
                 pending.wait()
-    finally:
-        stop.set()
-        thread.join()
     assert store.check(data=True).ok
     assert torch.equal(store["step_2"].read_object("s/shared"), dense(0))
 

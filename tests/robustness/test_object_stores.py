@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
 from tests.support.faults import KEY, app_state, assert_holds, content, take
+from tests.support.garbage import collecting
 from tests.support.object_stores import assert_bucket, assert_no_orphans_in, store_in
 from tests.support.ranks import World
 from tests.support.servers import Bucket, Server
@@ -137,18 +137,7 @@ def test_ranks_beside_a_collector_without_grace(
 ) -> None:
     """Each rank writes for longer than a collection takes."""
     store = store_in(bucket).make()
-    stop = threading.Event()
-
-    def collect() -> None:
-        while not stop.is_set():
-            store.gc(grace=0)
-
-    thread = threading.Thread(target=collect)
-    thread.start()
-    try:
+    with collecting(store):
         assert world(2).run(_ranks_take_slowly, bucket) == [["step_0", "step_1"]] * 2
-    finally:
-        stop.set()
-        thread.join()
     assert store.check(data=True).ok
     assert store_in(bucket).objects.backend.names("tmp") == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,24 @@ from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
 from casnap.storage.chunks.objects import Objects
 from tests.support.faults import files
+
+
+@contextmanager
+def collecting(store: Store) -> Iterator[None]:
+    """Collect without grace, one collection after the other, for a ``with`` block."""
+    stop = threading.Event()
+
+    def collect() -> None:
+        while not stop.is_set():
+            store.gc(grace=0)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def assert_tidy(path: Path) -> None:

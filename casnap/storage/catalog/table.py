@@ -209,6 +209,21 @@ def mark(objects: Objects, name: str, row: Row) -> None:
             mark(objects, name, now)
 
 
+def replace_markers(objects: Objects, name: str, row: Row, gone: Mapping[str, Row]) -> None:
+    """Write the marker of a new snapshot, and remove those of what went in the same commit.
+
+    Args:
+        objects: The store.
+        name: The name of the new snapshot.
+        row: Its row.
+        gone: The rows of what went, by name; one of this name was replaced.
+    """
+    mark(objects, name, row)
+    deleted = {other: its_row.commit for other, its_row in gone.items() if other != name}
+    if deleted:
+        unmark(objects, deleted)
+
+
 def _row_now(objects: Objects, name: str, row: Row) -> Row | None:
     """Return the newest row of a name, for which a row was just committed."""
 
