@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +19,6 @@ from casnap.errors import (
     MirrorError,
     NotAStoreError,
     SnapshotNotFoundError,
-    StorageFullError,
     StoreError,
     nearest,
 )
@@ -69,11 +68,11 @@ from casnap.storage.catalog.table import (
 )
 from casnap.storage.catalog.uris import joined
 from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.hooks import CommitHooks
 from casnap.storage.log.config import RECORD
 
 if TYPE_CHECKING:
     from casnap.files.report import ImportReport
-    from casnap.maintenance.automatic import AutomaticCollector
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
     from casnap.maintenance.gc import GcReport
@@ -447,7 +446,7 @@ class Store:
 
         with comm:
             full = self.full_name(name)
-            options = self._with_settings(options, full)
+            options = self._with_settings(options)
             result = take(self.objects, full, capture(), options, comm)
         return Snapshot.of(self, check_name(name), result.row, pg, result.requests)
 
@@ -473,48 +472,21 @@ class Store:
         from casnap.take.take import async_take
 
         full = self.full_name(name)
-        options = self._with_settings(options, full)
+        options = self._with_settings(options)
         pending = async_take(self.objects, full, LiveState(app_state), options, comm)
         return PendingSnapshot(self, pending, check_name(name), pg)
 
-    def _with_settings(self, options: TakeOptions, full: str) -> TakeOptions:
-        """Add the settings of the store to the options of the take of a full name."""
-        collector = self._collector()
-        return replace(
-            options,
-            on_commit=self.on_commit,
-            notes=self._notes(full),
-            on_release=partial(collector.note, self.objects),
-            make_room=partial(collector.make_room, self.objects),
-            on_full=self.on_full,
-            threads=options.threads or self._threads,
-        )
-
-    def _collect_later(self, rows: Iterable[Row]) -> None:
-        """Have the garbage of snapshots that were let go collected, once that is worth it."""
-        self._collector().note(self.objects, rows)
-
-    def _collector(self) -> AutomaticCollector:
-        from casnap.maintenance.automatic import automatic_collector
-
-        return automatic_collector(self.objects)
-
-    def on_full(self, error: StorageFullError, count_bytes: Callable[[], int]) -> None:
-        """Make room on a full disk; for takes and copies, which then start again.
-
-        Raises:
-            StorageFullError: Nothing there can be freed.
-        """
-        self._collector().meet_full_disk(self.objects, error, count_bytes)
+    def _with_settings(self, options: TakeOptions) -> TakeOptions:
+        """Add the settings of the store to the options of a take."""
+        return replace(options, hooks=self.hooks, threads=options.threads or self._threads)
 
     @property
-    def on_commit(self) -> Callable[[], None] | None:
-        """What to call after each commit of a snapshot; None if there is no mirror."""
-        return None if self._mirror is None else self._mirror.wake
-
-    def _notes(self, full: str) -> tuple[str, ...]:
-        """Return the notes for the row of a snapshot that is taken or copied into this store."""
-        return () if self._mirror is None else self._mirror.notes(full)
+    def hooks(self) -> CommitHooks:
+        """What goes with each commit to the open store: for its mirror, and for its disk."""
+        hooks = _disk_hooks(self.objects)
+        if self._mirror is None:
+            return hooks
+        return replace(hooks, notes=self._mirror.notes, on_commit=self._mirror.wake)
 
     def row(self, name: str) -> Row:
         """Return the row that the store's table has for a snapshot.
@@ -676,7 +648,7 @@ class Store:
         """
         row = self.row(name)
         unmark(self.objects, dict([self._edit(name, commit_id, lambda _: None)]))
-        self._collect_later([row])
+        self.hooks.on_release([row])
 
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.
@@ -768,13 +740,8 @@ class Store:
             check_pair(self.objects, objects)
             chosen = [c._replace(target=to.full_name(c.target)) for c in chosen]
         many = len(chosen) > 1
-        options = CopyOptions(
-            dry_run=dry_run,
-            skip_gone=many,
-            on_commit=to.on_commit,
-            notes=to._notes,
-            on_full=to.on_full,
-        )
+        hooks = CommitHooks() if objects is None else to.hooks
+        options = CopyOptions(dry_run=dry_run, skip_gone=many, hooks=hooks)
         return copy_snapshots(self.objects, objects, chosen, options, progress)
 
     # --- maintenance ---
@@ -873,7 +840,7 @@ class Store:
     def _pruned(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
         if not dry_run:
-            self._collect_later(verdict.row for verdict in verdicts if not verdict.kept)
+            self.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
         own = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
 
@@ -1053,6 +1020,18 @@ def _unpickled(beginning: tuple[Any, ...], is_open: bool) -> Store:
     return store
 
 
+def _disk_hooks(objects: Objects) -> CommitHooks:
+    """Return what keeps the garbage of a store small."""
+    from casnap.maintenance.automatic import automatic_collector
+
+    collector = automatic_collector(objects)
+    return CommitHooks(
+        make_room=partial(collector.make_room, objects),
+        on_full=partial(collector.meet_full_disk, objects),
+        on_release=partial(collector.note, objects),
+    )
+
+
 def _mirror_options(
     mirror: str | os.PathLike[str] | Backend | None,
     options: Mapping[str, Any] | None,
@@ -1077,7 +1056,6 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
         CasnapError: It cannot be the mirror of this store.
         TypeError: It is not a path or URI.
     """
-    from casnap.maintenance.automatic import automatic_collector
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import Destination
@@ -1109,12 +1087,7 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
                 raise
             raise wrong_mirror_error(objects, known, f"there is no store: {e}") from e
         there.check_writable("mirror to")
-        collector = automatic_collector(there)
-        options = CopyOptions(
-            on_full=partial(collector.meet_full_disk, there),
-            on_release=partial(collector.note, there),
-        )
-        return Destination(there, place.name, options)
+        return Destination(there, place.name, CopyOptions(hooks=_disk_hooks(there)))
 
     distributed: Any = sys.modules.get("torch.distributed")
     # On many ranks, rank 0 commits, and copies.

@@ -135,7 +135,7 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
             snapshots = choose(here.objects, here.prefix, name, rename)
             return [s._replace(target=target.full_name(s.target)) for s in snapshots]
 
-        return Pair(here.objects, target.objects, chosen, CopyOptions(on_full=target.on_full))
+        return Pair(here.objects, target.objects, chosen, CopyOptions(hooks=target.hooks))
 
     copied: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -69,6 +69,7 @@ class TakeCommit:
         options: How it is taken.
         comm: The ranks.
         started: When the take began, by ``time.monotonic``.
+        notes: The tags of casnap's own that the snapshot gets.
     """
 
     objects: Objects
@@ -76,6 +77,7 @@ class TakeCommit:
     options: TakeOptions
     comm: Comm
     started: float
+    notes: tuple[str, ...]
 
     def lead(self, transaction: Transaction, summary: ManifestSummary) -> TakeResult:
         """On rank 0, commit the snapshot with all that the ranks wrote.
@@ -167,7 +169,7 @@ class TakeCommit:
                 world_size=self.comm.size,
                 stats=Stats(summary.logical_bytes, new_bytes, summary.entries, duration),
                 metadata=dict(options.metadata or {}),
-                tags=options.notes,
+                tags=self.notes,
             )
             released.clear()
             released.update(self._unkept(table, row))
@@ -177,9 +179,8 @@ class TakeCommit:
 
         publish(transaction, change, others)
         assert row is not None
-        options.on_release(list(released.values()))
-        if options.on_commit is not None:
-            options.on_commit()
+        options.hooks.on_release(list(released.values()))
+        options.hooks.on_commit()
         replace_markers(self.objects, self.name, row, released)
         return TakeResult(row, dict(transaction.requests + others.requests))
 

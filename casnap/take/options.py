@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from casnap.errors import DamagedError, SnapshotExistsError, StorageFullError
+from casnap.errors import DamagedError, SnapshotExistsError
 from casnap.format.codec import Codec
 from casnap.format.names import component_of
-from casnap.format.records import Root, Row
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
@@ -21,19 +21,7 @@ from casnap.storage.catalog.retention import Retention, check_retention
 from casnap.storage.catalog.settings import codec_of
 from casnap.storage.catalog.table import check_free, check_path_is_free
 from casnap.storage.chunks.objects import Objects
-
-
-# No lambdas: options are pickled for processes that save in the background.
-def _ignore(_rows: Sequence[Row]) -> None:
-    pass
-
-
-def _make_no_room(_count_bytes: Callable[[], int]) -> None:
-    pass
-
-
-def _raise_full(error: StorageFullError, _count_bytes: Callable[[], int]) -> None:
-    raise error
+from casnap.storage.commits.hooks import CommitHooks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +29,7 @@ class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 
     Attributes:
-        on_commit: Called right after the commit, on the rank that commits. None if there is no
-            mirror.
-        notes: The tags of casnap's own that the snapshot gets.
-        on_release: Called after the commit with the rows of snapshots that it let go.
-        make_room: Called before anything is written, with what counts the bytes of the state.
-        on_full: Called where the disk is full, with that too; returns if there is more room now.
+        hooks: Called on the rank that commits.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -59,11 +42,7 @@ class TakeOptions:
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
-    on_commit: Callable[[], None] | None = None
-    notes: tuple[str, ...] = ()
-    on_release: Callable[[Sequence[Row]], None] = _ignore
-    make_room: Callable[[Callable[[], int]], None] = _make_no_room
-    on_full: Callable[[StorageFullError, Callable[[], int]], None] = _raise_full
+    hooks: CommitHooks = field(default_factory=CommitHooks)
 
     def __post_init__(self) -> None:
         if self.retention is not None:

@@ -130,9 +130,10 @@ class _Take:
         chunk_size = objects.config.chunk_size
         keys = [key_of(component) for component in request.keys]
         self.capture = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
+        self._notes = options.hooks.notes(self._name) if comm.rank == 0 else ()
         if comm.rank == 0 and options.max_pending == 1:
             # Otherwise this waits for its turn: what earlier takes rely on is not freed.
-            options.make_room(self._count_bytes)
+            options.hooks.make_room(self._count_bytes)
         comm.enter_phase("sharing out the work")
         self._division = divide(
             comm, self.capture, source.values, options, chunk_size, request.seed
@@ -169,7 +170,7 @@ class _Take:
                     self._requests_before.subtract(in_call)
                     root = None
                     if comm.rank == 0:
-                        self._options.make_room(self._count_bytes)
+                        self._options.hooks.make_room(self._count_bytes)
                         root = self._objects.recent()
                     self._base_root = comm.broadcast_message(root, Root)
                     self._comm = comm
@@ -238,7 +239,7 @@ class _Take:
                     # Until all ranks have deleted what they wrote, and are announced no more.
                     comm.all_gather(b"")
                     if comm.rank == 0:
-                        self._options.on_full(e, self._count_bytes)
+                        self._options.hooks.on_full(e, self._count_bytes)
                 # All ranks start again, or none. The others wait here until rank 0 has made room.
                 if not all(map(any, comm.all_gather(bytes([rewind()])))):
                     raise
@@ -273,7 +274,9 @@ class _Take:
                     comm, self.capture, self._division, hasher.digests, transaction.put_node
                 )
             comm.enter_phase("committing")
-            commit = TakeCommit(self._objects, self._name, options, comm, self._started)
+            commit = TakeCommit(
+                self._objects, self._name, options, comm, self._started, self._notes
+            )
             if summary is None:
                 return commit.follow(transaction)
             return commit.lead(transaction, summary)

@@ -142,7 +142,7 @@ class _Copy:
                 self._forget()
                 if tries == _TRIES:
                     raise
-                self._options.on_full(e, lambda: chosen.row.stats.logical_bytes)
+                self._options.hooks.on_full(e, lambda: chosen.row.stats.logical_bytes)
             else:
                 return
 

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from casnap.errors import StorageFullError
 from casnap.format.records import Row
 from casnap.storage.catalog.table import Table
-
-
-def _raise_full(error: StorageFullError, _count_bytes: Callable[[], int]) -> None:
-    raise error
-
-
-def _ignore(_rows: Sequence[Row]) -> None:
-    pass
-
-
-def _no_notes(_name: str) -> tuple[str, ...]:
-    return ()
-
+from casnap.storage.commits.hooks import CommitHooks
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
@@ -79,21 +66,14 @@ class CopyOptions:
         part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
             from there.
         part_seconds: Commit it also when about so many seconds have passed: a link may be slow.
-        on_commit: Called after each snapshot is committed.
-        on_release: Called after that with the rows of the snapshots that it replaced.
-        notes: Returns tags of casnap's own for a snapshot of some full name at the destination.
-        on_full: Called where the disk of the destination is full, with the error, and what counts
-            the bytes to be written, at most; returns if there is more room now.
+        hooks: Those of the destination.
     """
 
     dry_run: bool = False
     skip_gone: bool = False
     part_bytes: int = PART_BYTES
     part_seconds: float = PART_SECONDS
-    on_commit: Callable[[], None] | None = None
-    on_release: Callable[[Sequence[Row]], None] = _ignore
-    notes: Callable[[str], tuple[str, ...]] = _no_notes
-    on_full: Callable[[StorageFullError, Callable[[], int]], None] = _raise_full
+    hooks: CommitHooks = field(default_factory=CommitHooks)
 
 
 @dataclass

@@ -176,9 +176,8 @@ class SnapshotCopy:
         except _CopiedMeanwhileError:
             return False
         replace_markers(destination, self._chosen.target, row, self._gone)
-        self._options.on_release(list(self._gone.values()))
-        if self._options.on_commit is not None:
-            self._options.on_commit()
+        self._options.hooks.on_release(list(self._gone.values()))
+        self._options.hooks.on_commit()
         return True
 
     def _part(self, destination: Objects, crew: Crew) -> Row | None:
@@ -248,7 +247,7 @@ class SnapshotCopy:
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
         new_rows: list[Row] = []
-        noted = self._options.notes(chosen.target)
+        noted = self._options.hooks.notes(chosen.target)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             placement = self._placement(transaction, table, seq)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -302,6 +303,24 @@ def test_a_mirror_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how
         wait_for_collectors()
     assert nbytes_of(there) <= 5.1 * STATE
     assert Store(there).check(data=True).ok
+
+
+def test_a_command_that_follows(tmp_path: Path) -> None:
+    """What was replaced here goes there too, and its bytes with it."""
+    here, there = Store(tmp_path / "here"), tmp_path / "there"
+    here.take({"s": StateDict(w=dense(0))}, "newest")
+    command = [sys.executable, "-m", "casnap", "cp", str(tmp_path / "here"), str(there)]
+    with subprocess.Popen(
+        [*command, "--follow", "--interval", "0.05s"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for step in range(1, 4):
+            assert process.stdout.readline().startswith("copied newest")
+            here.take({"s": StateDict(w=dense(step))}, "newest", overwrite=True)
+        assert process.stdout.readline().startswith("copied newest")
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate()[0] == "4 snapshots copied\n"
+    assert Store(there).objects.newest().condemned
 
 
 def test_an_error_that_is_not_of_casnap(

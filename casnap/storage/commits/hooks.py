@@ -1,0 +1,52 @@
+"""What an open store does beside the commit of a snapshot: for its mirror, and for its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from casnap.errors import StorageFullError
+from casnap.format.records import Row
+
+CountBytes = Callable[[], int]
+"""Returns about how many bytes are to be written, at most."""
+
+
+# No lambdas: options of takes are pickled for processes that save in the background.
+def _no_notes(_name: str) -> tuple[str, ...]:
+    return ()
+
+
+def _make_no_room(_count_bytes: CountBytes) -> None:
+    pass
+
+
+def _raise_full(error: StorageFullError, _count_bytes: CountBytes) -> None:
+    raise error
+
+
+def _ignore(_rows: Sequence[Row]) -> None:
+    pass
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitHooks:
+    """What takes and copies call, in this order.
+
+    Attributes:
+        notes: Returns the tags of casnap's own for a snapshot of some full name.
+        make_room: Called before a take writes anything.
+        on_full: Called where the disk is full; returns if there is more room now.
+        on_release: Called after a commit with the rows of the snapshots that it let go.
+        on_commit: Called after that.
+    """
+
+    notes: Callable[[str], tuple[str, ...]] = _no_notes
+    make_room: Callable[[CountBytes], None] = _make_no_room
+    on_full: Callable[[StorageFullError, CountBytes], None] = _raise_full
+    on_release: Callable[[Sequence[Row]], None] = _ignore
+    on_commit: Callable[[], None] = _do_nothing
