@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -228,8 +228,16 @@ def create_file(name: str, folder: int, mode: int) -> int:
 
 def unlink(path: str, base: OpenFolder | None = None) -> None:
     """Remove a name that is no folder, if it is there."""
-    try:
-        with parent_of(path, base) as (folder, name):
-            os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), parent_of(path, base) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
+def unlink_at(name: str, folder: int) -> None:
+    """Remove a name from an open folder, if it is there."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+def link_at(name: str, folder: int, to: str, target: int) -> None:
+    """Give a file in an open folder a second name in another one."""
+    os.link(name, to, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)

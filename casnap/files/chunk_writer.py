@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from casnap.backends.local import write_at
+from casnap.backends.file_io import write_at
 from casnap.errors import DamagedError
 from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry

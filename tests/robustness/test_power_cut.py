@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from casnap import Store
-from casnap.backends import local
+from casnap.backends import store_folder
 from tests.support.faults import CHUNK, assert_holds, assert_no_orphans, take
 from tests.support.sweep import STEP
 
@@ -174,7 +174,7 @@ def test_the_power_fails_at_any_moment(
     path = tmp_path / "store"
     take(Store(path, chunk_size=CHUNK), 0)
     # What another process has synced is not known to this one.
-    local._durable.clear()
+    store_folder._durable.clear()
     journal = Journal(path)
     journal.tell("step_0")
     with journal.kept():

@@ -1,0 +1,90 @@
+"""Reading and writing the bytes of files of this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from casnap.backends.base import check_length, translated
+from casnap.backends.door import open_file
+from casnap.runtime.buffers import PAGE, address_of
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+# Below this, going through the page cache costs less than going around it.
+_DIRECT_WRITE_BYTES = 256 << 10
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> None:
+    """Write to a file; whole pages of a large aligned view around the page cache."""
+    written = 0
+    if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
+        written = _write_direct(fd, view, offset)
+    while written < len(view):
+        written += os.pwrite(fd, view[written:], offset + written)
+
+
+def _write_direct(fd: int, view: memoryview, offset: int) -> int:
+    """Write whole pages of an aligned view around the page cache; return how many bytes."""
+    nbytes = len(view) // PAGE * PAGE
+    if address_of(view) % PAGE or offset % PAGE:
+        return 0
+    try:
+        # Opened once more, since other threads may write to the file too.
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    written = 0
+    try:
+        while written < nbytes:
+            written += os.pwrite(direct, view[written:nbytes], offset + written)
+            if written % PAGE:
+                break
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(direct)
+    return written
+
+
+def read_file(path: str, most: int) -> tuple[bytes, os.stat_result]:
+    """Return a whole file, by its real path, and what it is.
+
+    Raises:
+        DamagedError: It is longer than ``most``.
+    """
+    with translated(path):
+        fd, info = open_file(path)
+        try:
+            check_length(path, info.st_size, most)
+            return _read_all(fd, info.st_size), info
+        finally:
+            os.close(fd)
+
+
+def _read_all(fd: int, nbytes: int) -> bytes:
+    """Read a file of so many bytes; less if it was cut off meanwhile."""
+    content = b""
+    while len(content) < nbytes and (piece := os.read(fd, nbytes - len(content))):
+        # A read of a local file returns all of it.
+        content = content + piece if content else piece
+    return content
+
+
+def read_run(fd: int, target: memoryview, offset: int) -> int:
+    """Fill a buffer from a file; return how many bytes there were."""
+    nbytes = 0
+    while nbytes < len(target):
+        n = os.preadv(fd, [target[nbytes:]], offset + nbytes)
+        if n == 0:
+            break
+        nbytes += n
+    return nbytes
+
+
+def is_cached(fd: int, offset: int) -> bool:
+    """Whether a byte can be read without the disk, as far as the system says."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) == 1
+    except OSError:
+        return False

@@ -1,0 +1,174 @@
+"""Files in ``tmp/`` of a local store: a lock says whether the writer of one lives.
+
+The kernel frees the locks of a process that dies. A writer locks its temporary file. A take under
+way locks an empty file that announces it, whose name says on which root the take is based.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from casnap.backends.base import TEMPORARY, translated
+from casnap.backends.door import unlink_at
+
+_ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
+# The open files of the takes of this process that are under way.
+_announcements: set[int] = set()
+_ATTEMPTS = 3
+_DAY = 86400.0
+
+
+def _close_announcements() -> None:
+    """Close what a child has inherited: a lock lasts until the last process closes the file."""
+    while _announcements:
+        os.close(_announcements.pop())
+
+
+os.register_at_fork(after_in_child=_close_announcements)
+
+
+def lock(fd: int) -> bool | None:
+    """Try to lock a file; return None if the file system has no locks, or not for this file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        return False if e.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+@contextmanager
+def announced_in(
+    folder: int, path: str, base: int, create: Callable[[str], int]
+) -> Iterator[Callable[[], None]]:
+    """Announce a take for a ``with`` block; as :meth:`casnap.backends.Backend.announced`.
+
+    Args:
+        folder: The open folder ``tmp/``.
+        path: Its path.
+        base: The root that the take is based on.
+        create: Creates a file there, and returns it open.
+    """
+    name = f"take-{base:012x}-{os.urandom(6).hex()}"
+    with translated(f"{path}/{name}"):
+        fd = _create_locked(name, folder, create)
+    _announcements.add(fd)
+    try:
+        yield lambda: None
+    finally:
+        # Not in a forked child: the take is its parent's.
+        if fd in _announcements:
+            _announcements.discard(fd)
+            with suppress(OSError):
+                unlink_at(name, folder)
+            os.close(fd)
+
+
+def _create_locked(name: str, folder: int, create: Callable[[str], int]) -> int:
+    """Create a file that has its name only once it is locked; return it open."""
+    for _ in range(_ATTEMPTS):
+        temporary = os.urandom(12).hex()
+        fd = create(temporary)
+        try:
+            # A collector may have locked it before, or deleted it.
+            if lock(fd) is not False:
+                with suppress(FileNotFoundError):
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    return fd
+            unlink_at(temporary, folder)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, "collectors delete what announces a take", name)
+
+
+def bases_announced_in(folder: int, max_age: float) -> list[int]:
+    """Return the roots that takes of living processes are based on; unlink what dead ones left.
+
+    Args:
+        folder: The open folder ``tmp/``.
+        max_age: Takes that were announced more seconds ago do not count.
+    """
+    bases: list[int] = []
+    for name in os.listdir(folder):
+        match = _ANNOUNCEMENT.fullmatch(name)
+        if match is not None and _look_at(name, folder, lease=max_age).age < max_age:
+            bases.append(int(match[1], 16))
+    return bases
+
+
+def unlink_abandoned(folder: int, min_age: float) -> int:
+    """Unlink what dead writers and takes have left; return how many bytes that freed.
+
+    Args:
+        folder: The open folder ``tmp/``.
+        min_age: Files that are not older than so many seconds stay, since a writer locks its file
+            a moment after it is there.
+    """
+    freed = 0
+    for name in os.listdir(folder):
+        if TEMPORARY.fullmatch(name):
+            freed += _look_at(name, folder, min_age=min_age).freed
+        elif _ANNOUNCEMENT.fullmatch(name):
+            _look_at(name, folder, lease=_DAY)
+    return freed
+
+
+class _Look(NamedTuple):
+    """What was found: the age of a file whose writer may live, else the bytes that were freed."""
+
+    age: float = float("inf")
+    freed: int = 0
+
+
+def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0) -> _Look:
+    """Look at a file, and unlink it if its writer is dead.
+
+    Another user's file stays: only that user can lock it, or may remove it from a sticky folder.
+
+    Args:
+        name: Its name.
+        folder: The open folder ``tmp/``.
+        min_age: A younger one stays, locked or not.
+        lease: Where there are no locks, a younger one counts as locked.
+    """
+    try:
+        fd = _open_to_lock(name, folder)
+    except OSError:
+        return _Look()
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            return _Look()
+        # A time in the future says nothing; then only the lock counts.
+        age = time.time() - info.st_mtime
+        if 0 <= age < min_age:
+            return _Look(age)
+        is_free = lock(fd)
+        if is_free is False or (is_free is None and 0 <= age < lease):
+            return _Look(age)
+        try:
+            unlink_at(name, folder)
+        except OSError:
+            return _Look()
+        # A second name: it was linked into place, so unlinking frees nothing.
+        return _Look(freed=info.st_size if info.st_nlink == 1 else 0)
+    finally:
+        os.close(fd)
+
+
+def _open_to_lock(name: str, folder: int) -> int:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        # On NFS, only a file that is open for writing can be locked.
+        return os.open(name, os.O_RDWR | flags, dir_fd=folder)
+    except OSError:
+        return os.open(name, os.O_RDONLY | flags, dir_fd=folder)

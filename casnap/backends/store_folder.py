@@ -1,0 +1,283 @@
+"""The folder of a local store: which store is in it, and the folders and names that are made there.
+
+Modes and group follow the folder, so that a shared store stays shared. If only its owner may write
+to the folder, the umask applies as well.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from casnap.backends.base import translated
+from casnap.backends.door import OpenFolder, create_file, folder_at, open_folder, parent_of
+from casnap.backends.durability import NewNames, doubtful
+from casnap.errors import BackendError
+from casnap.format.records import CONFIG_KEY
+
+# The extended attribute of a folder that was made for markers: it goes with the last of them, where
+# a user's stays.
+_MADE = "user.casnap.made"
+# Folders that this process has made durable: the identity of the store, and the folder. Who opens
+# a store anew for each take would else sync them each time, as they may be another process's.
+_durable: set[tuple[str, str]] = set()
+_Inode: TypeAlias = tuple[int, int, int]
+
+
+class StoreFolder:
+    """The folder of a local store.
+
+    Args:
+        folder: Its real path.
+        inner: Where in it the objects are: empty, or a slash and a name.
+
+    Attributes:
+        uri: The path.
+        objects: The path of the folder of the objects.
+        new_names: What is to be made durable.
+    """
+
+    def __init__(self, folder: Path, inner: str) -> None:
+        self._folder = folder
+        self.uri = str(folder)
+        self.objects = f"{self.uri}{inner}"
+        self.new_names = NewNames()
+        self._entered: set[str] = set()
+        # What goes into _durable with the next sync.
+        self._noted: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._is_there = False
+        self._check: Callable[[], None] | None = None
+        # The record that was read last, and the one of the store that uses this, as files.
+        self._read_record: _Inode | None = None
+        self._record: _Inode | None = None
+
+    # --- which store is in it ---
+
+    @property
+    def identity(self) -> str:
+        """The real path, and the device and inode of the folder and of the store's record.
+
+        Inodes are used again, so the time of the record's last change is part of it: no user can
+        choose that.
+        """
+        with translated(self.uri):
+            try:
+                folder, record = os.stat(self.objects), os.lstat(f"{self.objects}/{CONFIG_KEY}")
+            except FileNotFoundError as e:
+                raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
+        return (
+            f"{self.uri} {folder.st_dev} {folder.st_ino} "
+            f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
+        )
+
+    def note_record(self, info: os.stat_result) -> None:
+        """Note the file that the record of the store was just read from."""
+        self._read_record = _inode(info)
+
+    def belong(self, check: Callable[[], None]) -> None:
+        """Note the check that the store of the record read last is still here."""
+        self._check, self._record = check, self._read_record
+
+    @contextmanager
+    def opened(self, *, make: bool = True) -> Iterator[OpenFolder]:
+        """Open the folder of the objects for a ``with`` block that changes some.
+
+        A record that is another file than before says that another store may have come here. What
+        is then changed lies in this very folder, also if that is moved meanwhile.
+
+        Args:
+            make: Whether to make the folder if it is missing.
+
+        Raises:
+            StoreError: It is the folder of another store than that which uses this.
+        """
+        with self.opened_or_made(self.objects) if make else folder_at(self.objects) as fd:
+            if self._check is not None and _record_in(fd) != self._record:
+                self._check_record(fd, self._check)
+            yield OpenFolder(fd, self.objects)
+
+    def check_place(self) -> None:
+        """Check that no other store has come here."""
+        if self._check is not None:
+            with self.opened(make=False):
+                pass
+
+    def _check_record(self, folder: int, check: Callable[[], None]) -> None:
+        record = _record_in(folder)
+        check()
+        with folder_at(self.objects) as at_path:
+            if not record == _record_in(folder) == _record_in(at_path):
+                raise BackendError(f"{self.uri} was moved just now; try again")
+        self._record = record
+
+    # --- what is made in it ---
+
+    def make(self) -> None:
+        """Make the folder itself, and those above it that are missing."""
+        with translated(self.uri):
+            new_folders = [f for f in (self._folder, *self._folder.parents) if not f.exists()]
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError as e:
+                # Below /proc, say.
+                raise BackendError(f"no folder can be made at {self.uri}; choose another") from e
+        for folder in (self._folder, *self._folder.parents):
+            if folder in new_folders or str(folder.parent) in doubtful:
+                self.new_names.add(str(folder))
+
+    @contextmanager
+    def entered_above(self, target: str, base: OpenFolder) -> Iterator[int]:
+        """Open the folder of a new name. It becomes durable even if another process has made it."""
+        parent = target.rpartition("/")[0]
+        with self.opened_or_made(parent, base) as folder:
+            # Note the name before it is made, so that a failure in between does not lose it.
+            self.new_names.add(target)
+            with self._lock:
+                if parent not in self._entered:
+                    self._entered.add(parent)
+                    store = self._identity_if_whole()
+                    for place in self.up_to_store(parent):
+                        if (store, place) not in _durable:
+                            self.new_names.add(place)
+                            if store:
+                                self._noted.add((store, place))
+            yield folder
+
+    def up_to_store(self, folder: str) -> Iterator[str]:
+        """Yield a folder, and those above it, below the folder of the store."""
+        while folder != self.uri:
+            yield folder
+            folder = folder.rpartition("/")[0]
+
+    def _identity_if_whole(self) -> str:
+        """Return the identity; nothing while the store is being made."""
+        try:
+            return self.identity
+        except BackendError:
+            return ""
+
+    @contextmanager
+    def opened_or_made(
+        self, path: str, base: OpenFolder | None = None, *, durable: bool = True
+    ) -> Iterator[int]:
+        """Open a folder of the store for a ``with`` block; make it if it is missing.
+
+        Args:
+            path: The folder.
+            base: The folder of the objects, if this one is in it.
+            durable: Whether a new one is to be made durable.
+        """
+        try:
+            folder = open_folder(path, base=base)
+        except FileNotFoundError:
+            # Nothing is made anew of a store that was removed while it is open.
+            if path == self.uri or (path == self.objects and self._is_there):
+                raise
+            self._make_folder(path, base, durable=durable)
+            folder = open_folder(path, base=base)
+        try:
+            self._is_there |= base is not None or path == self.objects
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _make_folder(self, path: str, base: OpenFolder | None, *, durable: bool) -> None:
+        parent, _, name = path.rpartition("/")
+        with self.opened_or_made(parent, base, durable=durable) as folder:
+            like = self._model(base)
+            mode = stat.S_IMODE(like.st_mode)
+            # A store in a folder like /tmp is not meant for all who may write there.
+            is_open = path == self.objects and mode & stat.S_IWOTH and not mode & stat.S_ISGID
+            try:
+                os.mkdir(name, 0o777 if is_open else mode, dir_fd=folder)
+            except FileExistsError:
+                return
+        if not is_open and (_is_shared(like) or like.st_gid != os.getegid()):
+            with folder_at(path, base=base) as fd:
+                # The umask may have taken the right to open it otherwise.
+                handle = f"/proc/self/fd/{fd}"
+                if _is_shared(like):
+                    os.chmod(handle, mode)
+                _follow_group(handle, like.st_gid)
+        if base is None and path != self.objects:
+            with suppress(OSError), parent_of(path) as (folder, name):
+                os.setxattr(f"/proc/self/fd/{folder}/{name}", _MADE, b"1", follow_symlinks=False)
+        if durable:
+            self.new_names.add(path)
+
+    def remove_empty(self, lowest: str) -> None:
+        """Remove a folder, and those above it that were made for markers, while they are empty."""
+        for place in self.up_to_store(lowest):
+            with parent_of(place) as (folder, name):
+                try:
+                    if place != lowest:
+                        handle = f"/proc/self/fd/{folder}/{name}"
+                        os.getxattr(handle, _MADE, follow_symlinks=False)
+                    os.rmdir(name, dir_fd=folder)
+                except OSError:
+                    break
+
+    def create(self, name: str, folder: int, base: OpenFolder | None) -> int:
+        """Create a file in an open folder of the store; return it open to be written.
+
+        Args:
+            name: Its name.
+            folder: The folder.
+            base: The folder of the objects, if the file is in it.
+        """
+        like = self._model(base)
+        mode = like.st_mode & 0o666
+        fd = create_file(name, folder, mode)
+        if _is_shared(like):
+            os.fchmod(fd, mode)
+        if like.st_gid != os.getegid():
+            _follow_group(fd, like.st_gid)
+        return fd
+
+    def _model(self, base: OpenFolder | None) -> os.stat_result:
+        """Return the folder whose mode and group those of what is made follow."""
+        return os.stat(self.uri) if base is None else os.fstat(base.fd)
+
+    def sync(self) -> None:
+        """Make the names of new files and folders durable."""
+        with self._lock:
+            folders = self._noted.copy()
+        try:
+            self.new_names.sync()
+        except FileNotFoundError as e:
+            raise BackendError(f"{e.filename or self.uri} is gone, or was moved") from e
+        _durable.update(folders)
+        with self._lock:
+            self._noted -= folders
+
+
+def _inode(file: os.stat_result) -> _Inode:
+    """Return what tells a file from others, also from an earlier one of the same number."""
+    return file.st_dev, file.st_ino, file.st_ctime_ns
+
+
+def _record_in(folder: int) -> _Inode | None:
+    """Return the record of the store in an open folder; None if there is none."""
+    try:
+        return _inode(os.stat(CONFIG_KEY, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return None
+
+
+def _is_shared(folder: os.stat_result) -> bool:
+    """Whether a store is for several users: its group or all may write to its folder."""
+    return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _follow_group(file: int | str, gid: int) -> None:
+    try:
+        os.chown(file, -1, gid)
+    except PermissionError:
+        # This user is not in that group. The mode still says who can read the file.
+        return
