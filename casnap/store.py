@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from casnap.errors import (
     NotAStoreError,
     SnapshotNotFoundError,
     StoreError,
-    nearest,
 )
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
@@ -35,12 +33,10 @@ from casnap.storage.catalog.mirror_notes import (
     detach_mirror,
     in_commit_order,
     is_newer_here,
-    mirror_place,
-    wrong_mirror_error,
 )
 from casnap.storage.catalog.missing_folders import MissingFoldersChange
 from casnap.storage.catalog.opening import locate, open_objects
-from casnap.storage.catalog.other_formats import hint_at, hint_in
+from casnap.storage.catalog.other_formats import hint_in
 from casnap.storage.catalog.retention import (
     PruneChange,
     PruneReport,
@@ -50,7 +46,6 @@ from casnap.storage.catalog.retention import (
     prune,
 )
 from casnap.storage.catalog.settings import (
-    CODEC,
     change_settings,
     codec_named,
     codec_settings,
@@ -61,6 +56,7 @@ from casnap.storage.catalog.table import (
     Table,
     change_table,
     row_edit,
+    row_of,
     snapshots_in,
     unmark,
     with_tags,
@@ -501,18 +497,7 @@ class Store:
                 "first take to it makes one"
             )
 
-        def look(table: Table) -> Row:
-            row = table.get(full)
-            if row is None:
-                folder = self.objects.backend.folder
-                hint = "" if folder is None else hint_at(folder / full)
-                hint = hint or nearest(full, (name for name, _ in snapshots_in(table)))
-                raise SnapshotNotFoundError(
-                    f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
-                )
-            return row
-
-        return self.read(look)
+        return self.read(lambda table: row_of(table, full, self.objects.backend))
 
     def read(self, look: Callable[[Table], V]) -> V:
         """Call a function with the newest table, and return its result."""
@@ -602,9 +587,8 @@ class Store:
             return newest
         is_known = any(s.commit_id == other.commit_id for s in own)
         if newest is not None and not is_known:
-            runs = {snapshot.name.rpartition("/")[0] for snapshot in (newest, other)}
-            same = len(runs) == 1
-            if is_newer_here(self.objects, there.id, newest.row, other.row, same_run=same):
+            here = (newest.name, newest.row)
+            if is_newer_here(self.objects, there.id, here, (other.name, other.row)):
                 return newest
         self._note_returned(other, seq)
         return newest if is_known else other
@@ -1050,51 +1034,10 @@ def _mirror_options(
 
 
 def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
-    """Return the mirror of a store.
-
-    Raises:
-        CasnapError: It cannot be the mirror of this store.
-        TypeError: It is not a path or URI.
-    """
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
-    from casnap.transfer.mirror_report import Destination
-    from casnap.transfer.report import CopyOptions
 
-    if prefix:
-        uri = objects.backend.uri
-        raise MirrorError(
-            f"{uri}/{prefix} is a view of the store {uri}; the mirror is of a whole store: give "
-            "mirror= to that one"
-        )
-    if not isinstance(options.uri, str | os.PathLike | Backend):
-        raise TypeError(f"mirror= is a path or URI of a store; got a {type(options.uri).__name__}")
-    place = locate(options.uri, options.options)
-
-    def open_there() -> Destination:
-        root = objects.newest()
-        known = mirror_place(root, objects.backend.uri)
-        zstd = settings_of(root)[CODEC] == "zstd"
-        try:
-            there, _ = open_objects(
-                place,
-                create=known is None,
-                chunk_size=objects.config.chunk_size,
-                codec=Codec.ZSTD if zstd else Codec.RAW,
-            )
-        except NotAStoreError as e:
-            if known is None:
-                raise
-            raise wrong_mirror_error(objects, known, f"there is no store: {e}") from e
-        there.check_writable("mirror to")
-        return Destination(there, place.name, CopyOptions(hooks=_disk_hooks(there)))
-
-    distributed: Any = sys.modules.get("torch.distributed")
-    # On many ranks, rank 0 commits, and copies.
-    has_ranks = distributed is not None and distributed.is_available()
-    passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
-    uri = place.backend.uri
-    return Mirror(objects, options, uri, open_there, is_taking=under_way, passive=passive)
+    return Mirror(objects, prefix, options, hooks_of=_disk_hooks, is_taking=under_way)
 
 
 def import_snapshot(

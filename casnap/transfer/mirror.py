@@ -19,15 +19,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import Any
 from weakref import WeakSet, ref
 
+from casnap.backends import Backend
 from casnap.errors import (
     BackendError,
     CasnapError,
     MirrorError,
+    NotAStoreError,
     SnapshotExistsError,
     UnavailableError,
 )
+from casnap.format.codec import Codec
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
 from casnap.storage.catalog.mirror_notes import (
@@ -41,10 +45,14 @@ from casnap.storage.catalog.mirror_notes import (
     succeeded_in,
     taken_tags,
     unmirrored_in,
+    wrong_mirror_error,
 )
+from casnap.storage.catalog.opening import locate, open_objects
+from casnap.storage.catalog.settings import CODEC, settings_of
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.lmdb_files import BusyError, locked
 from casnap.storage.chunks.objects import Objects
+from casnap.storage.commits.hooks import CommitHooks
 from casnap.transfer.follow import Backoff, Follower, Pair
 from casnap.transfer.mirror_report import (
     Destination,
@@ -53,7 +61,7 @@ from casnap.transfer.mirror_report import (
     MirrorOptions,
     MirrorStatus,
 )
-from casnap.transfer.report import ChosenSnapshot
+from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from casnap.transfer.selection import check_pair
 from casnap.transfer.succession import SucceededError, Succession
 
@@ -70,6 +78,13 @@ _GIVE_WAY_LOOK = 0.01
 _SETTLE = 10.0
 
 
+def _is_other_rank() -> bool:
+    """Whether this process is a rank other than 0."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    has_ranks = distributed is not None and distributed.is_available()
+    return has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
+
+
 class _StoppedError(Exception):
     """Ends a copy because the mirror was stopped."""
 
@@ -79,31 +94,43 @@ class Mirror:
 
     Args:
         source: The mirrored store.
+        prefix: The view of that store which is open: it must be the whole.
         how: What the user said of the mirror.
-        uri: The mirror, in full.
-        open_there: Opens the mirror, or makes it.
+        hooks_of: Returns what goes with each commit to the mirror.
         is_taking: Returns whether this process is taking a snapshot. The copy waits meanwhile.
-        passive: Whether another process copies, as on ranks other than 0.
+
+    Raises:
+        CasnapError: It cannot be the mirror of this store.
+        TypeError: It is not a path or URI.
     """
 
     def __init__(
         self,
         source: Objects,
+        prefix: str,
         how: MirrorOptions,
-        uri: str,
-        open_there: Callable[[], Destination],
         *,
+        hooks_of: Callable[[Objects], CommitHooks],
         is_taking: Callable[[], bool],
-        passive: bool = False,
     ) -> None:
+        if prefix:
+            uri = source.backend.uri
+            raise MirrorError(
+                f"{uri}/{prefix} is a view of the store {uri}; the mirror is of a whole store: "
+                "give mirror= to that one"
+            )
+        if not isinstance(how.uri, str | os.PathLike | Backend):
+            raise TypeError(f"mirror= is a path or URI of a store; got a {type(how.uri).__name__}")
         self.how = how
-        self.uri = uri
+        self._place = locate(how.uri, how.options)
+        self.uri = self._place.backend.uri
         self._source = source
-        self._host = HostFiles(source, uri)
-        self._open_there = open_there
+        self._host = HostFiles(source, self.uri)
+        self._hooks_of = hooks_of
         self._is_taking = is_taking
         self._patient_for = 0.0
-        self._passive = passive
+        # On many ranks, rank 0 commits, and copies.
+        self._passive = _is_other_rank()
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
@@ -375,16 +402,31 @@ class Mirror:
             return self._there
 
     def _opened(self) -> Destination:
-        there = self._open_there()
-        if there.objects.config.store_id == self._source.config.store_id:
-            raise MirrorError(
-                f"{self.uri} is the store {self._source.backend.uri} itself, or a copy of its "
-                "files; a mirror is another store, which casnap makes"
+        """Open the mirror, or make it if the store has none yet."""
+        source, name = self._source, self._place.name
+        root = source.newest()
+        known = mirror_place(root, source.backend.uri)
+        zstd = settings_of(root)[CODEC] == "zstd"
+        try:
+            objects, _ = open_objects(
+                self._place,
+                create=known is None,
+                chunk_size=source.config.chunk_size,
+                codec=Codec.ZSTD if zstd else Codec.RAW,
             )
-        check_pair(self._source, there.objects)
-        place = MirrorPlace(there.objects.config.store_id, there.prefix, self.uri)
-        attach_mirror(self._source, place)
-        return there
+        except NotAStoreError as e:
+            if known is None:
+                raise
+            raise wrong_mirror_error(source, known, f"there is no store: {e}") from e
+        objects.check_writable("mirror to")
+        if objects.config.store_id == source.config.store_id:
+            raise MirrorError(
+                f"{self.uri} is the store {source.backend.uri} itself, or a copy of its files; a "
+                "mirror is another store, which casnap makes"
+            )
+        check_pair(source, objects)
+        attach_mirror(source, MirrorPlace(objects.config.store_id, name, self.uri))
+        return Destination(objects, name, CopyOptions(hooks=self._hooks_of(objects)))
 
     # --- what is known ---
 

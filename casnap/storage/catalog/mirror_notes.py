@@ -157,17 +157,18 @@ def is_copy_from_here(objects: Objects, row: Row) -> bool:
 
 
 def is_newer_here(
-    objects: Objects, mirror_id: str, row: Row, other: Row, *, same_run: bool
+    objects: Objects, mirror_id: str, newest: tuple[str, Row], newest_there: tuple[str, Row]
 ) -> bool:
     """Whether the newest snapshot of a store is newer than that of its mirror, which it lacks.
 
     Args:
         objects: The store.
         mirror_id: The id of the mirror.
-        row: The newest one here.
-        other: The newest one there.
-        same_run: Whether both are of one run.
+        newest: The newest one here: its name, and its row.
+        newest_there: The newest one there.
     """
+    (name, row), (other_name, other) = newest, newest_there
+    same_run = name.rpartition("/")[0] == other_name.rpartition("/")[0]
     if is_copy_from_here(objects, other):
         return row.seq > _origin(other)[1]
     life = life_of(other)

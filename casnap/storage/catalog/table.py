@@ -20,6 +20,7 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateError,
+    nearest,
 )
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
@@ -27,6 +28,7 @@ from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.location import exists
+from casnap.storage.catalog.other_formats import hint_at
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
@@ -64,6 +66,20 @@ def drop_stale_copies(objects: Objects, *, dry_run: bool) -> frozenset[str]:
     if stale and not dry_run:
         change_table(objects, lambda table, _: dict.fromkeys(stale_copies(table)))
     return frozenset(stale)
+
+
+def row_of(table: Table, name: str, backend: Backend) -> Row:
+    """Return the row of a snapshot.
+
+    Raises:
+        SnapshotNotFoundError: There is none. The error says what may be meant.
+    """
+    row = table.get(name)
+    if row is None:
+        hint = "" if backend.folder is None else hint_at(backend.folder / name)
+        hint = hint or nearest(name, (other for other, _ in snapshots_in(table)))
+        raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{hint}")
+    return row
 
 
 def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
