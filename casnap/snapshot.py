@@ -115,9 +115,13 @@ class TakeStats(Stats, frozen=True, array_like=True):
     Attributes:
         requests: How many requests it made, by kind, on all ranks. Only the take itself tells: this
             is empty for a snapshot that was looked up, and for a store on this machine.
+        freed_bytes: What this process (of many ranks, rank 0) has freed of the store since its take
+            before: collections in the background, and what it collected to have room for this take.
+            Only the take itself tells that, too.
     """
 
     requests: dict[str, int] = msgspec.field(default_factory=dict)
+    freed_bytes: int = 0
 
 
 class Snapshot:
@@ -162,13 +166,20 @@ class Snapshot:
         self._begin(opened, name, row, pg)
 
     def _begin(
-        self, store: Store, name: str, row: Row, pg: Any, requests: Mapping[str, int] = {}
+        self,
+        store: Store,
+        name: str,
+        row: Row,
+        pg: Any,
+        requests: Mapping[str, int] = {},
+        freed_bytes: int = 0,
     ) -> None:
         self._store = store
         self.name = name
         self.row = row
         self.pg = pg
         self._requests = dict(requests)
+        self._freed_bytes = freed_bytes
         self.contents = Contents(store.objects, store.outer_name(name), row)
 
     @classmethod
@@ -179,6 +190,7 @@ class Snapshot:
         row: Row,
         pg: Any = None,
         requests: Mapping[str, int] = {},
+        freed_bytes: int = 0,
     ) -> Snapshot:
         """Return the snapshot of a row of a store's table.
 
@@ -188,9 +200,10 @@ class Snapshot:
             row: The row.
             pg: As for the constructor.
             requests: How many requests the take made, by kind, if it was taken just now.
+            freed_bytes: What was freed since the take before, likewise.
         """
         snapshot = cls.__new__(cls)
-        snapshot._begin(store, name, row, pg, requests)
+        snapshot._begin(store, name, row, pg, requests, freed_bytes)
         return snapshot
 
     # --- taking ---
@@ -681,8 +694,12 @@ class Snapshot:
 
     @property
     def stats(self) -> TakeStats:
-        """The logical bytes, new bytes, entries, seconds and requests of the take."""
-        return TakeStats(**msgspec.structs.asdict(self.row.stats), requests=self.requests)
+        """The logical bytes, new bytes, entries, seconds and requests of the take.
+
+        And, of a snapshot that was just taken, the bytes that were freed since the take before.
+        """
+        stats = msgspec.structs.asdict(self.row.stats)
+        return TakeStats(**stats, requests=self.requests, freed_bytes=self._freed_bytes)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -702,7 +719,8 @@ class Snapshot:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; process groups stay in their process."""
-        return Snapshot.of, (self._store, self.name, self.row, None, self._requests)
+        measured = self._requests, self._freed_bytes
+        return Snapshot.of, (self._store, self.name, self.row, None, *measured)
 
 
 class PendingSnapshot:
@@ -731,7 +749,9 @@ class PendingSnapshot:
                 earlier take of the store failed, and no call has raised that yet: call again.
         """
         result = self._take.wait()
-        return Snapshot.of(self._store, self._name, result.row, self._pg, result.requests)
+        return Snapshot.of(
+            self._store, self._name, result.row, self._pg, result.requests, result.freed_bytes
+        )
 
 
 # --- the store of a path ---

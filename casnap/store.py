@@ -444,7 +444,9 @@ class Store:
             full = self.full_name(name)
             options = self._with_settings(options)
             result = take(self.objects, full, capture(), options, comm)
-        return Snapshot.of(self, check_name(name), result.row, pg, result.requests)
+        return Snapshot.of(
+            self, check_name(name), result.row, pg, result.requests, result.freed_bytes
+        )
 
     def begin_take(
         self,
@@ -632,7 +634,14 @@ class Store:
         """
         row = self.row(name)
         unmark(self.objects, dict([self._edit(name, commit_id, lambda _: None)]))
-        self.hooks.on_release([row])
+        self._free_later([row])
+
+    def _free_later(self, rows: Sequence[Row]) -> None:
+        """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
+        hooks = self.hooks
+        hooks.on_release(rows)
+        if rows:
+            hooks.make_room(lambda: max(row.stats.logical_bytes for row in rows))
 
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.
@@ -824,7 +833,7 @@ class Store:
     def _pruned(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
         if not dry_run:
-            self.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
+            self._free_later([verdict.row for verdict in verdicts if not verdict.kept])
         own = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
 
@@ -1013,6 +1022,7 @@ def _disk_hooks(objects: Objects) -> CommitHooks:
         make_room=partial(collector.make_room, objects),
         on_full=partial(collector.meet_full_disk, objects),
         on_release=partial(collector.note, objects),
+        count_freed=collector.count_freed,
     )
 
 

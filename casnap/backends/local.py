@@ -35,12 +35,15 @@ from casnap.backends.store_folder import StoreFolder
 from casnap.errors import BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
+from casnap.runtime.buffers import reserve_space
 from casnap.runtime.environment import boot_id
 from casnap.runtime.typing import override
 
 _ATTEMPTS = 3
 # Errors of a folder that is not there for this user.
 _UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+# The copy of the newest root holds so much space, for commits on a full disk that let something go.
+_RESERVE_BYTES = 256 << 10
 
 
 class LocalBackend(Backend):
@@ -377,10 +380,12 @@ class LocalBackend(Backend):
             self._remove(path)
             return
         with translated(path), self._place.opened() as base, suppress(FileExistsError):
-            self._put_loosely(path, content, base)
+            self._put_loosely(path, content, base, _RESERVE_BYTES)
 
-    def _put_loosely(self, path: str, content: bytes, base: OpenFolder | None = None) -> None:
-        """Put a file in place of another one.
+    def _put_loosely(
+        self, path: str, content: bytes, base: OpenFolder | None = None, reserve: int = 0
+    ) -> None:
+        """Put a file in place of another one, which may hold some space of the disk more.
 
         Raises:
             FileExistsError: Another process does so too.
@@ -393,6 +398,7 @@ class LocalBackend(Backend):
             fd = self._place.create(name, folder, base)
             try:
                 write_at(fd, memoryview(content), 0)
+                reserve_space(fd, reserve)
             finally:
                 os.close(fd)
 

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from casnap.cli.arguments import identity, open_store, snapshots_of, store_fields, writing_options
+from casnap.cli.garbage import show_what_waits
 from casnap.cli.gc import collect_garbage, garbage_fields, grace_option, show
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
@@ -89,8 +90,8 @@ def prune(
     """Forget the snapshots that no rule keeps.
 
     A snapshot is kept if any rule keeps it, or if it has a tag, or is not mirrored yet. The rules
-    apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten
-    snapshots stay on disk until garbage is collected; --gc does that at once.
+    apply to each run, that is each folder of snapshots, on its own. A collection frees the bytes of
+    forgotten snapshots, as after `casnap rm`; with --gc this command makes one.
 
     --missing-folders forgets each snapshot whose folder a trainer has deleted, in each run that has
     a marker left.
@@ -128,8 +129,8 @@ def prune(
         if garbage is not None:
             document["gc"] = garbage_fields(garbage)
         emit(document, place)
-    elif garbage is not None:
-        show(place, garbage)
+    else:
+        _show_garbage(place, report, garbage)
 
 
 def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | None:
@@ -155,6 +156,13 @@ def _collect_after(report: PruneReport, place: Store, options: GcOptions) -> GcR
         names = frozenset(place.outer_name(verdict.name) for verdict in report.forgotten)
         options = replace(options, forgotten=names)
     return collect_garbage(place, options)
+
+
+def _show_garbage(place: Store, report: PruneReport, garbage: GcReport | None) -> None:
+    if garbage is not None:
+        show(place, garbage)
+    elif report.forgotten and not report.dry_run:
+        show_what_waits(place)
 
 
 def _check_folder(place: Store, prefix: str | None) -> None:
@@ -204,5 +212,4 @@ def _show(report: PruneReport) -> None:
         table(("NAME", "TIME", "KEEP", "METADATA"), rows, numbers=set())
     would = "would be " if report.dry_run else ""
     gone = f"{amount(len(report.forgotten), 'snapshot')} {would}forgotten"
-    then = "; `casnap gc` frees the bytes" if report.forgotten and not report.dry_run else ""
-    say(f"{gone}, {len(report.kept):,} kept{then}")
+    say(f"{gone}, {len(report.kept):,} kept")

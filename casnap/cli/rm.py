@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from casnap.cli.arguments import identity_of, open_snapshot, writing_options
+from casnap.cli.garbage import show_what_waits
 from casnap.cli.output import CommandError, amount, confirm, emit, say, size, summary
 from casnap.snapshot import Snapshot
 
@@ -19,7 +20,8 @@ def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_js
     """Delete snapshots.
 
     Nothing is deleted unless all of them are found, and none has a tag; --tagged deletes those too.
-    Their bytes stay on disk until garbage is collected, by itself or by `casnap gc`.
+    A collection frees their bytes: processes that let snapshots go, such as this one, begin one by
+    themselves, and `casnap gc` is one. The last line says what waits, and for what.
     """
     doomed = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
     for snapshot in doomed:
@@ -40,7 +42,8 @@ def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_js
         deleted = [{**identity_of(s), "tags": list(s.tags)} for s in doomed]
         emit({"dry_run": dry_run, "deleted": deleted}, *(s.store for s in doomed))
     elif not dry_run:
-        say("`casnap gc` frees the bytes")
+        for place in {s.store.objects.backend.uri: s.store for s in doomed}.values():
+            show_what_waits(place)
 
 
 def _line(snapshot: Snapshot) -> str:

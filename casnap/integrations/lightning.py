@@ -184,7 +184,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         return _moved(values_of(snapshot, allow_pickle=allow_pickle), map_location)
 
     def remove_checkpoint(self, path: StrPath) -> None:
-        """Forget a snapshot, or remove a file; `casnap gc` frees the bytes.
+        """Forget a snapshot, whose bytes are then freed by themselves; or remove a file.
 
         While a save is under way, this waits until it has succeeded.
         """

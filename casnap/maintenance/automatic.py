@@ -42,6 +42,8 @@ _FAILURE_REST = 60.0
 _SNAPSHOT_SECONDS, _REMOTE_START = 0.0003, 60.0
 # A process that ends waits for its collection for so many seconds; for one at a remote place not.
 _LAST_SECONDS = 0.5
+# Between two looks whether it has ended.
+_LOOK = 0.01
 
 
 class _ExitError(Exception):
@@ -62,6 +64,9 @@ class AutomaticCollector:
         # The bytes of the last state that was let go, and of one that is taken.
         self._state = 0
         self._counted = 0
+        # What was freed since the last take, and what the last collection did.
+        self._freed = 0
+        self.last_report: GcReport | None = None
         self._ready_at: float | None = None
         self._processor_ready_at = 0.0
         # What was condemned up to this root had a whole cycle; at first, what others condemned.
@@ -87,6 +92,20 @@ class AutomaticCollector:
                 if self._is_due(objects) and collects_unasked(objects.recent()):
                     self._start(objects)
 
+    def count_freed(self) -> int:
+        """Return how many bytes were freed since the last call."""
+        with self._lock:
+            freed, self._freed = self._freed, 0
+        return freed
+
+    def wait(self) -> None:
+        """Wait for the collection in the background, for as long as a process that ends would."""
+        with self._lock:
+            worker = self._worker
+        until = time.monotonic() + _LAST_SECONDS
+        while worker is not None and not worker.ended and time.monotonic() < until:
+            time.sleep(_LOOK)
+
     def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
         """Collect all that nobody needs, now, if a state may not fit on the disk.
 
@@ -96,7 +115,9 @@ class AutomaticCollector:
         """
         try:
             if self._may_not_fit(objects, count_bytes):
-                root = objects.newest()
+                # A collection that is under way has not condemned yet what it will.
+                with self._collecting:
+                    root = objects.newest()
                 if self._released or root.condemned:
                     self._sweep(objects)
         except Exception as e:  # noqa: BLE001 - the take may fit all the same
@@ -139,7 +160,6 @@ class AutomaticCollector:
 
     def _sweep(self, objects: Objects) -> GcReport | None:
         """Collect without any grace; return None if the store's garbage is left to the user."""
-        # A collection that is under way has not condemned yet what it will.
         with self._collecting:
             if not collects_by_itself() or not collects_unasked(objects.newest()):
                 return None
@@ -222,8 +242,11 @@ class AutomaticCollector:
             with self._lock:
                 self._released += released
             raise
+        with self._lock:
+            self._freed += report.freed_bytes
         self._needed = report.live_bytes
         self._condemned_until = objects.newest().seq
+        self.last_report = report
         return report
 
 

@@ -38,7 +38,7 @@ from casnap.storage.chunks.index import View
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.chunks.segments import Rewriting, rewrite_segments
 from casnap.storage.log.put_if_absent import check_put_if_absent
-from casnap.storage.log.roots import put_next_root
+from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
@@ -165,9 +165,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
         try:
             collector.run()
         except StorageFullError as e:
-            raise StorageFullError(
-                f"{e}. With --grace 0 and without copying (--repack 0%), some kB are enough"
-            ) from e
+            raise with_advice(e, objects.recent()) from e
         except DamagedError as e:
             raise DamagedError(e.what, e.paths, _advice(objects, collector.report)) from e
         return collector.report
@@ -243,7 +241,12 @@ class _Collector:
         stale = drop_stale_copies(self._objects, dry_run=self._options.dry_run)
         if self._options.dry_run:
             self._options = replace(self._options, forgotten=self._options.forgotten | stale)
-        self._collect()
+        try:
+            self._collect()
+        except StorageFullError:
+            release_reserve(self._backend)
+            self._options = replace(self._options, repack=0)
+            self._collect()
         if self._lacks_space and self.report.freed_bytes:
             # Something was deleted, so there may be space for the copies now.
             self._lacks_space = False

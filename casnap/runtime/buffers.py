@@ -197,6 +197,16 @@ def _populate(address: int, advice: int) -> int:
     return ctypes.get_errno() if _libc.madvise(page, ctypes.c_size_t(1), advice) else 0
 
 
+# Leaves the length of the file as it is.
+_KEEP_SIZE = 1
+
+
+def reserve_space(fd: int, nbytes: int) -> None:
+    """Have a file hold so many bytes of its disk, beyond its end, where the file system can."""
+    if _libc is not None and nbytes:
+        _libc.fallocate64(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+
+
 def copy(target: memoryview, source: memoryview | bytes) -> None:
     """Copy bytes; release the GIL if there are many."""
     n = len(source)

@@ -39,10 +39,12 @@ class TakeResult(msgspec.Struct, frozen=True):
         row: Its row in the table.
         requests: How many requests the take made, by kind, on all ranks. They are not stored: when
             a row is written, its take still has to put the root.
+        freed_bytes: The bytes that the process which committed has freed since its take before.
     """
 
     row: Row
     requests: dict[str, int] = {}
+    freed_bytes: int = 0
 
 
 class _Instruction(msgspec.Struct, array_like=True):
@@ -182,7 +184,8 @@ class TakeCommit:
         options.hooks.on_release(list(released.values()))
         options.hooks.on_commit()
         replace_markers(self.objects, self.name, row, released)
-        return TakeResult(row, dict(transaction.requests + others.requests))
+        requests = dict(transaction.requests + others.requests)
+        return TakeResult(row, requests, options.hooks.count_freed())
 
     def _unkept(self, table: Table, row: Row) -> dict[str, Row]:
         """Return the snapshots of the run that are not kept once this one is in it.

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.cli.garbage import show_what_waits
 from casnap.errors import SnapshotNotFoundError, StorageFullError
 from casnap.maintenance import automatic
 from tests.support.cli_calls import document, invoke
@@ -210,6 +212,67 @@ def test_each_way_to_let_snapshots_go(tmp_path: Path, let_go: str) -> None:
         store.take({"s": StateDict(w=dense(9))}, "step_0", overwrite=True)
     wait_for_collectors()
     assert store.objects.newest().condemned
+
+
+def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One collection condemns, and the next one frees; each is of a process of its own."""
+    # As on a machine that has nothing else to do.
+    monkeypatch.setattr(automatic, "_LAST_SECONDS", 60.0)
+    path = tmp_path / "store"
+    for step in range(5):
+        Store(path).take({"s": StateDict(w=dense(step))}, f"step_{step}")
+
+    def said(*arguments: object) -> str:
+        automatic._collectors.clear()
+        return invoke(*arguments).stdout.splitlines()[-1]
+
+    by_hand = f"`casnap gc {path} --grace 0` frees them now"
+    waits = "8.4 MB wait for the next collection, by a process that lets snapshots go"
+    assert said("rm", path / "step_0", "--yes") == f"{waits}; {by_hand}"
+    assert said("rm", path / "step_1", "--yes") == f"8.4 MB freed; {waits}; {by_hand}"
+    invoke("config", path, "gc=2h")
+    text = said("prune", path, "--keep-last", 1, "--yes")
+    assert re.fullmatch(
+        rf"25.2 MB wait for a collection after 20[-0-9]+ [0-9:]+\S*; {by_hand}", text
+    )
+    invoke("gc", path, "--grace", 0)
+    assert nbytes_of(path) < 1.5 * STATE
+
+
+def test_what_commands_say_of_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that ends soon collects nothing there."""
+    store = Store(RemoteDouble(tmp_path.name))
+    for step in range(2):
+        store.take({"s": StateDict(w=dense(step))}, f"step_{step}")
+    store.delete("step_0")
+    show_what_waits(store)
+    assert capsys.readouterr().out == (
+        "the bytes wait for a collection, and 24 hours after it another one that frees them; "
+        f"`casnap gc {store.uri} --grace 0` frees them now\n"
+    )
+
+
+def test_stats_say_what_was_freed(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    freed = []
+    for step in range(8):
+        how = "take" if step % 2 else "async_take"
+        freed.append(take(store, step, how).stats.freed_bytes)
+        wait_for_collectors()
+    taken = 8 * STATE
+    assert freed[:3] == [0, 0, 0]
+    assert taken - 4.1 * STATE < sum(freed) < taken - 2 * STATE
+    assert store["step_7"].stats.freed_bytes == 0
+
+
+def test_stats_say_what_was_freed_to_have_room(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", 4 * STATE + SMALL) as disk:
+        store = Store(disk / "run")
+        store.configure(gc="off")
+        for step in range(4):
+            take(store, step)
+        store.configure(gc="auto")
+        assert take(store, 4).stats.freed_bytes >= 2 * STATE
 
 
 def test_short_processes(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
 from casnap.maintenance import automatic
 from casnap.runtime.buffers import Pool
+from casnap.storage.log.roots import release_reserve
 from casnap.take import staging
 from tests.support.cli_calls import invoke
-from tests.support.mounts import tmpfs
+from tests.support.mounts import ext4, tmpfs
 from tests.support.ranks import World
 
 STATE = 8 << 20
@@ -175,6 +176,71 @@ def test_an_import(tmp_path: Path) -> None:
         store = Store(disk / "store")
         store.import_file(tmp_path / "file.safetensors", "new", progress=Filling(disk))
         assert_whole(store, "new", 9, "model/w")
+
+
+# --- not a byte is free --------------------------------------------------------------------------
+
+
+def fill(file: Path) -> None:
+    """Fill a disk to the last byte."""
+    with file.open("wb", buffering=0) as opened:
+        for nbytes in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    opened.write(bytes(nbytes))
+
+
+@contextmanager
+def full_disk(tmp_path: Path, file_system: str, *, condemned: bool) -> Iterator[Path]:
+    """Give a disk without a free byte, with a store of four snapshots."""
+    mount = tmpfs if file_system == "tmpfs" else ext4
+    with mount(tmp_path / "disk", str(8 * STATE)) as disk, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CASNAP_GC", "off")
+        store = Store(disk / "store")
+        for step in range(4 + condemned):
+            store.take(state(step), f"step_{step}")
+        if condemned:
+            store.delete("step_4")
+            store.gc()
+        patch.setenv("CASNAP_GC", "auto")
+        fill(disk / "fill")
+        assert store.objects.backend.free_bytes() == 0
+        automatic._collectors.clear()
+        yield disk
+
+
+@pytest.mark.parametrize("file_system", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("command", ["rm", "prune", "gc"])
+def test_what_lets_snapshots_go_on_a_disk_without_a_byte(
+    tmp_path: Path, command: str, file_system: str
+) -> None:
+    with full_disk(tmp_path, file_system, condemned=command == "gc") as disk:
+        path = disk / "store"
+        arguments = {
+            "rm": (path / "step_0", "--yes"),
+            "prune": (path, "--keep-last", 3, "--yes"),
+            "gc": (path, "--grace", 0),
+        }[command]
+        assert "8.4 MB freed" in invoke(command, *arguments).stdout
+        store = Store(path)
+        assert (store.objects.backend.free_bytes() or 0) >= STATE
+        for step in range(1, 4):
+            assert_whole(store, f"step_{step}", step)
+
+
+def test_a_disk_without_a_byte_and_without_a_reserve(tmp_path: Path) -> None:
+    """Another program was faster, or the file system keeps none."""
+    with full_disk(tmp_path, "tmpfs", condemned=False) as disk:
+        store = Store(disk / "store")
+        release_reserve(store.objects.backend)
+        fill(disk / "more")
+        for act in (lambda: store.delete("step_0"), lambda: store.prune(Retention(keep_last=1))):
+            with pytest.raises(StorageFullError, match=r"1\.1 MB are enough: delete, or move"):
+                act()
+        assert len(store.snapshots()) == 4
+        (disk / "more").unlink()
+        store.delete("step_0")
+        assert store.check().ok
 
 
 def test_what_the_error_says(tmp_path: Path) -> None:

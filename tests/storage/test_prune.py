@@ -330,7 +330,8 @@ def test_prune(own_store: Path) -> None:
     assert "tagged" in lines[2]
     assert "#best" in lines[2]
     assert "last 1" in lines[3]
-    assert lines[-1] == "1 snapshot forgotten, 3 kept; `casnap gc` frees the bytes"
+    assert lines[-2] == "1 snapshot forgotten, 3 kept"
+    assert lines[-1].startswith(f"`casnap gc {own_store} --grace 0` frees the bytes; no process")
     assert names(own_store) == ["run1/step_1", "run1/step_2", "run2/step_0"]
 
 

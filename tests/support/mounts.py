@@ -25,16 +25,37 @@ def needs_root() -> None:
 @contextmanager
 def tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """Mount a file system of a few bytes on a folder, or skip the test."""
+    with _mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
+        yield folder
+
+
+@contextmanager
+def ext4(folder: Path, size: str) -> Iterator[Path]:
+    """Mount one of ext4, which reserves nothing for root, from a file beside the folder."""
+    needs_root()
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs the command mkfs.ext4")
+    image = folder.with_name(f"{folder.name}.ext4")
+    with image.open("wb") as file:
+        file.truncate(int(size))
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-F", str(image)], check=True)
+    with _mounted(folder, "-o", "loop", str(image)):
+        yield folder
+
+
+@contextmanager
+def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
+    """Mount something on a folder, or skip the test."""
     needs_root()
     folder.mkdir(exist_ok=True)
     if shutil.which("mount") is None:
         pytest.skip("needs the command mount")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    command = ["mount", *arguments, str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
     try:
-        yield folder
+        yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

@@ -20,6 +20,7 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateError,
+    StorageFullError,
     nearest,
 )
 from casnap.format.decoding import json_decoder
@@ -32,6 +33,7 @@ from casnap.storage.catalog.other_formats import hint_at
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
+from casnap.storage.log.roots import release_reserve, with_advice
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3
@@ -186,15 +188,25 @@ def change_table(
             transaction.close()
         return True
 
-    for _ in range(_FENCED_TRIES - 1):
-        try:
-            return run_shielded(commit)
-        except FencedError:
-            _log.info(
-                "%s: a collector deleted what a change relied on; the change starts again",
-                objects.backend.uri,
-            )
-    return run_shielded(commit)
+    def commit_unfenced() -> bool:
+        for _ in range(_FENCED_TRIES - 1):
+            try:
+                return run_shielded(commit)
+            except FencedError:
+                _log.info(
+                    "%s: a collector deleted what a change relied on; the change starts again",
+                    objects.backend.uri,
+                )
+        return run_shielded(commit)
+
+    try:
+        return commit_unfenced()
+    except StorageFullError:
+        release_reserve(objects.backend)
+    try:
+        return commit_unfenced()
+    except StorageFullError as e:
+        raise with_advice(e, objects.recent()) from e
 
 
 def mark(objects: Objects, name: str, row: Row) -> None:

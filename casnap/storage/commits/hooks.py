@@ -33,6 +33,10 @@ def _do_nothing() -> None:
     pass
 
 
+def _freed_nothing() -> int:
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommitHooks:
     """What takes and copies call, in this order.
@@ -43,6 +47,8 @@ class CommitHooks:
         on_full: Called where the disk is full; returns if there is more room now.
         on_release: Called after a commit with the rows of the snapshots that it let go.
         on_commit: Called after that.
+        count_freed: Returns how many bytes were freed since the call before, for the stats of a
+            take.
     """
 
     notes: Callable[[str], tuple[str, ...]] = _no_notes
@@ -50,3 +56,4 @@ class CommitHooks:
     on_full: Callable[[StorageFullError, CountBytes], None] = _raise_full
     on_release: Callable[[Sequence[Row]], None] = _ignore
     on_commit: Callable[[], None] = _do_nothing
+    count_freed: Callable[[], int] = _freed_nothing

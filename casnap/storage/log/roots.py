@@ -17,6 +17,7 @@ from casnap.errors import (
     CasnapError,
     DamagedError,
     NotAStoreError,
+    StorageFullError,
     StoreError,
     UnavailableError,
     UnsupportedFormatError,
@@ -33,6 +34,7 @@ from casnap.format.records import (
     seal,
     unseal,
 )
+from casnap.runtime.sizes import size
 from casnap.runtime.threads import together
 from casnap.storage.log.put_if_absent import recheck_put_if_absent
 
@@ -224,6 +226,25 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
         except (CasnapError, OSError) as e:
             # It is another user's, in a sticky folder.
             _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)
+
+
+def release_reserve(backend: Backend) -> None:
+    """Give a full disk the space back that the copy of the newest root holds for this.
+
+    Only what lets something go may use it. The next root has a copy again.
+    """
+    if backend.keeps_copies:
+        for number in _numbers(backend, COPIES):
+            backend.keep_copy(f"{COPIES}/{number}", None)
+
+
+def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
+    """Return the error of a full disk on which not even what lets something go has space."""
+    # The index may have to be written anew, with some 50 bytes for each chunk.
+    nbytes = (1 << 20) + 64 * sum(ref.count for ref in root.segments)
+    return StorageFullError(
+        f"{error}. Here {size(nbytes)} are enough: delete, or move, any other file of that disk"
+    )
 
 
 def _numbers(backend: Backend, folder: str) -> list[int]:
