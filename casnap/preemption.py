@@ -82,13 +82,13 @@ class Preemption:
             RankError: The ranks cannot agree, since another one died or hangs.
         """
         if not self._stopped and not self._closed:
-            waited = 0.0 if self._since is None else time.monotonic() - self._since
-            asked = self._since is not None
+            seconds = 0.0 if self._since is None else time.monotonic() - self._since
+            is_asked = self._since is not None
             if self._group is not None:
-                asked, waited = self._agree(asked, waited)
-            if asked:
+                is_asked, seconds = self._agree(is_asked, seconds)
+            if is_asked:
                 self._stopped = True
-                self._take(step, time.monotonic() + self._within - waited)
+                self._take(step, time.monotonic() + self._within - seconds)
         return self._stopped
 
     def close(self) -> None:
@@ -122,14 +122,14 @@ class Preemption:
         if callable(before):
             before(number, frame)
 
-    def _agree(self, asked: bool, waited: float) -> tuple[bool, float]:
+    def _agree(self, is_asked: bool, waited: float) -> tuple[bool, float]:
         """Return whether any rank was asked to stop, and how long ago; only now and then."""
         self._left -= 1
         if self._left:
             return False, 0.0
         seconds = max((time.monotonic() - self._agreed_at) / self._steps, 1e-6)
         steps = max(1, min(int(self._every / seconds), 2 * self._steps, _MOST_STEPS))
-        any_asked, longest, most = self._most(float(asked), waited, -float(steps))
+        any_asked, longest, most = self._most(float(is_asked), waited, -float(steps))
         # All ranks count down from the same number.
         self._steps = self._left = int(-most)
         self._agreed_at = time.monotonic()
@@ -151,10 +151,10 @@ class Preemption:
     def _take(self, step: int, until: float) -> None:
         from casnap.take.pending import held_back, wait_for_last
 
-        ended = wait_for_last(max(0.0, until - time.monotonic()))
+        is_idle = wait_for_last(max(0.0, until - time.monotonic()))
         if self._group is not None:
-            ended = not self._most(float(not ended))[0]
-        if not ended:
+            is_idle = not self._most(float(not is_idle))[0]
+        if not is_idle:
             self._too_late("the take before was still pending, so no last snapshot was taken")
             return
         # If an earlier take failed, this one is needed all the more.
@@ -171,9 +171,9 @@ class Preemption:
                 return
         self._too_late("the last take goes on in the background, until the process is killed")
 
-    def _too_late(self, what: str) -> None:
+    def _too_late(self, step: str) -> None:
         text = "%s: %g s after a signal, %s; earlier snapshots are whole"
-        _log.warning(text, self._store.uri, self._within, what)
+        _log.warning(text, self._store.uri, self._within, step)
 
 
 def _own_group(pg: Any) -> Any:

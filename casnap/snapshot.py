@@ -155,15 +155,15 @@ class Snapshot:
         cache_bytes: int | None = None,
     ) -> None:
         try:
-            opened, name = find_store(
+            opened_store, name = find_store(
                 path, storage_options, store, create=False, cache_bytes=cache_bytes
             )
-            name, row = check_name(name), opened.row(name)
+            name, row = check_name(name), opened_store.row(name)
         except (NotAStoreError, SnapshotNotFoundError) as e:
             if store is None:
                 _check_no_file(path, e)
             raise
-        self._begin(opened, name, row, pg)
+        self._begin(opened_store, name, row, pg)
 
     def _begin(
         self,
@@ -287,8 +287,8 @@ class Snapshot:
             threads=threads,
         )
         comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
-        opened, name = find_store_together(path, storage_options, store, comm)
-        return opened.take_from(comm, lambda: LiveState(app_state), name, options, pg)
+        opened_store, name = find_store_together(path, storage_options, store, comm)
+        return opened_store.take_from(comm, lambda: LiveState(app_state), name, options, pg)
 
     @classmethod
     def async_take(
@@ -346,8 +346,8 @@ class Snapshot:
             threads=threads,
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
-        opened, name = find_store_together(path, storage_options, store, comm)
-        return opened.begin_take(comm, app_state, name, options, pg)
+        opened_store, name = find_store_together(path, storage_options, store, comm)
+        return opened_store.begin_take(comm, app_state, name, options, pg)
 
     # --- restoring ---
 
@@ -530,9 +530,13 @@ class Snapshot:
                 of several ranks.
             DamagedError: Stored bytes are missing or damaged.
         """
-        given: Any = paths
-        asked = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
-        if not all(isinstance(path, str) for path in asked):
+        one_or_many: Any = paths
+        patterns = (
+            [one_or_many]
+            if isinstance(one_or_many, str) or not isinstance(one_or_many, Iterable)
+            else [*one_or_many]
+        )
+        if not all(isinstance(path, str) for path in patterns):
             raise TypeError(
                 f"read_objects() takes a path or glob, or a list of them; got {paths!r:.200}"
             )
@@ -541,7 +545,7 @@ class Snapshot:
 
             return read_objects(
                 self.contents,
-                asked,
+                patterns,
                 memory_budget_bytes,
                 allow_pickle=allow_pickle,
                 progress=progress,
@@ -592,8 +596,8 @@ class Snapshot:
         with contents.reading():
             ranks = list(contents.ranks())
             entries = {f"{r}/{path}": e for r in ranks for path, e in contents.entries(r)}
-            own = frozenset(f"{r}/{path}" for r in ranks for path in contents.own_paths(r))
-            return EntriesByPath(entries, own)
+            own_paths = frozenset(f"{r}/{path}" for r in ranks for path in contents.own_paths(r))
+            return EntriesByPath(entries, own_paths)
 
     def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Return the state that was taken under a key of the app state, in new memory.
@@ -766,7 +770,9 @@ def store_above(
     """
     place = locate_snapshot(path, storage_options)
     try:
-        objects, is_new = open_objects(place._replace(name=""), asked=False, ahead=True, **options)
+        objects, is_new = open_objects(
+            place._replace(name=""), is_explicit=False, look_ahead=True, **options
+        )
     except NotAStoreError as e:
         raise only_marker_error(place.backend, place.name) or e from None
     return store_of(objects, is_new=is_new), place.name
@@ -829,13 +835,15 @@ def find_store_together(
     """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
     with comm.reporting_errors():
         if comm.rank == 0:
-            opened, name = find_store(path, storage_options, store, create=True)
-            objects = opened.objects
-            answer = _SnapshotPlace(os.fspath(path), objects.backend.uri, opened.outer_name(name))
+            opened_store, name = find_store(path, storage_options, store, create=True)
+            objects = opened_store.objects
+            answer = _SnapshotPlace(
+                os.fspath(path), objects.backend.uri, opened_store.outer_name(name)
+            )
             if objects.backend.costly_requests and comm.size > 1:
                 answer.config, answer.root = objects.config, objects.recent()
             comm.broadcast_message(answer, _SnapshotPlace)
-            return opened, name
+            return opened_store, name
         answer = comm.broadcast_message(None, _SnapshotPlace)
         comm.check_same("the path", os.fspath(path), answer.path)
         # Each rank reaches the store in its own way, but never looks for another one.

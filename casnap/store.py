@@ -233,8 +233,8 @@ class Store:
         # A store that is still to be made has no mirror: with one, it is made at once.
         if self._mirror is None:
             return None
-        there = self._mirror.destination()
-        return store_of(there.objects, there.prefix)
+        destination = self._mirror.destination()
+        return store_of(destination.objects, destination.prefix)
 
     def _folder(self, prefix: str | None) -> Path | None:
         """Return the folder of this machine that snapshots are, or would be, marked in."""
@@ -516,11 +516,11 @@ class Store:
         try:
             return Snapshot.of(self, check_name(name), self.row(name))
         except SnapshotNotFoundError:
-            there = self._at_mirror()
-            if there is None:
+            mirror_store = self._at_mirror()
+            if mirror_store is None:
                 raise
-        seq = there.objects.newest().seq
-        snapshot = Snapshot.of(there, check_name(name), there.row(name))
+        seq = mirror_store.objects.newest().seq
+        snapshot = Snapshot.of(mirror_store, check_name(name), mirror_store.row(name))
         self._note_returned(snapshot, seq)
         return snapshot
 
@@ -570,30 +570,32 @@ class Store:
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
         """
-        own = self.snapshots(prefix)
-        newest = own[-1] if own else None
+        snapshots = self.snapshots(prefix)
+        newest = snapshots[-1] if snapshots else None
         try:
-            there = self._at_mirror()
-            seq = 0 if there is None else there.objects.newest().seq
-            other = None if there is None else there.latest(prefix)
+            mirror_store = self._at_mirror()
+            seq = 0 if mirror_store is None else mirror_store.objects.newest().seq
+            newest_there = None if mirror_store is None else mirror_store.latest(prefix)
         except StoreError as e:
             if newest is None:
                 raise
             _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
             return newest
-        if newest is None and other is None:
+        if newest is None and newest_there is None:
             folder = self._folder(prefix)
             if folder is not None and (hint := hint_in(folder)):
                 _log.warning("%s", hint)
-        if there is None or other is None:
+        if mirror_store is None or newest_there is None:
             return newest
-        is_known = any(s.commit_id == other.commit_id for s in own)
+        is_known = any(s.commit_id == newest_there.commit_id for s in snapshots)
         if newest is not None and not is_known:
-            here = (newest.name, newest.row)
-            if is_newer_here(self.objects, there.id, here, (other.name, other.row)):
+            named_row = (newest.name, newest.row)
+            if is_newer_here(
+                self.objects, mirror_store.id, named_row, (newest_there.name, newest_there.row)
+            ):
                 return newest
-        self._note_returned(other, seq)
-        return newest if is_known else other
+        self._note_returned(newest_there, seq)
+        return newest if is_known else newest_there
 
     @property
     def mirror(self) -> Mirror | None:
@@ -619,8 +621,8 @@ class Store:
         until = None if timeout is None else time.monotonic() + timeout
         if not wait_for_last(timeout):
             raise MirrorError(f"{self.uri}: a take is still pending after {timeout:g} s")
-        left = None if until is None else max(0.0, until - time.monotonic())
-        mirror.wait(left, timeout)
+        seconds = None if until is None else max(0.0, until - time.monotonic())
+        mirror.wait(seconds, timeout)
 
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
         """Forget a snapshot, tagged or not. Garbage collection frees its bytes.
@@ -721,7 +723,7 @@ class Store:
         from casnap.transfer.report import CopyOptions
         from casnap.transfer.selection import check_pair, choose
 
-        chosen = choose(self.objects, self.prefix, name, rename)
+        selection = choose(self.objects, self.prefix, name, rename)
         if isinstance(to, Store):
             if storage_options:
                 raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
@@ -731,11 +733,11 @@ class Store:
         objects = to._look() if dry_run else to.make().objects
         if objects is not None:
             check_pair(self.objects, objects)
-            chosen = [c._replace(target=to.full_name(c.target)) for c in chosen]
-        many = len(chosen) > 1
+            selection = [c._replace(target=to.full_name(c.target)) for c in selection]
+        is_folder = len(selection) > 1
         hooks = CommitHooks() if objects is None else to.hooks
-        options = CopyOptions(dry_run=dry_run, skip_gone=many, hooks=hooks)
-        return copy_snapshots(self.objects, objects, chosen, options, progress)
+        options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
+        return copy_snapshots(self.objects, objects, selection, options, progress)
 
     # --- maintenance ---
 
@@ -779,10 +781,10 @@ class Store:
         """
         refuse_nested_take()
         full = self.full_name(name)
-        where = (lambda: (self.make(), name)) if not dry_run else None
+        find = (lambda: (self.make(), name)) if not dry_run else None
         options = {"overwrite": overwrite, "progress": progress}
         return import_snapshot(
-            source, full, where, options, key=key, rank=rank, metadata=dict(metadata or {})
+            source, full, find, options, key=key, rank=rank, metadata=dict(metadata or {})
         )
 
     def prune(
@@ -802,7 +804,7 @@ class Store:
         Returns:
             For each snapshot whether it is kept, and by which rules.
         """
-        return self._pruned(
+        return self._prune_report(
             RetentionChange(self.objects, retention, self.folder(prefix)), dry_run=dry_run
         )
 
@@ -827,15 +829,15 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
-        missing = MissingFoldersChange(self.objects, self.folder(prefix))
-        return self._pruned(missing, dry_run=dry_run)
+        change = MissingFoldersChange(self.objects, self.folder(prefix))
+        return self._prune_report(change, dry_run=dry_run)
 
-    def _pruned(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
+    def _prune_report(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
         if not dry_run:
             self._free_later([verdict.row for verdict in verdicts if not verdict.kept])
-        own = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
-        return PruneReport(own, dry_run)
+        local_verdicts = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
+        return PruneReport(local_verdicts, dry_run)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -868,12 +870,12 @@ class Store:
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
-        new = {} if codec is None else codec_settings(codec_named(codec))
-        new |= {} if gc is None else gc_settings(gc)
+        new_settings = {} if codec is None else codec_settings(codec_named(codec))
+        new_settings |= {} if gc is None else gc_settings(gc)
         self.make()
         changed = False
-        if new:
-            changed = change_settings(self.objects, lambda settings: {**settings, **new})
+        if new_settings:
+            changed = change_settings(self.objects, lambda settings: {**settings, **new_settings})
         if mirror is not None:
             changed |= detach_mirror(self.objects)
         return changed
@@ -1053,7 +1055,7 @@ def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
 def import_snapshot(
     source: str | os.PathLike[str],
     name: str,
-    where: Callable[[], tuple[Store, str]] | None,
+    find: Callable[[], tuple[Store, str]] | None,
     options: Mapping[str, Any],
     *,
     key: str | None = None,
@@ -1065,7 +1067,7 @@ def import_snapshot(
     Args:
         source: The files.
         name: The snapshot's name, for the report.
-        where: Opens the store, and returns the name there, once it is known that the files can be
+        find: Opens the store, and returns the name there, once it is known that the files can be
             imported; None for a dry run.
         options: Further options of the take.
         key: As there.
@@ -1076,17 +1078,17 @@ def import_snapshot(
     from casnap.ranks.comm import SingleProcess
     from casnap.take.options import TakeOptions
 
-    def take(leaves: Any, kept: dict[str, Any]) -> int:
-        assert where is not None
-        store, inner = where()
-        options_of_take = TakeOptions(metadata=kept, **options)
+    def take(leaves: Any, all_metadata: dict[str, Any]) -> int:
+        assert find is not None
+        store, inner = find()
+        options_of_take = TakeOptions(metadata=all_metadata, **options)
         snapshot = store.take_from(SingleProcess(), lambda: leaves, inner, options_of_take)
         return snapshot.stats.new_bytes
 
     return import_files(
         Path(local_path(source)),
         name,
-        take if where else None,
+        take if find else None,
         key=key,
         rank=rank,
         metadata=metadata,

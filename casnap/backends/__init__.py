@@ -30,13 +30,13 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
         NotAStoreError: No backend knows the URI's scheme.
         BackendError: What the scheme needs is not installed, or the options are wrong.
     """
-    scheme, separator, rest = uri.partition("://")
+    scheme, separator, path = uri.partition("://")
     if not separator:
         return LocalBackend(Path(local_path(uri)))
     if scheme == "memory":
-        return MemoryBackend(rest)
+        return MemoryBackend(path)
     if scheme == "file":
-        return LocalBackend(Path(rest))
+        return LocalBackend(Path(path))
     from casnap.backends.schemes import remote_backend  # only here is anything remote imported
 
     return remote_backend(uri, storage_options or {})

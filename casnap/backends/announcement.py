@@ -89,12 +89,12 @@ def bases_announced_at(backend: Backend, max_age: float) -> list[int]:
     """
     bases, dead = list[int](), list[str]()
     for name in backend.names("tmp"):
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             continue
-        age = time.time() - int(found[2], 16)
+        age = time.time() - int(match[2], 16)
         if abs(age) < min(max_age, _LASTS):
-            bases.append(int(found[1], 16))
+            bases.append(int(match[1], 16))
         elif age > _LASTS:
             dead.append(f"tmp/{name}")
     if dead:

@@ -100,8 +100,8 @@ class FsspecClient(Client):
     @override
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
         # That an object is there is an error like any other: whether it is ours is looked up.
-        put = partial(self._fs.pipe_file, mode="create") if if_absent else self._put
-        await self._do(key, put, self._path(key), bytes(source.content))
+        write = partial(self._fs.pipe_file, mode="create") if if_absent else self._put
+        await self._do(key, write, self._path(key), bytes(source.content))
         source.nbytes += len(source.content)
         return ""
 
@@ -129,9 +129,9 @@ class FsspecClient(Client):
             sink.take(content)
             return len(content)
         start, stop = run
-        read = partial(self._fs.cat_file, start=start, end=stop)
+        fetch = partial(self._fs.cat_file, start=start, end=stop)
         try:
-            content = await self._do(key, read, self._path(key))
+            content = await self._do(key, fetch, self._path(key))
         except BehindItsEndError:
             return start
         if len(content) > stop - start:

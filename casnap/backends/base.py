@@ -338,7 +338,7 @@ class Backend(ABC):
         """Put, or with None remove, the copy of a root, which may be lost at any time."""
 
 
-def check_length(what: str, nbytes: int, most: int) -> None:
+def check_length(label: str, nbytes: int, most: int) -> None:
     """Check the length of an object that is read whole.
 
     Raises:
@@ -346,7 +346,7 @@ def check_length(what: str, nbytes: int, most: int) -> None:
     """
     if nbytes > most:
         raise DamagedError(
-            f"{what} is damaged: it has {nbytes:,} bytes, and such an object {most:,} at most"
+            f"{label} is damaged: it has {nbytes:,} bytes, and such an object {most:,} at most"
         )
 
 
@@ -366,7 +366,7 @@ def as_exclusive(backend: Backend, exclusive: bool) -> Iterator[None]:
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
+def translated(label: str) -> Iterator[None]:
     """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""
     try:
         yield
@@ -378,21 +378,21 @@ def translated(what: str) -> Iterator[None]:
             raise
         if e.errno in NO_SPACE or e.errno == errno.EFBIG:
             raise StorageFullError(
-                f"no space left to write {what}; earlier snapshots are whole. "
+                f"no space left to write {label}; earlier snapshots are whole. "
                 "Free some space, then try again"
             ) from e
         if e.errno in EXHAUSTED:
             raise UnavailableError(
-                f"{what}: {e.strerror}; nothing is known to be wrong with it. This process or host "
-                "has too many files open (`ulimit -n`), or no memory left; then try again",
+                f"{label}: {e.strerror}; nothing is known to be wrong with it. This process or "
+                "host has too many files open (`ulimit -n`), or no memory left; then try again",
                 reason="exhausted",
             ) from e
         if e.errno == errno.EISDIR:
-            raise BackendError(f"{what} is a folder, not a file") from e
+            raise BackendError(f"{label} is a folder, not a file") from e
         if e.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise BackendError(
-                f"{what}: {e.strerror}; is the store writable for this user? Whoever uses it needs "
-                "the rights to all that is in it: after chown, chgrp or chmod of a folder, do the "
-                "same with -R"
+                f"{label}: {e.strerror}; is the store writable for this user? Whoever uses it "
+                "needs the rights to all that is in it: after chown, chgrp or chmod of a folder, "
+                "do the same with -R"
             ) from e
-        raise BackendError(f"{what}: {e.strerror or e}") from e
+        raise BackendError(f"{label}: {e.strerror or e}") from e

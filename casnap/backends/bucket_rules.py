@@ -105,13 +105,13 @@ def gcs_warnings(prefix: str, bucket: Mapping[str, Any]) -> list[str]:
             warnings.append(_MOVES.format(rule=name, storage_class=action["storageClass"]))
     if bucket.get("versioning", {}).get("enabled") and not frees:
         warnings.append(_KEPT)
-    kept = {
+    periods = {
         "soft delete": bucket.get("softDeletePolicy", {}).get("retentionDurationSeconds"),
         "its retention policy": bucket.get("retentionPolicy", {}).get("retentionPeriod"),
     }
-    for why, seconds in kept.items():
+    for reason, seconds in periods.items():
         if int(seconds or 0):
-            warnings.append(_LOCKED.format(days=f"{int(seconds) / 86400:g} days ({why})"))
+            warnings.append(_LOCKED.format(days=f"{int(seconds) / 86400:g} days ({reason})"))
     return warnings
 
 

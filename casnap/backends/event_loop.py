@@ -76,24 +76,24 @@ class EventLoop:
         except UnavailableError:
             work.close()
             raise
-        ended = threading.Event()
+        end = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
             tasks.append(loop.create_task(work))
-            tasks[0].add_done_callback(lambda _: ended.set())
+            tasks[0].add_done_callback(lambda _: end.set())
 
         loop.call_soon_threadsafe(start)
         try:
             if meanwhile is not None:
                 meanwhile()
-            ended.wait()
+            end.wait()
         except BaseException:
             loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            while not ended.is_set():
+            while not end.is_set():
                 # Nor does a second interrupt leave earlier.
                 with suppress(KeyboardInterrupt):
-                    ended.wait()
+                    end.wait()
             if not tasks[0].cancelled():
                 tasks[0].exception()
             raise

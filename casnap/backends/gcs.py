@@ -128,7 +128,7 @@ class GcsClient(Client):
                     return content.decode(errors="replace")
                 return json.loads(content) if content else {}
         except StatusError as refusal:
-            raise await self._meant(refusal, path, subject) from refusal
+            raise await self._error_for(refusal, path, subject) from refusal
         except aiohttp.InvalidURL as e:
             raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError, ValueError) as e:
@@ -171,7 +171,7 @@ class GcsClient(Client):
             return {}
         return {"userProject": payer if isinstance(payer, str) else self._fs.project}
 
-    async def _meant(self, refusal: StatusError, path: str, subject: str) -> Exception:
+    async def _error_for(self, refusal: StatusError, path: str, subject: str) -> Exception:
         """Return the error that an answer means. A 404 may not tell what is missing."""
         if refusal.status == 401 and self._fs.credentials.credentials is None:
             return none_found_error(self._uri, refusal)
@@ -215,13 +215,13 @@ class GcsClient(Client):
 
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
-        asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
+        headers = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
             size: int = await self._ask(
                 "GET",
                 self._object(key),
                 f"{self._uri}/{key}",
-                headers=asked,
+                headers=headers,
                 parameters={"alt": "media"},
                 run=run,
                 sink=sink,

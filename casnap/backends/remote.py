@@ -168,13 +168,13 @@ class RemoteBackend(Backend):
         True also if these very bytes are there already: an earlier attempt may have put them. So
         the bytes must be this writer's own.
         """
-        put = partial(self._put_if_absent, _inside(key), self._checked(key, content))
+        request = partial(self._put_if_absent, _inside(key), self._checked(key, content))
         if not self.exclusive:
-            return self._run(put())
+            return self._run(request())
         # The server keeps no writers apart. This keeps those of this process apart, such as a take
         # and the collection in the background.
         with _only_writer.value[self.uri]:
-            return self._run(put())
+            return self._run(request())
 
     @override
     def sync(self, *keys: str) -> None:
@@ -364,7 +364,7 @@ class RemoteBackend(Backend):
             operation = self._operation(action)
             while True:
                 try:
-                    return await self._once(operation, kind, work, transfer)
+                    return await self._attempt(operation, kind, work, transfer)
                 except TransientError as e:
                     await self._pause(operation, e)
                 except TakenError as e:
@@ -389,7 +389,7 @@ class RemoteBackend(Backend):
             self._failing = True
             raise
 
-    async def _once(
+    async def _attempt(
         self,
         operation: Operation,
         kind: str,
@@ -418,7 +418,9 @@ class RemoteBackend(Backend):
         raise AssertionError
 
     async def _get(self, key: str, sink: Scatter) -> int | None:
-        return await self._request("get", f"read {key}", partial(_rest, key=key, sink=sink), sink)
+        return await self._request(
+            "get", f"read {key}", partial(_read_rest, key=key, sink=sink), sink
+        )
 
     async def _read(self, key: str, most: int) -> bytes:
         sink = Whole(f"{self.uri}/{key}", most)
@@ -445,7 +447,7 @@ class RemoteBackend(Backend):
                 return is_ours
         while True:
             try:
-                self._versioning = await self._once(
+                self._versioning = await self._attempt(
                     operation,
                     "put",
                     lambda client: client.put(key, source, if_absent=not self.exclusive),
@@ -491,17 +493,17 @@ class RemoteBackend(Backend):
         return page
 
     async def _sizes(self, prefix: str) -> dict[str, int]:
-        first = await self._page(prefix, deep=True)
-        if first.after is None:
-            return dict(first.sizes)
-        folders = {key[len(prefix) :].partition("/")[0] for key in first.sizes}
+        first_page = await self._page(prefix, deep=True)
+        if first_page.after is None:
+            return dict(first_page.sizes)
+        folders = {key[len(prefix) :].partition("/")[0] for key in first_page.sizes}
         if len(folders) >= _FEW_FOLDERS:
-            rest = await self._pages(prefix, deep=True, after=first.after)
-            return {key: n for page in (first, *rest) for key, n in page.sizes.items()}
+            later_pages = await self._pages(prefix, deep=True, after=first_page.after)
+            return {key: n for page in (first_page, *later_pages) for key, n in page.sizes.items()}
         level = await self._pages(prefix, deep=False)
         sizes = {key: n for page in level for key, n in page.sizes.items()}
-        below = [f"{folder}/" for page in level for folder in page.folders]
-        for pages in await together([self._pages(folder, deep=True) for folder in below]):
+        prefixes = [f"{folder}/" for page in level for folder in page.folders]
+        for pages in await together([self._pages(folder, deep=True) for folder in prefixes]):
             sizes |= {key: n for page in pages for key, n in page.sizes.items()}
         return sizes
 
@@ -547,7 +549,7 @@ class _Connected:
     slots: asyncio.Semaphore
 
 
-async def _rest(client: Client, key: str, sink: Scatter) -> int | None:
+async def _read_rest(client: Client, key: str, sink: Scatter) -> int | None:
     """Get what an attempt before has left of a range."""
     if sink.start == sink.stop:
         return None

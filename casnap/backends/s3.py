@@ -118,9 +118,9 @@ class S3Client(Client):
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
         subject = f"{self._uri}/{key}"
-        asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
+        headers = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
-            answer = await self._call("get_object", subject, Key=self._prefix + key, **asked)
+            answer = await self._call("get_object", subject, Key=self._prefix + key, **headers)
         except BehindItsEndError:
             assert run is not None
             return run[0]

@@ -20,11 +20,11 @@ _SAME = {"s3a": "s3", "gcs": "gs"}
 
 def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBackend:
     """Return the backend of a URI with a scheme; nothing is connected yet."""
-    scheme, _, rest = uri.partition("://")
+    scheme, _, path = uri.partition("://")
     scheme = _SAME.get(scheme, scheme)
-    if not rest.strip("/"):
+    if not path.strip("/"):
         raise NotAStoreError(f"{uri} names no bucket")
-    uri = f"{scheme}://{rest.rstrip('/')}"
+    uri = f"{scheme}://{path.rstrip('/')}"
     with valid_options(uri):
         options = dict(storage_options)
         retries = _retries(uri, dict(options.pop("casnap", {})))

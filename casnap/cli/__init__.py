@@ -111,16 +111,16 @@ class Commands(click.Group):
         except OSError as e:
             if e.errno == errno.EPIPE:
                 raise
-            where = f"{quote(os.fsdecode(e.filename))}: " if e.filename else ""
-            raise CommandError(f"{where}{e.strerror or e}") from e
+            prefix = f"{quote(os.fsdecode(e.filename))}: " if e.filename else ""
+            raise CommandError(f"{prefix}{e.strerror or e}") from e
 
     def _with_flags(self, ctx: click.Context, message: str) -> str:
         """Name the flags of the command that was called where a message names arguments of Python.
 
         ``overwrite=True`` is ``--overwrite``, and ``rank=0 (--rank 0)`` is ``--rank 0``.
         """
-        called = self.get_command(ctx, ctx.invoked_subcommand or "")
-        options = [] if called is None else called.params
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = [] if command is None else command.params
         flags = {o.name: o.opts[0] for o in options if o.opts[0].startswith("--")}
         message = re.sub(r"\b[a-z_]+=\w* \((--[a-z-]+[^)]*)\)", r"\1", message)
 

@@ -113,7 +113,7 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
-    place, rest = path, list[str]()
+    place, inner = path, list[str]()
     while True:
         try:
             store = open_store(place)
@@ -123,16 +123,16 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
             if uri is None or uri.name or uri.is_bucket:
                 raise
             place = uri.above[0]
-            rest.insert(0, uri.above[1])
-    whole = store.whole()
-    parts = [*(store.prefix.split("/") if store.prefix else []), *rest]
+            inner.insert(0, uri.above[1])
+    whole_store = store.whole()
+    parts = [*(store.prefix.split("/") if store.prefix else []), *inner]
     for count in range(1, len(parts) + 1):
         name = "/".join(parts[:count])
-        if name in whole:
-            return whole[name], "/".join(parts[count:]) or None
+        if name in whole_store:
+            return whole_store[name], "/".join(parts[count:]) or None
     if not parts:
-        raise CommandError(f"{whole.uri} is a store; name a snapshot in it")
-    return whole["/".join(parts)], None
+        raise CommandError(f"{whole_store.uri} is a store; name a snapshot in it")
+    return whole_store["/".join(parts)], None
 
 
 def open_whole_store(store: str | None) -> Store:
@@ -163,15 +163,15 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
     if snapshots or not outer:
         return snapshots
-    whole = store.whole()
-    names = [snapshot.name for snapshot in whole.snapshots()]
+    whole_store = store.whole()
+    names = [snapshot.name for snapshot in whole_store.snapshots()]
     if outer in names:
-        return [whole[outer]]
+        return [whole_store[outer]]
     if not names:
         return []
     folders = {name.rpartition("/")[0] for name in names} - {""}
     hint = nearest(outer, [*folders, *names])
-    raise CommandError(f"{whole.uri} holds no snapshot below {quote(outer)}{hint}")
+    raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{hint}")
 
 
 def second_snapshot(path: str, first: Snapshot) -> Snapshot:
@@ -191,13 +191,13 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
         if elsewhere:
             raise
         error = e
-    beside = f"{first.name.rpartition('/')[0]}/{path}".strip("/")
-    for name in dict.fromkeys((beside, path)):
+    sibling = f"{first.name.rpartition('/')[0]}/{path}".strip("/")
+    for name in dict.fromkeys((sibling, path)):
         if name in first.store:
             return first.store[name]
     if isinstance(error, SnapshotNotFoundError):
         raise error
-    return first.store[beside]
+    return first.store[sibling]
 
 
 def store_fields(store: Store) -> dict[str, Any]:

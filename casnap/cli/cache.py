@@ -47,11 +47,11 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     indexes = [] if base is None else list(cached_indexes(base))
     stores = _stores(packs, indexes)
     if store is not None:
-        stores = _named(store, stores)
-    chosen = {fields["id"] for fields in stores}
-    packs = [pack for pack in packs if pack.store_id in chosen]
+        stores = _stores_named(store, stores)
+    store_ids = {fields["id"] for fields in stores}
+    packs = [pack for pack in packs if pack.store_id in store_ids]
     # What is known of a place alone is no row, and counts where all is shown.
-    indexes = [i for i in indexes if i.store_id in chosen or (store, i.store_id) == (None, None)]
+    indexes = [i for i in indexes if i.store_id in store_ids or (store, i.store_id) == (None, None)]
     if clear:
         for pack in packs:
             pack.path.unlink(missing_ok=True)
@@ -86,13 +86,13 @@ def _stores(packs: list[CachedPack], indexes: list[CachedIndex]) -> list[dict[st
     """Return what is cached of each store, as JSON has it, but for the form of the time."""
     stores: dict[str, dict[str, Any]] = {}
 
-    def add(ident: str, uri: str, used: float, **counts: int) -> None:
+    def add(ident: str, uri: str, last_use: float, **counts: int) -> None:
         nothing = {"cached_bytes": 0, "index_bytes": 0, "pack_count": 0, "used_time": 0.0}
         fields = stores.setdefault(ident, {"store": "?", "id": ident, **nothing})
         # A store that was moved or copied has the index of each place.
-        if uri and (used >= fields["used_time"] or fields["store"] == "?"):
+        if uri and (last_use >= fields["used_time"] or fields["store"] == "?"):
             fields["store"] = uri
-        fields["used_time"] = max(fields["used_time"], used)
+        fields["used_time"] = max(fields["used_time"], last_use)
         for name, count in counts.items():
             fields[name] += count
 
@@ -101,9 +101,12 @@ def _stores(packs: list[CachedPack], indexes: list[CachedIndex]) -> list[dict[st
             add(index.store_id, index.uri, index.used, index_bytes=index.nbytes)
     for ident, group in groupby(packs, key=attrgetter("store_id")):
         of_store = list(group)
-        nbytes, used = sum(pack.nbytes for pack in of_store), max(pack.used for pack in of_store)
+        nbytes, last_use = (
+            sum(pack.nbytes for pack in of_store),
+            max(pack.used for pack in of_store),
+        )
         uri = _uri(of_store[0].path.parents[2])
-        add(ident, uri, used, cached_bytes=nbytes, pack_count=len(of_store))
+        add(ident, uri, last_use, cached_bytes=nbytes, pack_count=len(of_store))
     return sorted(stores.values(), key=lambda fields: str(fields["store"]))
 
 
@@ -114,9 +117,9 @@ def _uri(folder: Path) -> str:
         return ""
 
 
-def _named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    named = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
-    if not named:
+def _stores_named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    matches = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
+    if not matches:
         hint = nearest(store, [fields["store"] for fields in stores])
         raise CommandError(f"nothing of {quote(store)} is cached on this host{hint}")
-    return named
+    return matches

@@ -81,13 +81,13 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         snapshot = open_snapshot(text)
         return snapshot.store, snapshot.store.outer_name(snapshot.name)
     if text and place.prefix:
-        whole = place.whole()
-        if place.prefix in whole:
+        whole_store = place.whole()
+        if place.prefix in whole_store:
             return place, place.prefix
         try:
             place = open_whole_store(text)
         except CommandError as e:  # there is no such folder
-            hint = nearest(place.prefix, (s.name for s in whole.snapshots()))
+            hint = nearest(place.prefix, (s.name for s in whole_store.snapshots()))
             raise CommandError(f"{e.message}{hint}") from e
         uri = place.objects.backend.uri
         say(f"{text} is a folder of {uri}: the whole store is checked", err=True)
@@ -159,11 +159,12 @@ def _print_counts(uri: str, report: CheckReport) -> None:
         seed = "" if report.seed is None else f" (--seed {report.seed})"
         share = f"{size(report.read_bytes)} of {size(report.stored_bytes)}"
         say(f"{share} were read and verified{seed}")
-    left = report.orphan_bytes + report.temporary_bytes
-    if left:
+    leftover_bytes = report.orphan_bytes + report.temporary_bytes
+    if leftover_bytes:
         say(
             f"{amount(report.orphans, 'object')} and {amount(report.temporary, 'temporary file')} "
-            f"of {size(left)} are left over, or being written; `casnap gc` frees what is left over"
+            f"of {size(leftover_bytes)} are left over, or being written; `casnap gc` frees "
+            "what is left over"
         )
     if report.orphan_segments:
         segments = amount(report.orphan_segments, "object")
@@ -173,8 +174,10 @@ def _print_counts(uri: str, report: CheckReport) -> None:
 def print_damages(damages: list[Damage]) -> None:
     """Print damages, one on a line, with some of what each hurts; at most a screen of them."""
     for damage in damages[:MOST_DAMAGES]:
-        where = " ".join(filter(None, (damage.object, damage.digest and f"chunk {damage.digest}")))
-        say(f"{damage.kind}: {where}: {damage.message}" if where else damage.message)
+        position = " ".join(
+            filter(None, (damage.object, damage.digest and f"chunk {damage.digest}"))
+        )
+        say(f"{damage.kind}: {position}: {damage.message}" if position else damage.message)
         hurts = list(damage.hurts)
         for hurt in hurts[:_MOST_HURT]:
             name = "all snapshots" if hurt == ALL else f"{hurt.snapshot} {hurt.path}"

@@ -8,7 +8,7 @@ import click
 
 from casnap.cli.arguments import open_store, writing_options
 from casnap.cli.option_types import duration_or_none
-from casnap.cli.output import emit, plain, quote, safe, say
+from casnap.cli.output import emit, json_values, quote, safe, say
 from casnap.format.codec import Codec
 
 SETTINGS = ("codec", "gc", "mirror")
@@ -49,10 +49,10 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
         return
     for key, value in sorted(place.settings.items()):
         # The mirror is known by its id, but people name it by its URI.
-        shown = value.get("uri", value) if isinstance(value, dict) else value
+        text = value.get("uri", value) if isinstance(value, dict) else value
         if key == "gc" and isinstance(value, int | float):
-            shown = f"{value:.15g}s"
-        say(f"{key}={plain(shown, json=False)}")
+            text = f"{value:.15g}s"
+        say(f"{key}={json_values(text, json=False)}")
 
 
 def _parsed(setting: str) -> tuple[str, str | float]:

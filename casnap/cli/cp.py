@@ -87,13 +87,15 @@ def cp(
         _follow(source, destination, options, as_json=as_json)
         return
     sources, destinations = list[Backend](), list[Backend]()
-    here, name = _opened_or_above(source, sources)
-    there, rename = _destination(destination, destinations, name if name in here else None)
-    exclusive = is_exclusive() and not isinstance(there, Store)
+    source_store, name = _opened_or_above(source, sources)
+    target_store, rename = _destination(
+        destination, destinations, name if name in source_store else None
+    )
+    exclusive = is_exclusive() and not isinstance(target_store, Store)
     with progress_bars() as progress:
-        report = here.copy(
+        report = source_store.copy(
             name,
-            to=_target(there, destinations),
+            to=_target(target_store, destinations),
             rename=rename,
             dry_run=dry_run,
             progress=progress,
@@ -103,9 +105,16 @@ def cp(
     if as_json:
         requests = dict(sum(map(Counter, by_side), Counter[str]()))
         counts = {"requests": requests} if requests else {}
-        emit({"source": here.uri, "destination": _uri(there), **_facts_of(report), **counts})
+        emit(
+            {
+                "source": source_store.uri,
+                "destination": _uri(target_store),
+                **_facts_of(report),
+                **counts,
+            }
+        )
         return
-    _show(report, _uri(there))
+    _show(report, _uri(target_store))
     for requests in by_side:
         print_requests(requests)
 
@@ -123,36 +132,45 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
     """Copy until a signal ends it; then say what was copied."""
 
     def open_pair() -> Pair:
-        here, name = _opened_or_above(source, [])
-        there, rename = _destination(destination, [], name if name in here else None)
-        if isinstance(there, str):
-            options, size = _options(there), here.chunk_size
-            there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
-        target = there.make()
-        check_pair(here.objects, target.objects)
+        source_store, name = _opened_or_above(source, [])
+        destination_store, rename = _destination(
+            destination, [], name if name in source_store else None
+        )
+        if isinstance(destination_store, str):
+            options, size = _options(destination_store), source_store.chunk_size
+            destination_store = Store(
+                destination_store,
+                chunk_size=size,
+                storage_options=options,
+                exclusive=is_exclusive(),
+            )
+        target = destination_store.make()
+        check_pair(source_store.objects, target.objects)
 
-        def chosen() -> list[ChosenSnapshot]:
-            snapshots = choose(here.objects, here.prefix, name, rename)
+        def snapshots_to_copy() -> list[ChosenSnapshot]:
+            snapshots = choose(source_store.objects, source_store.prefix, name, rename)
             return [s._replace(target=target.full_name(s.target)) for s in snapshots]
 
-        return Pair(here.objects, target.objects, chosen, CopyOptions(hooks=target.hooks))
+        return Pair(
+            source_store.objects, target.objects, snapshots_to_copy, CopyOptions(hooks=target.hooks)
+        )
 
-    copied: list[str] = []
+    names: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     copy = ContinuousCopy(open_pair, follow)
     try:
         for report in copy.reports():
-            copied += report.copied
+            names += report.copied
             if not as_json:
-                say(f"copied {', '.join(report.copied)}: {_sent(report)}")
+                say(f"copied {', '.join(report.copied)}: {_sent_text(report)}")
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
-    done = {"copied": copied, "refused": copy.refused}
+    result = {"copied": names, "refused": copy.refused}
     if as_json:
-        emit({"source": source, "destination": destination, **done})
+        emit({"source": source, "destination": destination, **result})
     else:
-        say(f"{amount(len(copied), 'snapshot')} copied")
+        say(f"{amount(len(names), 'snapshot')} copied")
     if copy.refused:
         raise CommandError("; ".join(f"{name}: {reason}" for name, reason in copy.refused.items()))
 
@@ -175,16 +193,16 @@ def _options(uri: str) -> dict[str, Any] | None:
     return None if store_uri(uri) is None else options_for(uri)
 
 
-def _target(there: Store | str, backends: list[Backend]) -> Store | Backend | str:
+def _target(destination: Store | str, backends: list[Backend]) -> Store | Backend | str:
     """Return where to copy to, so that the requests by which a store is made are counted."""
-    if isinstance(there, Store) or store_uri(there) is None:
-        return there
-    place = locate(there, _options(there)).backend
+    if isinstance(destination, Store) or store_uri(destination) is None:
+        return destination
+    place = locate(destination, _options(destination)).backend
     backends.append(place)
     return place
 
 
-def _opened(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
+def _open_place(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
     """Return the store that a URI lies in, and the name or folder in it, if there is one.
 
     Args:
@@ -204,7 +222,7 @@ def _opened_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | No
         NotAStoreError: There is no store at either place.
     """
     try:
-        return _opened(uri, backends)
+        return _open_place(uri, backends)
     except NotAStoreError:
         remote = store_uri(uri)
         if remote is None or remote.name or remote.is_bucket:
@@ -212,7 +230,7 @@ def _opened_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | No
         snapshot = snapshot_uri(uri)
         assert snapshot is not None
         try:
-            return _opened(snapshot.store, backends)[0], snapshot.name
+            return _open_place(snapshot.store, backends)[0], snapshot.name
         except NotAStoreError:
             pass
         raise
@@ -237,8 +255,12 @@ def _destination(
         last = PurePosixPath(uri).name
         if name is not None and last == PurePosixPath(name).name:
             # As of a take, the path is that of the snapshot, and its parent becomes the store.
-            whole = snapshot_uri(uri)
-            return (str(Path(uri).parent), last) if whole is None else (whole.store, last)
+            snapshot_place = snapshot_uri(uri)
+            return (
+                (str(Path(uri).parent), last)
+                if snapshot_place is None
+                else (snapshot_place.store, last)
+            )
         return uri, None
 
 
@@ -249,13 +271,13 @@ def _show(report: CopyReport, uri: str) -> None:
     for name in report.gone:
         say(f"{name} was deleted meanwhile, so it was not copied", err=True)
     snapshots = amount(len(report.copied), "snapshot")
-    there = f", {len(report.present):,} there already" if report.present else ""
-    say(f"{uri}: {snapshots} {would}copied{there}")
-    say(_sent(report))
+    present_text = f", {len(report.present):,} there already" if report.present else ""
+    say(f"{uri}: {snapshots} {would}copied{present_text}")
+    say(_sent_text(report))
 
 
-def _sent(report: CopyReport) -> str:
+def _sent_text(report: CopyReport) -> str:
     would = "would be " if report.dry_run else ""
-    sent = f"{size(report.sent_bytes)} in {amount(report.sent_chunks, 'chunk')} {would}sent"
+    text = f"{size(report.sent_bytes)} in {amount(report.sent_chunks, 'chunk')} {would}sent"
     shared = f"{size(report.present_bytes)} in {amount(report.present_chunks, 'chunk')}"
-    return f"{sent}, {shared} there already"
+    return f"{text}, {shared} there already"

@@ -40,7 +40,7 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
         say("no difference")
         return
     say(_summary(difference))
-    shown = ordered[: limit or 50]
+    paths = ordered[: limit or 50]
     rows = [
         (
             SIGNS[change.kind],
@@ -49,11 +49,11 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
             size(change.changed_bytes),
             size(change.total_bytes),
         )
-        for change in shown
+        for change in paths
     ]
     header = ("", "PATH", "TYPE", "CHANGED", "OF")
     table(header, rows, numbers={"CHANGED", "OF"})
-    print_rest(len(ordered) - len(shown), "entry")
+    print_rest(len(ordered) - len(paths), "entry")
 
 
 def _summary(difference: Diff) -> str:

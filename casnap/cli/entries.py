@@ -64,14 +64,14 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
     Raises:
         DamagedError: Its bytes are missing or malformed.
     """
-    read = _DECODERS.get(entry.kind)
-    if read is None or entry.data.nbytes > SMALL:
+    decode = _DECODERS.get(entry.kind)
+    if decode is None or entry.data.nbytes > SMALL:
         return False, None
     try:
-        return True, read(_bytes_of(contents, path, entry))
+        return True, decode(_bytes_of(contents, path, entry))
     except (ValueError, struct.error) as e:
         raise DamagedError(
-            f"{contents.where}: {path} is not a valid {entry.kind}: {e}", (path,)
+            f"{contents.label}: {path} is not a valid {entry.kind}: {e}", (path,)
         ) from e
 
 

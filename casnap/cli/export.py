@@ -80,8 +80,8 @@ def export(
             progress=progress,
         )
     if as_json:
-        where = {**identity_of(snapshot), "entry": path, "output": out}
-        emit({**where, **_facts_of(report)}, snapshot.store)
+        facts = {**identity_of(snapshot), "entry": path, "output": out}
+        emit({**facts, **_facts_of(report)}, snapshot.store)
     else:
         _show(report, out)
 
@@ -108,8 +108,8 @@ def _show(report: ExportReport, out: str) -> None:
         say(f"{amount(len(report.left_out), 'value')} left out")
     print_warnings(
         [
-            f"{same} and {name} have the same bytes; if they are tied, --tied with one of the two "
+            f"{names} and {name} have the same bytes; if they are tied, --tied with one of the two "
             "leaves that one out"
-            for name, same in list(report.equal.items())[:8]
+            for name, names in list(report.equal.items())[:8]
         ]
     )

@@ -107,9 +107,9 @@ _NUMBERS = (
 def show(place: Store, report: GcReport) -> None:
     """Print what was done, or would be."""
     r, would = report, "would be " if report.dry_run else ""
-    needed = f"{amount(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
+    live_text = f"{amount(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
     uri = place.objects.backend.uri
-    say(f"{uri}: {amount(r.snapshots, 'snapshot')} marked, {needed} needed")
+    say(f"{uri}: {amount(r.snapshots, 'snapshot')} marked, {live_text} needed")
     if r.lost_chunks:
         say(f"{amount(r.lost_chunks, 'chunk')} known to be lost; see `casnap check`")
     if r.repacked_packs:

@@ -51,21 +51,21 @@ def import_(
     a file runs: a file that needs pickle is refused.
     """
     reach = options_for(snapshot)  # raises for a dry run, too
-    opened: list[tuple[Store, str]] = []
+    places: list[tuple[Store, str]] = []
 
     def find() -> tuple[Store, str]:
-        opened.append(
+        places.append(
             store_above(snapshot, reach, create=True, exclusive=is_exclusive()),
         )
-        return opened[-1]
+        return places[-1]
 
     with progress_bars() as progress:
         options = {"overwrite": overwrite, "progress": progress}
         place = None if dry_run else find
         report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
     if as_json:
-        document = {**_identity(snapshot, reach, *opened), **_facts_of(report)}
-        emit(document, *(store for store, _ in opened))
+        document = {**_identity(snapshot, reach, *places), **_facts_of(report)}
+        emit(document, *(store for store, _ in places))
         return
     would = "would be " if dry_run else ""
     values = f" and {amount(report.values, 'value')}" if report.values else ""
@@ -74,18 +74,18 @@ def import_(
         f"{snapshot}: {amount(report.tensors, 'tensor')}{values} of {files} "
         f"({report.format}) {would}imported"
     )
-    new = "" if dry_run else f", {size(report.new_bytes)} new"
-    say(f"{size(report.logical_bytes)}{new}, below {', '.join(report.keys[:8])}")
+    new_text = "" if dry_run else f", {size(report.new_bytes)} new"
+    say(f"{size(report.logical_bytes)}{new_text}, below {', '.join(report.keys[:8])}")
 
 
 def _identity(
-    path: str, reach: dict[str, Any] | None, opened: tuple[Store, str] | None = None
+    path: str, reach: dict[str, Any] | None, place: tuple[Store, str] | None = None
 ) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
-    if opened is None:
+    if place is None:
         location = locate_snapshot(path, reach)
         return identity(location.backend, location.name, None)
-    store, name = opened
+    store, name = place
     full, commit = store.outer_name(name), store.row(name).commit.hex()
     return identity(store.objects.backend, full, commit)
 

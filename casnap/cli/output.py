@@ -101,7 +101,7 @@ def summary(
     if metadata is None:
         words.append("(metadata damaged)")
     for key, value in (metadata or {}).items():
-        text = f"{value:.6g}" if isinstance(value, float) else str(plain(value, json=False))
+        text = f"{value:.6g}" if isinstance(value, float) else str(json_values(value, json=False))
         words.append(f"{key}={text}")
     return safe(" ".join(words))
 
@@ -201,8 +201,8 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
     if requests:
         document = {**document, "requests": dict(requests)}
     # json's own indentation is several times slower.
-    whole = {"version": JSON_VERSION, **plain(document)}
-    click.echo(msgspec.json.format(json.dumps(whole), indent=2))
+    versioned = {"version": JSON_VERSION, **json_values(document)}
+    click.echo(msgspec.json.format(json.dumps(versioned), indent=2))
 
 
 def json_time(seconds: float | None) -> str | None:
@@ -232,16 +232,16 @@ def _singular(thing: str) -> str:
     return f"{thing[:-3]}y" if thing.endswith("ies") else thing.removesuffix("s")
 
 
-def plain(value: Any, *, json: bool = True) -> Any:
+def json_values(value: Any, *, json: bool = True) -> Any:
     """Return a value from a store in types that JSON, or else print, can show."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) or not json else None
     if isinstance(value, dict):
-        return {str(key): plain(child, json=json) for key, child in value.items()}
+        return {str(key): json_values(child, json=json) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(child, json=json) for child in value]
+        return [json_values(child, json=json) for child in value]
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 

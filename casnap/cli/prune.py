@@ -211,5 +211,5 @@ def _show(report: PruneReport) -> None:
     if rows:
         table(("NAME", "TIME", "KEEP", "METADATA"), rows, numbers=set())
     would = "would be " if report.dry_run else ""
-    gone = f"{amount(len(report.forgotten), 'snapshot')} {would}forgotten"
-    say(f"{gone}, {len(report.kept):,} kept")
+    count_text = f"{amount(len(report.forgotten), 'snapshot')} {would}forgotten"
+    say(f"{count_text}, {len(report.kept):,} kept")

@@ -117,10 +117,10 @@ def _check_replaceable(output: Path) -> None:
 
 def _write(output: Path, content: str) -> None:
     """Put a file in place whole."""
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        beside.write_text(content, encoding="utf-8")
-        beside.replace(output)
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(output)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

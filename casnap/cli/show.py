@@ -46,19 +46,19 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     counts the bytes of a tensor in chunks that an earlier snapshot of the store has as well: this
     snapshot did not store them again.
     """
-    opened = open_snapshot(snapshot)
+    open_place = open_snapshot(snapshot)
     if path is None:
-        document = {**snapshot_fields(opened), "keys": list(_keys(opened.contents))}
+        document = {**snapshot_fields(open_place), "keys": list(_keys(open_place.contents))}
         if as_json:
-            emit({**document}, opened.store)
+            emit({**document}, open_place.store)
         else:
-            _print_snapshot(opened, document)
+            _print_snapshot(open_place, document)
         return
-    facts, entry = _entry(opened.contents, path)
+    facts, entry = _entry(open_place.contents, path)
     if as_json:
         if "children" in facts:
             facts["children"] = facts["children"][:limit]
-        emit({**identity_of(opened), **facts}, opened.store)
+        emit({**identity_of(open_place), **facts}, open_place.store)
     else:
         _print_entry(facts, entry, limit or 50)
 
@@ -101,7 +101,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
 def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
     """Return the elements of a container, each with the totals of everything below it."""
     children: dict[str, Facts] = {}
-    for inside, entry in entries.below(f"{inner}/"):
+    for inside, entry in entries.items_below(f"{inner}/"):
         name = inside[len(inner) + 1 :].partition("/")[0]
         child = children.setdefault(
             name, {"entry": f"{path}/{name}", "what": "", "entry_count": 0, "logical_bytes": 0}

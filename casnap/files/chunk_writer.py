@@ -66,7 +66,7 @@ class ChunkWriter:
             crc, payload = sums.get(start), entry.data
             if payload.nbytes <= INLINE_BYTES:
                 if len(payload.inline) != payload.nbytes:
-                    raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
+                    raise DamagedError(f"{self._contents.label}: {path} is cut off", (path,))
                 self._put(fd, start, crc, 0, memoryview(payload.inline))
                 continue
             cells = self._contents.cells(path, entry)

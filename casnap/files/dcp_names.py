@@ -73,8 +73,8 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
                 raise StateError(f"{casnap_path(path):.200} lies below another value: {e}") from e
         try:
             return {
-                key: list(containers_of(_as_saved(below), component_of(key)))
-                for key, below in root.items()
+                key: list(containers_of(_as_saved(child), component_of(key)))
+                for key, child in root.items()
             }
         except RecursionError as e:
             raise StateError("its values are nested too deeply") from e
@@ -157,26 +157,26 @@ def described(
         UnsupportedTypeError: DCP has the same name for two values, or there is no dict at the path.
     """
     loading = Loading(contents)
-    for where, entry in entries.items():
+    for entry_path, entry in entries.items():
         if isinstance(entry, ContainerEntry):
-            loading.add(where, entry)
+            loading.add(entry_path, entry)
     specs = loading.load()
     try:
         with without_torch_modes():
             if path:
                 root = _stand_in(path, entries, specs)
             else:
-                keys = dict.fromkeys(where.partition("/")[0] for where in entries)
+                keys = dict.fromkeys(entry_path.partition("/")[0] for entry_path in entries)
                 root = {key_of(key): _stand_in(key, entries, specs) for key in keys}
         if not isinstance(root, dict):
             raise UnsupportedTypeError(
-                f"{contents.where}: {path} is not a dict, so DCP has no names for its values; name "
+                f"{contents.label}: {path} is not a dict, so DCP has no names for its values; name "
                 "the dict above it"
             )
         flat, mappings = flatten_state_dict(root)
     except (ValueError, RecursionError) as e:
         raise UnsupportedTypeError(
-            f"{contents.where} has no names in DCP: {e}; read it with casnap.Snapshot"
+            f"{contents.label} has no names in DCP: {e}; read it with casnap.Snapshot"
         ) from e
     values = {name: value.stored for name, value in flat.items()}
     metadata: dict[str, STORAGE_TYPES] = {

@@ -135,7 +135,7 @@ def _read_metadata(data: memoryview) -> _Metadata:
         place = _fields(index, _INDEX)
         offset = place.get("offset")
         key = _text(place["fqn"]), None if offset is None else _sizes(offset)
-        places[key] = _stored(_fields(info, _INFO))
+        places[key] = _file_range(_fields(info, _INFO))
     return _Metadata(values, paths, places)
 
 
@@ -192,7 +192,7 @@ def _value(term: object) -> _Tensor | None:
     return _Tensor(_text(dtype.name).removeprefix("torch."), shape, boxes)
 
 
-def _stored(fields: dict[str, Any]) -> _FileRange:
+def _file_range(fields: dict[str, Any]) -> _FileRange:
     if fields.get("transform_descriptors"):
         raise ValueError("its files are compressed by an extension of DCP, which casnap lacks")
     return _FileRange(
@@ -227,7 +227,7 @@ class _Values:
                 yield from flatten(value, path)
             else:
                 self._check_parts(name, tensor)
-                parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]
+                parts = [(box, self._part(name, tensor, box)) for box in _regions(tensor)]
                 yield joined_leaf(path, tensor.dtype, tensor.shape, parts)
         except (RefusedError, UnsupportedTypeError) as e:
             raise FileFormatError(f"{self.folder.path}: {name} cannot be imported: {e}") from e
@@ -244,7 +244,7 @@ class _Values:
 
     def _check_parts(self, name: str, tensor: _Tensor) -> None:
         """Check that the files hold nothing of a tensor that its boxes leave out."""
-        described = {None, *(box.offsets for box in _held(tensor))}
+        described = {None, *(box.offsets for box in _regions(tensor))}
         for offsets in self._offsets.get(name, set()) - described:
             file, at, nbytes = self._place(name, offsets)
             if prod(tensor_in(file.view[at : at + nbytes])[0].shape):
@@ -266,6 +266,6 @@ class _Values:
         return file.elements(start, box.sizes, itemsize, place.strides)
 
 
-def _held(tensor: _Tensor) -> list[Region]:
+def _regions(tensor: _Tensor) -> list[Region]:
     """Return the boxes of a tensor that hold elements, each once."""
     return list(dict.fromkeys(box for box in tensor.boxes if box.numel))

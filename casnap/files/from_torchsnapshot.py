@@ -76,7 +76,7 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
         FileFormatError: The metadata are malformed, a file is missing, or other ranks have entries
             of their own, and ``rank`` is None.
     """
-    snapshot = _read(folder / ".snapshot_metadata")
+    snapshot = _read_metadata(folder / ".snapshot_metadata")
     if key is not None:
         raise FileFormatError(f"{folder} has keys of its own; leave key= out")
     entries = _seen_by(folder, snapshot, rank)
@@ -88,7 +88,7 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
     return SourceFiles("torchsnapshot", len(reader.folder.files) + 1, leaves)
 
 
-def _read(file: Path) -> _Snapshot:
+def _read_metadata(file: Path) -> _Snapshot:
     if file.stat().st_size > _MOST_METADATA:
         raise FileFormatError(f"{file} is too long for the metadata of TorchSnapshot")
     data = file.read_bytes()
@@ -170,9 +170,9 @@ class _Reader:
         self._entries = entries
         self._lengths: dict[str, int] = {}
         for path in entries:
-            above, _, last = path.rpartition("/")
-            if above in entries and entries[above].type == "list" and _NUMBER.fullmatch(last):
-                self._lengths[above] = max(self._lengths.get(above, 0), int(last) + 1)
+            parent, _, name = path.rpartition("/")
+            if parent in entries and entries[parent].type == "list" and _NUMBER.fullmatch(name):
+                self._lengths[parent] = max(self._lengths.get(parent, 0), int(name) + 1)
         self.seen: set[str] = set()
 
     def leaves_of(self, top: str) -> Iterator[Leaf]:

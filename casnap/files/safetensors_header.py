@@ -71,19 +71,19 @@ class _Described(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def read_header(whole: memoryview) -> Header:
+def read_header(file: memoryview) -> Header:
     """Return what a safetensors file holds.
 
     Args:
-        whole: The whole file.
+        file: The whole file.
 
     Raises:
         FileFormatError: It is not such a file, or its header lies.
     """
-    size = int.from_bytes(whole[:8], "little")
-    if len(whole) < 8 or size > min(MOST_HEADER, len(whole) - 8):
+    size = int.from_bytes(file[:8], "little")
+    if len(file) < 8 or size > min(MOST_HEADER, len(file) - 8):
         raise FileFormatError("it is too short, or its header is longer than it may be")
-    text = bytes(whole[8 : 8 + size])
+    text = bytes(file[8 : 8 + size])
     try:
         raws = json_decoder(dict[str, msgspec.Raw]).decode(text)
         raw = raws.pop("__metadata__", None)
@@ -93,28 +93,28 @@ def read_header(whole: memoryview) -> Header:
         json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as e:
         raise FileFormatError(f"its header is not one of safetensors: {e}") from e
-    tensors = [_checked(name, d, 8 + size, len(whole)) for name, d in described.items()]
+    tensors = [_checked(name, d, 8 + size, len(file)) for name, d in described.items()]
     end = 8 + size
     for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
         if tensor.start != end:
             raise FileFormatError(f"the bytes of {tensor.name!r:.200} overlap, or follow a hole")
         end = tensor.stop
-    if end != len(whole):
+    if end != len(file):
         raise FileFormatError(
-            f"its tensors end at byte {end:,}, but it has {len(whole):,}: it is cut off, or longer"
+            f"its tensors end at byte {end:,}, but it has {len(file):,}: it is cut off, or longer"
         )
     return Header(tensors, metadata)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = set[str]()
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = set[str]()
         for name, _ in pairs:
-            if name in seen:
+            if name in names:
                 raise ValueError(f"{name!r:.200} is there twice")
-            seen.add(name)
-    return found
+            names.add(name)
+    return fields
 
 
 def _checked(name: str, described: _Described, base: int, length: int) -> HeaderTensor:
@@ -125,20 +125,20 @@ def _checked(name: str, described: _Described, base: int, length: int) -> Header
     """
     dtype, itemsize = _DTYPES.get(described.dtype, ("", 0))
     shape, (start, stop) = described.shape, described.data_offsets
-    what = f"{name!r:.200} is said to be {described.dtype[:20]} of shape {list(shape[:8])}"
+    label = f"{name!r:.200} is said to be {described.dtype[:20]} of shape {list(shape[:8])}"
     if not dtype:
-        raise FileFormatError(f"{what}: casnap has no such dtype")
+        raise FileFormatError(f"{label}: casnap has no such dtype")
     # An axis without elements counts as one in strides.
     if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:
-        raise FileFormatError(f"{what}: no tensor can have that shape")
+        raise FileFormatError(f"{label}: no tensor can have that shape")
     if dtype == _PAIR:
         if not shape or shape[-1] % 2:
-            raise FileFormatError(f"{what}: it has no whole bytes")
+            raise FileFormatError(f"{label}: it has no whole bytes")
         shape = (*shape[:-1], shape[-1] // 2)
     if not 0 <= start <= stop <= length - base:
-        raise FileFormatError(f"{what}, in bytes beyond the end of the file")
+        raise FileFormatError(f"{label}, in bytes beyond the end of the file")
     if prod(shape) * itemsize != stop - start:
-        raise FileFormatError(f"{what}, but has {stop - start:,} bytes")
+        raise FileFormatError(f"{label}, but has {stop - start:,} bytes")
     return HeaderTensor(name, dtype, itemsize, shape, base + start, base + stop)
 
 

@@ -41,8 +41,8 @@ def part_of(contents: Contents, path: str | None) -> Part:
         return Part("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
     full, entry, tree = contents.entry(path.strip("/"))
     key, slash, inner = full.partition("/")
-    below = {key + where: e for where, e in tree.below(f"{slash}{inner}/")}
-    return Part(full, {full: entry, **below})
+    entries = {key + inner_path: e for inner_path, e in tree.items_below(f"{slash}{inner}/")}
+    return Part(full, {full: entry, **entries})
 
 
 def is_plain(entry: Entry) -> bool:
@@ -61,20 +61,20 @@ def sparse_below(part: Part) -> tuple[str, ...]:
 
 
 def named_tensors(
-    part: Part, dtypes: Collection[str], where: str
+    part: Part, dtypes: Collection[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors by the names that they get, and the paths of what is not among them.
 
     Args:
         part: What is to be exported.
         dtypes: The dtypes that the format has.
-        where: The snapshot, for messages.
+        snapshot: The snapshot, for messages.
 
     Raises:
         FileFormatError: Two tensors would get one name.
     """
     tensors: dict[str, StoredTensor] = {}
-    rest: list[str] = []
+    unnamed: list[str] = []
     inside = sparse_below(part)
     for path, entry in part.entries.items():
         if path.startswith(inside) or (
@@ -82,22 +82,22 @@ def named_tensors(
         ):
             continue
         if not isinstance(entry, TensorEntry) or not is_plain(entry) or entry.dtype not in dtypes:
-            rest.append(path)
+            unnamed.append(path)
             continue
         name = _name(part.path, path)
         if name in tensors:
             raise FileFormatError(
-                f"{where}: {tensors[name].path} and {path} would both be named {name!r}; export "
+                f"{snapshot}: {tensors[name].path} and {path} would both be named {name!r}; export "
                 "one of the containers alone, by its path"
             )
         tensors[name] = StoredTensor(path, entry)
-    return tensors, rest
+    return tensors, unnamed
 
 
 def _name(base: str, path: str) -> str:
     """Return the keys below a path, joined by dots; of the path itself the last one."""
-    below = path[len(base) :].lstrip("/") if base else path
-    return ".".join(map(key_of, (below or path.rpartition("/")[2]).split("/")))
+    relative = path[len(base) :].lstrip("/") if base else path
+    return ".".join(map(key_of, (relative or path.rpartition("/")[2]).split("/")))
 
 
 def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str]) -> dict[str, str]:
@@ -113,11 +113,13 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
         for name, (_, entry) in tensors.items()
         if entry.data.nbytes > INLINE_BYTES
     }
-    return {n: same for n, same in equal.items() if n != same and n not in without}
+    return {
+        n: first_name for n, first_name in equal.items() if n != first_name and n not in without
+    }
 
 
 def without_tied(
-    tensors: Mapping[str, StoredTensor], tied: Sequence[str], where: str
+    tensors: Mapping[str, StoredTensor], tied: Sequence[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Leave out tensors that are stored under another name; return the others, and those names.
 
@@ -130,14 +132,14 @@ def without_tied(
     for name in tied:
         if name not in tensors:
             raise FileFormatError(
-                f"{where}: {name!r} is said to be tied, but there is no such tensor"
+                f"{snapshot}: {name!r} is said to be tied, but there is no such tensor"
             )
-        same = names.get(_content(tensors[name].entry))
-        if same is None:
+        first_name = names.get(_content(tensors[name].entry))
+        if first_name is None:
             raise FileFormatError(
-                f"{where}: {name!r} is said to be tied, but no other tensor has its bytes"
+                f"{snapshot}: {name!r} is said to be tied, but no other tensor has its bytes"
             )
-        aliases[name] = same
+        aliases[name] = first_name
     return others, aliases
 
 

@@ -228,7 +228,7 @@ def joined_leaf(
     return Leaf(path, _entry(path, dtype, shape), Shards(shape, boxes, contents, contents[0]))
 
 
-def _check_shape(shape: Sequence[int], where: str) -> None:
+def _check_shape(shape: Sequence[int], label: str) -> None:
     """Check that torch can have a tensor of a shape.
 
     Raises:
@@ -236,7 +236,7 @@ def _check_shape(shape: Sequence[int], where: str) -> None:
     """
     # An axis without elements counts as one in strides.
     if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:
-        raise FileFormatError(f"{where}: no tensor can have the shape {list(shape)[:8]}")
+        raise FileFormatError(f"{label}: no tensor can have the shape {list(shape)[:8]}")
 
 
 def _entry(path: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:

@@ -35,7 +35,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
     metadata, values = described(contents, part.entries, part.path)
     metadata.storage_data, metadata.version = {}, CURRENT_DCP_VERSION
     if not values:
-        raise FileFormatError(f"{contents.where}: there is nothing to export at this path")
+        raise FileFormatError(f"{contents.label}: there is nothing to export at this path")
     sizes = {
         name: stored.entry.data.nbytes if isinstance(stored.entry, TensorEntry) else 0
         for name, stored in values.items()
@@ -92,7 +92,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
 
 def _saved(contents: Contents, part: Part, path: str) -> bytes:
     """Return a value that is not a tensor, as torch.save writes it."""
-    below = {p: e for p, e in part.entries.items() if p == path or p.startswith(f"{path}/")}
+    entries = {p: e for p, e in part.entries.items() if p == path or p.startswith(f"{path}/")}
     buffer = io.BytesIO()
-    torch.save(inflate(path, read_values(contents, below)), buffer)
+    torch.save(inflate(path, read_values(contents, entries)), buffer)
     return buffer.getvalue()

@@ -26,31 +26,31 @@ def plan_safetensors(
     Raises:
         FileFormatError: There is something else than tensors of the dtypes that safetensors has.
     """
-    tensors, left_out = named_tensors(part, DTYPES, contents.where)
+    tensors, left_out = named_tensors(part, DTYPES, contents.label)
     if left_out and not options.tensors_only:
         more = len(left_out) - _MOST_NAMED
         names = ", ".join(left_out[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
         raise FileFormatError(
-            f"{contents.where}: safetensors holds only dense tensors of usual dtypes, so these "
+            f"{contents.label}: safetensors holds only dense tensors of usual dtypes, so these "
             f"cannot be exported: {names}. Name a part by its path, such as 'model'; or leave them "
             "out with tensors_only=True (--tensors-only); or export the format torch"
         )
     if not tensors:
-        raise FileFormatError(f"{contents.where}: there is no tensor to export at this path")
-    tensors, tied = without_tied(tensors, options.tied, contents.where)
+        raise FileFormatError(f"{contents.label}: there is no tensor to export at this path")
+    tensors, tied_to = without_tied(tensors, options.tied, contents.label)
     sizes = {name: tensor.entry.data.nbytes for name, tensor in tensors.items()}
     total = sum(sizes.values())
     report = ExportReport(
         options.dry_run, "safetensors", tensors=len(tensors), nbytes=total, left_out=left_out
     )
-    report.tied, report.equal = tied, equal_tensors(tensors, tied)
+    report.tied, report.equal = tied_to, equal_tensors(tensors, tied_to)
     groups = shards_of(sizes, options.max_shard_size)
     # Metadata of a snapshot that are not text are written as JSON.
     texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in contents.metadata.items()}
     headers = [
         header_of(
             {n: (tensors[n].entry.dtype, tensors[n].entry.shape) for n in names},
-            {**texts, "format": "pt", **tied},
+            {**texts, "format": "pt", **tied_to},
         )
         for names in groups
     ]

@@ -39,19 +39,21 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
         for path, entry in part.entries.items()
         if isinstance(entry, TensorEntry) and is_plain(entry) and not path.startswith(inside)
     }
-    tensors, _ = named_tensors(part, TENSOR_DTYPES, contents.where)
-    _, tied_names = without_tied(tensors, options.tied, contents.where)
-    tied = {tensors[name].path: tensors[same].path for name, same in tied_names.items()}
-    stored = {path: entry for path, entry in streamed.items() if path not in tied}
-    total = sum(entry.data.nbytes for entry in stored.values())
+    tensors, _ = named_tensors(part, TENSOR_DTYPES, contents.label)
+    _, tied_names = without_tied(tensors, options.tied, contents.label)
+    tied_to = {
+        tensors[name].path: tensors[first_name].path for name, first_name in tied_names.items()
+    }
+    entries = {path: entry for path, entry in streamed.items() if path not in tied_to}
+    total = sum(entry.data.nbytes for entry in entries.values())
     report = ExportReport(options.dry_run, "torch", {name: total}, len(streamed), total)
     report.tied, report.equal = tied_names, equal_tensors(tensors, tied_names)
 
     def write(target: Target, writer: ChunkWriter) -> None:
         with target.file(name) as fd:
-            stand_ins = StandIns(stored.values())
+            stand_ins = StandIns(entries.values())
             with without_torch_modes():
-                state = _state(contents, part, stored, tied, stand_ins)
+                state = _state(contents, part, entries, tied_to, stand_ins)
                 archive = Archive(0, state, stand_ins)
             write_archives(fd, writer, [archive], archive.nbytes)
 
@@ -61,14 +63,14 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
 def _state(
     contents: Contents,
     part: Part,
-    stored: dict[str, TensorEntry],
-    tied: dict[str, str],
+    entries: dict[str, TensorEntry],
+    tied_to: dict[str, str],
     stand_ins: StandIns,
 ) -> Any:
     """Return the state, with stand-ins for the tensors that are written chunk by chunk."""
-    leaves = {path: Leaf(path, e, stand_ins.tensor(path, e)) for path, e in stored.items()}
-    for path, same in tied.items():
-        leaves[path] = Leaf(path, part.entries[path], leaves[same].content)
+    leaves = {path: Leaf(path, e, stand_ins.tensor(path, e)) for path, e in entries.items()}
+    for path, first_path in tied_to.items():
+        leaves[path] = Leaf(path, part.entries[path], leaves[first_path].content)
     leaves |= read_values(contents, {p: e for p, e in part.entries.items() if p not in leaves})
     if part.path:
         return inflate(part.path, leaves)

@@ -113,8 +113,8 @@ class Archive:
         self._values: dict[int, bytes] = {}
         self._starts = [at + start for start in starts]
         for start, storage in zip(self._starts, self._storages, strict=True):
-            if (stored := stand_ins.stored(storage)) is not None:
-                self.placed.append(Placed(*stored, start))
+            if (tensor := stand_ins.stored(storage)) is not None:
+                self.placed.append(Placed(*tensor, start))
             else:
                 nbytes = storage.nbytes()
                 self._values[start] = bytes_at(storage.data_ptr(), nbytes) if nbytes else b""
@@ -184,8 +184,8 @@ def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
     large = size >= _LARGE
     extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
     # The content is aligned by an extra field, which begins with "FB" as in torch.
-    behind = at + 30 + len(name) + len(extra) + 4
-    padding = -behind % (PAGE if size >= PAGED_BYTES else ALIGNMENT)
+    end = at + 30 + len(name) + len(extra) + 4
+    padding = -end % (PAGE if size >= PAGED_BYTES else ALIGNMENT)
     extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     small = _LARGE if large else size
     return (
@@ -201,11 +201,11 @@ def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
 def _directory_entry(name: bytes, crc: int, size: int, at: int) -> bytes:
     large = size >= _LARGE or at >= _LARGE
     extra = struct.pack("<HHQQQ", 1, 24, size, size, at) if large else b""
-    small, where = (_LARGE, _LARGE) if large else (size, at)
+    small, position = (_LARGE, _LARGE) if large else (size, at)
     return (
         struct.pack(
             "<IHHHHHHIIIHHHHHII", 0x02014B50, 45, 45 if large else 20, 0, 0, 0, _DAY, crc, small,
-            small, len(name), len(extra), 0, 0, 0, 0, where,
+            small, len(name), len(extra), 0, 0, 0, 0, position,
         )
         + name
         + extra

@@ -19,15 +19,15 @@ _decoders: dict[tuple[type[Any], Any], Any] = {}
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
     """Return the decoder that makes a value of a type from msgpack."""
-    return _made(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
+    return _make_decoder(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """Return the decoder that makes a value of a type from JSON."""
-    return _made(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
+    return _make_decoder(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
 
 
-def _made(of: type[Any], kind: Any) -> Any:
+def _make_decoder(of: type[Any], kind: Any) -> Any:
     decoder = _decoders.get((of, kind))
     if decoder is None:
         with _making:

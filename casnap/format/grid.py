@@ -56,11 +56,11 @@ class Grid:
                 yield self.cell_bytes(0)
             return
         full = self.cell_bytes(0)
-        last = self.cell_bytes(self.rows - 1)
+        last_bytes = self.cell_bytes(self.rows - 1)
         for _ in range(self.count // self.rows):
             for _ in range(self.rows - 1):
                 yield full
-            yield last
+            yield last_bytes
 
     def region(self, index: int, stop: int | None = None) -> Region:
         """Return the box of one cell, or of the cells up to ``stop``, which is in its lead."""

@@ -120,8 +120,8 @@ def encode_hints(
     numbers: dict[bytes, int] = {}
     runs: list[_Run] = []
     for _, place in places:
-        own = place.pack == pack
-        number = -1 if own else numbers.setdefault(place.pack, len(numbers))
+        in_same_pack = place.pack == pack
+        number = -1 if in_same_pack else numbers.setdefault(place.pack, len(numbers))
         run = _Run(1, number, place.offset, place.stored, place.raw, place.codec)
         if runs and runs[-1].goes_on_with(run):
             runs[-1] = msgspec.structs.replace(runs[-1], count=runs[-1].count + 1)
@@ -145,9 +145,9 @@ def decode_hints(data: bytes, pack: bytes) -> Hints | None:
         body = decoder(_Body).decode(data[len(_MAGIC) :])
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
-    count, rest = divmod(len(body.names), _NAME_SIZE)
+    count, remainder = divmod(len(body.names), _NAME_SIZE)
     sound = all(run.count > 0 and run.pack >= -1 for run in body.runs)
-    if not sound or rest or count > MOST_HINTS or count != sum(run.count for run in body.runs):
+    if not sound or remainder or count > MOST_HINTS or count != sum(run.count for run in body.runs):
         return None
     return Hints(body, pack)
 

@@ -90,8 +90,8 @@ def rank_names(ranks: Sequence[int]) -> str:
     """Return ranks in words: ``rank 1``, ``ranks 0, 1 and 2``; of many, the first eight."""
     if len(ranks) > 8:
         return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    *others, last_rank = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last_rank}" if others else f"rank {last_rank}"
 
 
 def component_of(key: object) -> str:

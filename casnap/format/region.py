@@ -45,14 +45,14 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
 
         None if its elements are not consecutive there.
         """
-        start, stride, whole = 0, 1, True
+        start, stride, is_contiguous = 0, 1, True
         for axis in range(len(self.sizes) - 1, -1, -1):
             n, full = self.sizes[axis], outer.sizes[axis]
-            if n > 1 and not whole:
+            if n > 1 and not is_contiguous:
                 return None
             start += (self.offsets[axis] - outer.offsets[axis]) * stride
             stride *= full
-            whole = whole and n == full
+            is_contiguous = is_contiguous and n == full
         return start
 
     def within(self, outer: Region) -> tuple[slice, ...]:

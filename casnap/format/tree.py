@@ -154,12 +154,12 @@ class _Levels(Generic[V]):
 
     def add_node(self, child: Child, level: int) -> None:
         """Add a stored node of some level (0 for a leaf). The levels up to it must be closed."""
-        above = level + 1
-        self._reach(above)
-        if self._full[above]:
-            self._close(above)
-        self._runs[above].append(child)
-        self._full[above] = self._shape.ends_list(self._runs[above], above)
+        upper = level + 1
+        self._reach(upper)
+        if self._full[upper]:
+            self._close(upper)
+        self._runs[upper].append(child)
+        self._full[upper] = self._shape.ends_list(self._runs[upper], upper)
 
     def closed_to(self, level: int) -> bool:
         """Close full nodes; return whether a stored node of this level can follow unchanged."""
@@ -334,7 +334,7 @@ class Tree(Generic[V]):
             else:
                 yield node.items
 
-    def below(self, prefix: str) -> Iterator[tuple[str, V]]:
+    def items_below(self, prefix: str) -> Iterator[tuple[str, V]]:
         """Yield the items whose key begins with ``prefix``."""
         for key, value in self.items(prefix):
             if not key.startswith(prefix):
@@ -376,17 +376,17 @@ class Tree(Generic[V]):
         for i, child in enumerate(children):
             last = i == len(children) - 1
             stop = len(todo) if last else bisect_left(todo, children[i + 1][0], key=_first)
-            own, todo = todo[:stop], todo[stop:]
-            if not own and levels.closed_to(level):
+            own_items, todo = todo[:stop], todo[stop:]
+            if not own_items and levels.closed_to(level):
                 levels.add_node(child, level)
                 continue
             node = self.node(Digest(child[1]))
             if isinstance(node, Branch) != (level > 0):
                 raise DamagedError(f"tree node {child[1].hex()} is at another level than others")
             if isinstance(node, Branch):
-                self._edit_nodes(levels, node.children, level - 1, own)
+                self._edit_nodes(levels, node.children, level - 1, own_items)
             else:
-                self._merge(levels, node.items, own)
+                self._merge(levels, node.items, own_items)
 
     @staticmethod
     def _merge(levels: _Levels[V], items: list[tuple[str, V]], todo: list[_Change[V]]) -> None:

@@ -96,8 +96,10 @@ def save_state(
     if automatic:
         limit = accelerator.project_configuration.total_limit
         if limit is not None and accelerator.is_main_process:
-            own = [path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)]
-            for folder in own[:-limit]:
+            own_paths = [
+                path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)
+            ]
+            for folder in own_paths[:-limit]:
                 _forget(folder)
     accelerator.project_configuration.iteration += 1
     return snapshot
@@ -156,15 +158,16 @@ def load_state(
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))
-    plain = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
-    state: dict[str, Stateful] = {_numbered("model", i): m for i, m in enumerate(plain)}
+    unwrapped = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
+    state: dict[str, Stateful] = {_numbered("model", i): m for i, m in enumerate(unwrapped)}
     state |= _parts(accelerator)
     _check_keys(snapshot, state)
-    own = [key for key in state if key.startswith("dataloader")]
+    loader_keys = [key for key in state if key.startswith("dataloader")]
     snapshot.restore(
-        {key: value for key, value in state.items() if key not in own}, allow_pickle=allow_pickle
+        {key: value for key, value in state.items() if key not in loader_keys},
+        allow_pickle=allow_pickle,
     )
-    for key in own:
+    for key in loader_keys:
         load_own(snapshot, key, state[key], allow_pickle=allow_pickle)
     accelerator.step = snapshot.read_object("step")
     load_own(snapshot, "rng", RNGState())
@@ -211,12 +214,16 @@ def _check_keys(snapshot: Snapshot, state: dict[str, Stateful]) -> None:
     Raises:
         StateError: It has more, or less.
     """
-    stored = snapshot.contents.trees(own_rank()).keys() - {"step", "rng"}
-    missing, more = sorted(state.keys() - stored), sorted(stored - state.keys())
-    if missing or more:
+    stored_keys = snapshot.contents.trees(own_rank()).keys() - {"step", "rng"}
+    missing_keys, extra_keys = (
+        sorted(state.keys() - stored_keys),
+        sorted(stored_keys - state.keys()),
+    )
+    if missing_keys or extra_keys:
         raise StateError(
             f"{snapshot.path} does not fit what was prepared and registered: it lacks "
-            f"{', '.join(missing) or 'nothing'}, and has more: {', '.join(more) or 'nothing'}"
+            f"{', '.join(missing_keys) or 'nothing'}, and has more: "
+            f"{', '.join(extra_keys) or 'nothing'}"
         )
 
 

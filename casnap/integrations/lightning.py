@@ -169,10 +169,10 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                     f"snapshot of that name as well, with {snapshot.metadata.user}; move the file "
                     "away to load the snapshot, or load the file under another name"
                 )
-            read: dict[str, Any] = super().load_checkpoint(
+            checkpoint: dict[str, Any] = super().load_checkpoint(
                 path, map_location or "cpu", weights_only
             )
-            return read
+            return checkpoint
         if snapshot is None and aside is not None and aside.exists():
             # The save that was to replace it was cut off.
             return self.load_checkpoint(aside, map_location, weights_only)
@@ -181,7 +181,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                 f"there is no checkpoint at {os.fspath(path)!r}, neither a snapshot nor a file"
             )
         allow_pickle = self._allow_pickle or weights_only is False
-        return _moved(values_of(snapshot, allow_pickle=allow_pickle), map_location)
+        return _move_to(values_of(snapshot, allow_pickle=allow_pickle), map_location)
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Forget a snapshot, whose bytes are then freed by themselves; or remove a file.
@@ -226,9 +226,9 @@ def _aside(path: StrPath) -> Path | None:
 
     Lightning looks for its last checkpoint by the beginning and the suffix of the name.
     """
-    if "://" in (plain := local_path(path)):
+    if "://" in (path_here := local_path(path)):
         return None
-    place = Path(plain)
+    place = Path(path_here)
     return place.with_name(f"{place.stem}.replaced-by-casnap{place.suffix}")
 
 
@@ -237,11 +237,11 @@ def _is_replaceable(place: Path) -> bool:
     return place.is_symlink() or (place.is_file() and zipfile.is_zipfile(place))
 
 
-def _moved(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
+def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
     """Return a checkpoint with its tensors on a device."""
     if isinstance(map_location, str | torch.device):
-        moved: dict[str, Any] = move_data_to_device(checkpoint, torch.device(map_location))
-        return moved
+        on_device: dict[str, Any] = move_data_to_device(checkpoint, torch.device(map_location))
+        return on_device
     if map_location is not None:
         raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
     return checkpoint
@@ -265,7 +265,7 @@ def _load_any(path: Any, map_location: Any = None, weights_only: bool | None = N
             'and read its weights into it: casnap.Snapshot(path).restore({"state_dict": model})'
         )
     # Lightning's default is a function of tensors in files; those of a snapshot come to the CPU.
-    return _moved(checkpoint, None if callable(map_location) else map_location)
+    return _move_to(checkpoint, None if callable(map_location) else map_location)
 
 
 saving.pl_load = _load_any

@@ -20,13 +20,13 @@ from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
 
-def check_version(package: str, first: str, below: str) -> None:
+def check_version(package: str, minimum: str, limit: str) -> None:
     """Check that a framework is installed, in a version that its integration was tested with.
 
     Args:
         package: Its name; also that of the extra of casnap.
-        first: The first version.
-        below: The first version after the last one.
+        minimum: The first version.
+        limit: The first version after the last one.
 
     Raises:
         ImportError: It is not; the message says what was found, and what to do.
@@ -36,11 +36,11 @@ def check_version(package: str, first: str, below: str) -> None:
     except PackageNotFoundError:
         problem = "it is not installed"
     else:
-        if _numbers(first) <= _numbers(installed) < _numbers(below):
+        if _numbers(minimum) <= _numbers(installed) < _numbers(limit):
             return
         problem = f"this is {package} {installed}"
     raise ImportError(
-        f"casnap.integrations.{package} is tested with {package} >={first},<{below}, and "
+        f"casnap.integrations.{package} is tested with {package} >={minimum},<{limit}, and "
         f"{problem}: pip install 'casnap[{package}]'",
         name=package,
     )

@@ -150,9 +150,9 @@ class CasnapTrainerMixin(_Base):
         # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
         # the same way for DeepSpeed.
         self._save(str(staged), state_dict=None if self._has_adapter else {})
-        for old in {*_weights_in(folder), *(folder / name for name in (*_MODEL, *_STATE))}:
-            if old.is_file():  # of an earlier run
-                old.unlink()
+        for file in {*_weights_in(folder), *(folder / name for name in (*_MODEL, *_STATE))}:
+            if file.is_file():  # of an earlier run
+                file.unlink()
         for path in sorted(staged.rglob("*")):
             if path.is_file() and path.name not in (*_MODEL, *_ADAPTER):
                 put = folder / path.relative_to(staged)
@@ -193,8 +193,8 @@ class CasnapTrainerMixin(_Base):
             use_mtime=True,
         )
         prefix = snapshot.name.rpartition("/")[0]
-        for gone in before - set(Path(run_dir).iterdir()):
-            name = f"{prefix}/{gone.name}".lstrip("/")
+        for folder in before - set(Path(run_dir).iterdir()):
+            name = f"{prefix}/{folder.name}".lstrip("/")
             if name in snapshot.store:
                 snapshot.store.delete(name)
 

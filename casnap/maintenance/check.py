@@ -143,13 +143,13 @@ def _of_one(
     survey: Survey, damages: list[Damage], share: float | None, seed: int | None
 ) -> CheckReport:
     """Return what was found of one snapshot: the damages that hurt it, or what it needs."""
-    needed = {digest.hex() for digest in survey.needed}
+    digests = {digest.hex() for digest in survey.needed}
     return CheckReport(
-        damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in needed)],
+        damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in digests)],
         root=survey.root.seq,
         snapshots=survey.snapshots,
         packs=len(survey.packs),
-        chunks=len(needed),
+        chunks=len(digests),
         stored_bytes=survey.stored_bytes,
         read_bytes=survey.read_bytes,
         sample=share,
@@ -182,12 +182,12 @@ def _bucket_warnings(backend: Backend) -> list[str]:
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
     files = StoredFiles(survey.objects, survey.root)
-    named = {ref.id for ref in survey.root.segments}.union(survey.index.packs)
-    keys = [segment_key(ident) for ident in files.segments - named]
+    live_ids = {ref.id for ref in survey.root.segments}.union(survey.index.packs)
+    keys = [segment_key(ident) for ident in files.segments - live_ids]
     report.orphan_segments = len(keys)
     # An unreadable segment may list any pack, so no pack is known to be left over then.
     if not survey.unreadable:
-        keys += [pack_key(ident) for ident in files.packs - named]
+        keys += [pack_key(ident) for ident in files.packs - live_ids]
     report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
     temporary = backend.sizes("tmp")
     report.temporary, report.temporary_bytes = len(temporary), sum(temporary.values())

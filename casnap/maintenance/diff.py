@@ -75,39 +75,39 @@ def diff(a: Contents, b: Contents) -> Diff:
     """
     if a.objects.config.chunk_size != b.objects.config.chunk_size:
         raise StoreError(
-            f"{a.where} and {b.where} are cut into chunks of different sizes, so equal tensors "
+            f"{a.label} and {b.label} are cut into chunks of different sizes, so equal tensors "
             "cannot be told from their digests; compare two snapshots of one store"
         )
     changes = [
-        _change(a, b, path, old, new)
-        for prefix, left, right in _subtrees(a, b)
-        if left != right
-        for path, old, new in _entries(a, b, prefix, left, right)
+        _change(a, b, path, entry_a, entry_b)
+        for prefix, digest_a, digest_b in _subtrees(a, b)
+        if digest_a != digest_b
+        for path, entry_a, entry_b in _entries(a, b, prefix, digest_a, digest_b)
     ]
     return Diff(sorted(changes, key=lambda change: change.path))
 
 
 def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, bytes | None]]:
     """Yield each key with its rank prefix, and the digest of its subtree in each snapshot."""
-    left, right = a.manifest, b.manifest
+    manifest_a, manifest_b = a.manifest, b.manifest
     ranks = (
-        (f"{rank}/", left.ranks.get(rank, {}), right.ranks.get(rank, {}))
-        for rank in left.ranks.keys() | right.ranks.keys()
+        (f"{rank}/", manifest_a.ranks.get(rank, {}), manifest_b.ranks.get(rank, {}))
+        for rank in manifest_a.ranks.keys() | manifest_b.ranks.keys()
     )
-    for prefix, old, new in (("", left.shared, right.shared), *ranks):
-        for key in old.keys() | new.keys():
-            yield prefix + key, old.get(key), new.get(key)
+    for prefix, digest_a, digest_b in (("", manifest_a.shared, manifest_b.shared), *ranks):
+        for key in digest_a.keys() | digest_b.keys():
+            yield prefix + key, digest_a.get(key), digest_b.get(key)
 
 
 def _entries(
-    a: Contents, b: Contents, prefix: str, left: bytes | None, right: bytes | None
+    a: Contents, b: Contents, prefix: str, digest_a: bytes | None, digest_b: bytes | None
 ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
     """Yield path, old entry and new entry where two trees differ."""
-    old = None if left is None else a.tree(left)
-    new = None if right is None else b.tree(right)
+    entries_a = None if digest_a is None else a.tree(digest_a)
+    entries_b = None if digest_b is None else b.tree(digest_b)
     # A leaf that both trees list holds the same items in both.
-    shared = _leaves(old) & _leaves(new)
-    was, now = dict(_items(old, shared)), dict(_items(new, shared))
+    shared = _leaves(entries_a) & _leaves(entries_b)
+    was, now = dict(_items(entries_a, shared)), dict(_items(entries_b, shared))
     for key in was.keys() | now.keys():
         if was.get(key) != now.get(key):
             yield prefix + key, was.get(key), now.get(key)
@@ -124,23 +124,27 @@ def _items(tree: Tree[Entry] | None, without: set[bytes]) -> Iterator[tuple[str,
                 yield from tree.leaf(Digest(digest))
 
 
-def _change(a: Contents, b: Contents, path: str, old: Entry | None, new: Entry | None) -> Change:
-    if new is None:
-        assert old is not None
-        return Change(path, "removed", old, None, 0, payload_of(old).nbytes)
-    nbytes = payload_of(new).nbytes
-    if old is None:
-        return Change(path, "added", None, new, nbytes, nbytes)
-    return Change(path, "changed", old, new, _changed_bytes(a, b, path, old, new), nbytes)
+def _change(
+    a: Contents, b: Contents, path: str, entry_a: Entry | None, entry_b: Entry | None
+) -> Change:
+    if entry_b is None:
+        assert entry_a is not None
+        return Change(path, "removed", entry_a, None, 0, payload_of(entry_a).nbytes)
+    nbytes = payload_of(entry_b).nbytes
+    if entry_a is None:
+        return Change(path, "added", None, entry_b, nbytes, nbytes)
+    return Change(
+        path, "changed", entry_a, entry_b, _changed_bytes(a, b, path, entry_a, entry_b), nbytes
+    )
 
 
-def _changed_bytes(a: Contents, b: Contents, path: str, old: Entry, new: Entry) -> int:
-    was, now = payload_of(old), payload_of(new)
+def _changed_bytes(a: Contents, b: Contents, path: str, entry_a: Entry, entry_b: Entry) -> int:
+    was, now = payload_of(entry_a), payload_of(entry_b)
     if was == now:
         return 0
-    chunks = b.chunks(path, new)
+    chunks = b.chunks(path, entry_b)
     if not chunks:
         return now.nbytes
-    before = [digest for digest, _ in a.chunks(path, old)]
+    before = [digest for digest, _ in a.chunks(path, entry_a)]
     pairs = zip_longest(chunks, before[: len(chunks)])
-    return sum(size for (digest, size), known in pairs if digest != known)
+    return sum(size for (digest, size), digest_a in pairs if digest != digest_a)

@@ -93,14 +93,14 @@ class Marks:
     def _mark(self, part: int) -> None:
         passed_over = self._of_forgotten()
         self._seen = set(passed_over)
-        needed: dict[bytes, int] = {}
-        for _, below in self._below():
-            needed.update(dict.fromkeys(self._of_part(below, part), 0))
+        use_counts: dict[bytes, int] = {}
+        for _, children in self._walk_below():
+            use_counts.update(dict.fromkeys(self._of_part(children, part), 0))
         self._seen -= passed_over
-        needed.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
-        self._needed = needed
-        self.count += len(needed)
-        self._sweep(needed, part)
+        use_counts.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
+        self._needed = use_counts
+        self.count += len(use_counts)
+        self._sweep(use_counts, part)
 
     def _of_forgotten(self) -> set[bytes]:
         """Return what only snapshots to be passed over refer to."""
@@ -114,20 +114,20 @@ class Marks:
         chunks = (r for r in references if not is_node(r))
         return chunks if self._parts == 1 else (d for d in chunks if d[0] % self._parts == part)
 
-    def _below(self) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _walk_below(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
         table = self._objects.table(self.root)
-        unfinished = {name for name, _ in table.below(UNFINISHED)}
+        unfinished = {name for name, _ in table.items_below(UNFINISHED)}
         self.snapshots = len(table) - len(unfinished.union(self._forgotten))
-        done = 0
-        for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
-            done += node[:1] == MANIFEST
-            self._progress("marking", done, self.snapshots)
-            yield node, below
+        manifests = 0
+        for node, children in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
+            manifests += node[:1] == MANIFEST
+            self._progress("marking", manifests, self.snapshots)
+            yield node, children
 
-    def _sweep(self, needed: dict[bytes, int], part: int) -> None:
+    def _sweep(self, use_counts: dict[bytes, int], part: int) -> None:
         """Go through all places of the index, and count those of needed digests."""
         condemned = self.root.condemned
         in_several: set[bytes] = set()
@@ -142,17 +142,17 @@ class Marks:
                 use = uses[n]
                 if part == 0:
                     use.stored += stored
-                first = needed.get(digest)
-                if first is not None:
+                count = use_counts.get(digest)
+                if count is not None:
                     use.needed += 1
                     use.live += stored
                     number = numbers[n]
-                    if first == 0:
-                        needed[digest] = number
-                    elif number not in (0, first):
+                    if count == 0:
+                        use_counts[digest] = number
+                    elif number not in (0, count):
                         in_several.add(digest)
         self._count_newest_only(in_several)
-        self._look_in_condemned({d for d, number in needed.items() if number == 0})
+        self._look_in_condemned({d for d, number in use_counts.items() if number == 0})
 
     def _count_newest_only(self, several: Collection[bytes]) -> None:
         """Count a digest that several packs hold as live only in the newest of them."""
@@ -173,8 +173,8 @@ class Marks:
 
     def _segments(self) -> Iterator[tuple[tuple[PackId, ...], Iterator[RawRecord]]]:
         segments = self.root.segments
-        for done, ref in enumerate(segments):
-            self._progress("reading the index", done, len(segments))
+        for number, ref in enumerate(segments):
+            self._progress("reading the index", number, len(segments))
             yield segment_records(*self._objects.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
@@ -200,7 +200,7 @@ class Marks:
         if self._parts == 1:
             return {d: d in nodes for d in digests if d in self._needed}
         self._seen = set()
-        chunks = {d for _, below in self._below() for d in below if d in digests}
+        chunks = {d for _, children in self._walk_below() for d in children if d in digests}
         return {d: d in nodes for d in chunks | (nodes & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
@@ -213,7 +213,7 @@ class Marks:
         """
         self.root = root
         digests: set[bytes] = set()
-        for node, below in self._below():
+        for node, children in self._walk_below():
             digests.add(digest_in(node))
-            digests.update(d for d in below if not is_node(d))
+            digests.update(d for d in children if not is_node(d))
         return digests

@@ -101,10 +101,10 @@ def _proven_elsewhere(
 
 
 def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
-    copied: list[int] = []
+    sizes: list[int] = []
 
     def count(_digest: Digest, nbytes: int) -> None:
-        copied.append(nbytes)
+        sizes.append(nbytes)
         report(nbytes)
 
     chunks = [digest for digest, is_node in to_copy.items() if not is_node]
@@ -121,7 +121,7 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
                 _log.warning(
                     "some of what a pack holds cannot be copied out of it, so it stays: %s", e
                 )
-            if copied:
+            if sizes:
                 publish(transaction, lambda table, seq: {})
             records = transaction.new_packs.segment().records
             return {digest: PackId(place.pack) for digest, place in records}

@@ -264,7 +264,7 @@ class _Repair:
     def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
         """Put a root that lists these packs under new names; return False if it came too late."""
         root = self._objects.newest()
-        moved: dict[PackId, PackId] = {}
+        new_packs: dict[PackId, PackId] = {}
         for pack in packs:
             # A collector may be deleting the old name.
             to = PackId(new_id(root.seq)[:-1] + pack[-1:])
@@ -272,9 +272,9 @@ class _Repair:
                 self._objects.backend.copy(pack_key(pack), pack_key(to))
             except FileNotFoundError:
                 continue
-            moved[pack] = to
-        records = [(d, moved_place(p, moved)) for pack in moved for d, p in packs[pack]]
-        segment = Segment(tuple(moved.values()), records)
+            new_packs[pack] = to
+        records = [(d, moved_place(p, new_packs)) for pack in new_packs for d, p in packs[pack]]
+        segment = Segment(tuple(new_packs.values()), records)
         segments = add_segment(self._objects, self._readable(root), segment, root.seq)
         return put_next_root(self._objects.backend, root, segments=segments) is not None
 
@@ -346,10 +346,10 @@ class _Repair:
             and self._readable(newer).packs.issuperset(damaged)
         )
 
-    def _report_dry_run(self, lost: set[Digest]) -> None:
+    def _report_dry_run(self, digests: set[Digest]) -> None:
         """Report what would remain: what is lost, or may be, if not all needs are known."""
         survey = self._survey
-        damages = [d for digest in survey.lost & lost for d in survey.damages_of(digest)]
+        damages = [d for digest in survey.lost & digests for d in survey.damages_of(digest)]
         if survey.trees_incomplete:
             packs = [d for d in survey.damages if d.object.startswith("packs/")]
             damages += [d for d in packs if d.digest or d.kind in ("missing", "cut off")]
@@ -365,11 +365,11 @@ class _Repair:
 
     def _lost_digests(self) -> set[Digest]:
         survey = self._survey
-        lost = set(survey.lost)
+        digests = set(survey.lost)
         if survey.trees_incomplete:
             # The digests below a lost node are not known, so those that were lost stay lost.
-            lost.update(d for d in survey.known_lost if not survey.whole_places(d))
-        return lost
+            digests.update(d for d in survey.known_lost if not survey.whole_places(d))
+        return digests
 
     def _save(self, damaged: frozenset[PackId]) -> bool:
         """Copy what is whole in damaged packs, unless another pack holds it whole.

@@ -41,8 +41,10 @@ class StoredFiles:
 
     def __init__(self, objects: Objects, root: Root) -> None:
         self._backend = backend = objects.backend
-        many = backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
-        self._sizes = listed_packs(backend, many=many)
+        is_large = (
+            backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
+        )
+        self._sizes = listed_packs(backend, many=is_large)
         self.packs = set(self._sizes)
         names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
         of_segments = {id_from_name(name): size for name, size in names.items()}

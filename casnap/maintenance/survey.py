@@ -126,19 +126,19 @@ class _UncachedObjects(Objects):
                 places = self._survey.whole_places(digest)
                 if digest not in self._kept and places and places[0].pack not in around:
                     around[PackId(places[0].pack)] = self._around(digest, places)
-            for _, whole in mapped(self._read_whole, around.values(), _PACKS_AT_ONCE):
-                self._kept |= whole
-                self._kept_bytes += sum(map(len, whole.values()))
+            for _, content in mapped(self._read_whole, around.values(), _PACKS_AT_ONCE):
+                self._kept |= content
+                self._kept_bytes += sum(map(len, content.values()))
 
     def _around(self, digest: Digest, places: list[Place]) -> dict[Digest, list[Place]]:
         """Return a node and those beside it in its pack: a commit writes all its nodes into one."""
         start = min(place.offset for place in places)
         near = range(start - _TOGETHER, start + _TOGETHER)
         todo: dict[Digest, list[Place]] = {digest: places}
-        for other, place in self._survey.index.of_pack(PackId(places[0].pack)):
+        for neighbour, place in self._survey.index.of_pack(PackId(places[0].pack)):
             # Each node has two places there.
-            if place.offset in near and other not in todo and other not in self._kept:
-                todo[other] = self._survey.whole_places(other)
+            if place.offset in near and neighbour not in todo and neighbour not in self._kept:
+                todo[neighbour] = self._survey.whole_places(neighbour)
         return {d: copies for d, copies in todo.items() if d == digest or len(copies) > 1}
 
     def _read_whole(self, todo: dict[Digest, list[Place]]) -> dict[Digest, bytes]:
@@ -315,8 +315,8 @@ class Survey:
 
     def _segments(self) -> Iterator[tuple[bytes, str]]:
         segments = self.root.segments
-        for done, ref in enumerate(segments):
-            self._progress("reading the index", done, len(segments))
+        for number, ref in enumerate(segments):
+            self._progress("reading the index", number, len(segments))
             key = segment_key(SegmentId(ref.id))
             try:
                 yield self._read_segment(ref, key), key
@@ -346,8 +346,8 @@ class Survey:
         packs, backend = self.packs, self.objects.backend
         listed = listed_packs(backend, many=False) if backend.costly_requests else None
         states = mapped(lambda pack: self._state_of(pack, listed), packs, backend.in_flight)
-        for done, (pack, state) in enumerate(states):
-            self._progress("looking at packs", done, len(packs))
+        for number, (pack, state) in enumerate(states):
+            self._progress("looking at packs", number, len(packs))
             try:
                 self._compare(pack, state)
             except FileNotFoundError:
@@ -451,12 +451,12 @@ class Survey:
                     damage.message += "; nothing needs it"
 
     def _walk(self) -> None:
-        table, damages = self._read(partial(self._uncached.table, self.root), "the table")
+        table, damages = self._try_read(partial(self._uncached.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
             return
         if self._only is not None:
-            row, damages = self._read(partial(table.get, self._only), "the table")
+            row, damages = self._try_read(partial(table.get, self._only), "the table")
             self._hurt(damages, self._only, "")
             if row is not None:
                 self._snapshot(self._only, row)
@@ -475,7 +475,7 @@ class Survey:
         """Survey all snapshots below some nodes of the table."""
         self._uncached.read_ahead(digest for _, digest, _ in children)
         for key, digest, count in children:
-            node, damages = self._read(partial(table.node, Digest(digest)), "the table")
+            node, damages = self._try_read(partial(table.node, Digest(digest)), "the table")
             self._hurt(damages, _name_of(key, count), "")
             if isinstance(node, Branch):
                 self._rows(table, node.children, total)
@@ -489,9 +489,9 @@ class Survey:
         self.snapshots += not name.startswith(UNFINISHED)
         self._commits[name] = row.commit
         contents = Contents(self._uncached, name, row)
-        manifest, damages = self._read(lambda: contents.manifest, name)
+        manifest, damages = self._try_read(lambda: contents.manifest, name)
         self._hurt(damages, name, "")
-        self._hurt(self._read(lambda: contents.metadata, name)[1], name, "")
+        self._hurt(self._try_read(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
             return
         everyone = (manifest.shared, *manifest.ranks.values())
@@ -513,7 +513,7 @@ class Survey:
             return self._below[top]
         label = f"{contents.name}: {key}"
         load = self._uncached.node
-        tree, damages = self._read(partial(Tree[Entry], Digest(top), load, Entry), label)
+        tree, damages = self._try_read(partial(Tree[Entry], Digest(top), load, Entry), label)
         hurt_paths = [("", damage) for damage in damages]
         children = tree.children if tree is not None else []
         self._uncached.read_ahead(leaf for _, leaf, _ in children if leaf not in self._below)
@@ -529,7 +529,7 @@ class Survey:
         self, contents: Contents, key: str, tree: Tree[Entry], leaf: bytes, entries: str
     ) -> list[tuple[str, Damage]]:
         label = f"{contents.name}: {key}"
-        items, damages = self._read(partial(tree.leaf, Digest(leaf)), label)
+        items, damages = self._try_read(partial(tree.leaf, Digest(leaf)), label)
         hurt_paths = [(entries, damage) for damage in damages]
         for inner, entry in items or ():
             hurt_paths += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
@@ -542,7 +542,7 @@ class Survey:
         content = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and content in self._lists:
             return self._lists[content]
-        chunks, damages = self._read(partial(contents.chunks, path, entry), path)
+        chunks, damages = self._try_read(partial(contents.chunks, path, entry), path)
         for digest, nbytes in chunks or ():
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
@@ -560,7 +560,7 @@ class Survey:
             return [self._add_damage("malformed", "", message, digest)]
         return self.damages_of(digest, places)
 
-    def _read(self, read: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
+    def _try_read(self, read: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
         """Return the result of reading from the trees, and the damages that this met."""
         self._uncached.asked = []
         result, error = None, None

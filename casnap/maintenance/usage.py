@@ -123,21 +123,21 @@ def shared_bytes(
     """
     objects = contents.objects
     chunks = contents.chunks(path, entry)
-    missing: set[bytes] = {digest for digest, _ in chunks}
+    unseen: set[bytes] = {digest for digest, _ in chunks}
     snapshots = _snapshots(objects, objects.view())
     earlier = [c.row for c in snapshots if c.row.seq < contents.row.seq]
     earlier.sort(key=lambda row: -row.seq)
     visited: set[bytes] = set()
-    for done, row in enumerate(earlier):
-        if not missing:
+    for number, row in enumerate(earlier):
+        if not unseen:
             break
         if progress is not None:
-            progress("looking through earlier snapshots", done, len(earlier))
-        for _, below in walk(objects, [MANIFEST + row.manifest.digest], visited):
-            missing.difference_update(below)
-            if not missing:
+            progress("looking through earlier snapshots", number, len(earlier))
+        for _, children in walk(objects, [MANIFEST + row.manifest.digest], visited):
+            unseen.difference_update(children)
+            if not unseen:
                 break
-    return sum(nbytes for digest, nbytes in chunks if digest not in missing)
+    return sum(nbytes for digest, nbytes in chunks if digest not in unseen)
 
 
 def _snapshots(objects: Objects, view: View) -> list[Contents]:
@@ -215,9 +215,9 @@ class _Walk:
             self._bytes += self._stored[number]
             self._owner[number] = self._step if owner == _NO_OWNER else _SHARED
             if number in self._nodes:
-                below = self._number(references(self._objects.node, self._nodes[number]))
-                self._below[number] = below
-                pending += below
+                children = self._number(references(self._objects.node, self._nodes[number]))
+                self._below[number] = children
+                pending += children
 
     def _leave(self, top: int) -> None:
         """Take one reference away; if it was the last, do so for all below it too."""

@@ -171,16 +171,16 @@ class Comm(ABC):
 
     # --- agreeing, and ending ---
 
-    def check_same(self, name: str, here: object, on_rank_0: object) -> None:
+    def check_same(self, name: str, on_this_rank: object, on_rank_0: object) -> None:
         """Check that this rank was given the same as rank 0.
 
         Raises:
             StateError: It was not.
         """
-        if here != on_rank_0:
+        if on_this_rank != on_rank_0:
             raise StateError(
-                f"{name} must be the same on all ranks: {on_rank_0} on rank 0, {here} on rank "
-                f"{self.rank}"
+                f"{name} must be the same on all ranks: {on_rank_0} on rank 0, {on_this_rank} on "
+                f"rank {self.rank}"
             )
 
     @contextmanager

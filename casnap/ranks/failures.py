@@ -76,17 +76,17 @@ def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:
         texts: The error of each rank that failed.
     """
     rank = min(texts)
-    sent = texts[rank]
-    kind = getattr(errors, sent.kind, None)
+    text = texts[rank]
+    kind = getattr(errors, text.kind, None)
     if kind is RankError:
-        return RankError(sent.text, tuple(texts))
+        return RankError(text.text, tuple(texts))
     if isinstance(kind, type) and issubclass(kind, CasnapError):
-        error = kind(f"rank {rank}: {sent.text}")
+        error = kind(f"rank {rank}: {text.text}")
         if isinstance(error, UnavailableError):
-            error.reason = sent.reason
+            error.reason = text.reason
         return error
     also = [r for r in texts if r != rank]
     others = f" (and {rank_names(also)})" if also else ""
     return RankError(
-        f"{operation}: rank {rank} failed{others}: {sent.kind}: {sent.text}", tuple(texts)
+        f"{operation}: rank {rank} failed{others}: {text.kind}: {text.text}", tuple(texts)
     )

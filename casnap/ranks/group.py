@@ -105,10 +105,10 @@ class Group(Comm):
             self._forget_shared()
             self._errors = self._exchange_errors(sizes, b"")
             raise error_of_ranks(self.operation, self._errors)
-        came = self._transfer(parts, sizes, room)
+        received = self._transfer(parts, sizes, room)
         if not proven:
-            self._verify(came, expected)
-        return came
+            self._verify(received, expected)
+        return received
 
     @override
     def background(self, number: int) -> Group:
@@ -158,19 +158,19 @@ class Group(Comm):
 
     def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
         """Return a checksum for each part that goes to, or came from, another rank."""
-        sums, known = [0] * self.size, dict[int, int]()
+        sums, sums_by_id = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
             if rank == self.rank:
                 continue
             # The same object may go to several ranks.
-            if id(part) not in known:
-                known[id(part)] = int.from_bytes(digest_of(part)[:8], "little", signed=True)
-            sums[rank] = known[id(part)]
+            if id(part) not in sums_by_id:
+                sums_by_id[id(part)] = int.from_bytes(digest_of(part)[:8], "little", signed=True)
+            sums[rank] = sums_by_id[id(part)]
         return sums
 
-    def _verify(self, came: Sequence[memoryview], expected: list[int]) -> None:
+    def _verify(self, received: Sequence[memoryview], expected: list[int]) -> None:
         """Check that what came is what was sent."""
-        bad = [rank for rank, s in enumerate(self._checksums(came)) if s != expected[rank]]
+        bad = [rank for rank, s in enumerate(self._checksums(received)) if s != expected[rank]]
         if bad:
             raise RankError(
                 f"{self.operation}: what {rank_names(bad)} sent came damaged to rank {self.rank}, "
@@ -274,18 +274,18 @@ class Group(Comm):
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
-        left, waited = max(0.0, until - time.monotonic()), self.timeout
+        patience, limit = max(0.0, until - time.monotonic()), self.timeout
         for is_last in (False, False, True):
             try:
-                self._link.connect(left, waited, self.operation, phase)
+                self._link.connect(patience, limit, self.operation, phase)
                 # All ranks are here now.
                 return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
             except RuntimeError as e:
                 if not self._link.is_apart():
                     raise
                 # On a busy machine gloo may fail to connect ranks; all of them come again soon.
-                left = waited = min(_AGAIN, until - time.monotonic())
-                if is_last or left <= 0:
+                patience = limit = min(_AGAIN, until - time.monotonic())
+                if is_last or patience <= 0:
                     self._link.close()
                     reason = f"the ranks could not be connected: {e}"
                     raise LinkFailedError(Failure((), reason)) from e
@@ -335,15 +335,15 @@ class Group(Comm):
             raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None
         except RuntimeError as e:
             self.ended = True
-            waited = time.monotonic() - began
-            failure = self._link.find_cause(error, waited, late=waited >= 0.9 * self.timeout)
+            seconds = time.monotonic() - began
+            failure = self._link.find_cause(error, seconds, is_late=seconds >= 0.9 * self.timeout)
             if failure.error is not None:
                 raise error_of_ranks(self.operation, {failure.ranks[0]: failure.error}) from e
             raise RankError(f"{self.operation}: {failure.reason}", failure.ranks) from e
         except BaseException as e:
             # An interrupt: this rank is out of step now.
             self.ended = True
-            self._link.find_cause(error_text(e), 0, late=False)
+            self._link.find_cause(error_text(e), 0, is_late=False)
             raise
 
 

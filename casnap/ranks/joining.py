@@ -65,9 +65,9 @@ def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) ->
 def _link_of(ranks: tuple[int, ...]) -> Link:
     """Return the link of some ranks; made at their first operation."""
     home, store = gloo.default_group()
-    for known in [known for known, link in _links.items() if link.home is not home]:
+    for key in [key for key, link in _links.items() if link.home is not home]:
         # Its default group was destroyed. If kept, its gloo group would keep two threads.
-        _links.pop(known, None)
+        _links.pop(key, None)
     if ranks not in _links:
         # Saves of DCP in the background may come here at once. They must share one link.
         _links.setdefault(ranks, Link(home, store, ranks, ranks.index(dist.get_rank())))

@@ -195,9 +195,9 @@ class Link:
             return Failure(tuple(dead), f"{rank_names(dead)} died")
         if 0 not in self.ranks or self.is_near(keeper := self.ranks.index(0)):
             return Failure((), STORE_SILENT)
-        far = [rank for rank in range(self.size) if self._share_host(rank, keeper)]
-        where = f"or its host, that of {rank_names(far)}, died or cannot be reached"
-        return Failure(tuple(far), f"{STORE_SILENT}, {where}")
+        ranks = [rank for rank in range(self.size) if self._share_host(rank, keeper)]
+        host = f"or its host, that of {rank_names(ranks)}, died or cannot be reached"
+        return Failure(tuple(ranks), f"{STORE_SILENT}, {host}")
 
     # --- connecting ---
 
@@ -216,7 +216,7 @@ class Link:
         """
         self.close()
         # gloo waits as long for the address of a rank, and five times as long for it to connect.
-        until, rest = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
+        until, patience = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
 
         def meet(given_up: threading.Event) -> tuple[str, list[_Arrival]]:
             pauses = _pauses(until, given_up)
@@ -231,8 +231,8 @@ class Link:
         store, name = self._store, self._name
         try:
             self.pg = self._within(
-                lambda _: gloo.new_group(store, name, self.rank, self.size, rest),
-                5 * rest + _STORE_SECONDS,
+                lambda _: gloo.new_group(store, name, self.rank, self.size, patience),
+                5 * patience + _STORE_SECONDS,
             )
         except RuntimeError:
             # Others may be connected to this one, and learn by this why that breaks off.
@@ -246,19 +246,21 @@ class Link:
         arrival = _Arrival(Process.current())
         self._set(f"{name}/came/0", arrival)
         self._set(f"{self._base}/newest", name)
-        missing, dead = list(range(1, self.size)), list[int]()
+        missing_ranks, dead = list(range(1, self.size)), list[int]()
         for _ in pauses:
-            while missing and (missing[-1] in dead or self._has(f"{name}/came/{missing[-1]}")):
-                missing.pop()
-            if not missing:
+            while missing_ranks and (
+                missing_ranks[-1] in dead or self._has(f"{name}/came/{missing_ranks[-1]}")
+            ):
+                missing_ranks.pop()
+            if not missing_ranks:
                 break
             dead = self._dead_ranks() or self._get(f"{name}/dead", list[int]) or []
         others = [self._arrival(name, rank) for rank in range(1, self.size)]
-        missing = [rank for rank, other in enumerate(others, 1) if other is None]
-        failure = _failure_to_come(missing, dead, timeout) if missing else None
+        missing_ranks = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
+        failure = _failure_to_come(missing_ranks, dead, timeout) if missing_ranks else None
         # Each rank looks for its own token: a rank that finds the name of an older group in the
         # store does not take that for this group.
-        start = _Start([arrival, *(other for other in others if other)], failure)
+        start = _Start([arrival, *(arrived for arrived in others if arrived)], failure)
         self._set(f"{name}/start", start)
         if failure is not None:
             self._set(f"{self._base}/newest", "")
@@ -297,10 +299,10 @@ class Link:
             if dead and name:
                 # Rank 0 may be on another host, and cannot see that they died.
                 self._set(f"{name}/dead", dead)
-        missing = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
-        if 0 in dead or not name or not missing:
-            missing = [0]
-        raise LinkFailedError(_failure_to_come(missing, dead, timeout))
+        missing_ranks = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
+        if 0 in dead or not name or not missing_ranks:
+            missing_ranks = [0]
+        raise LinkFailedError(_failure_to_come(missing_ranks, dead, timeout))
 
     # --- a broken connection ---
 
@@ -349,20 +351,20 @@ class Link:
         except (RuntimeError, LinkFailedError):
             return False
 
-    def find_cause(self, error: ErrorText | None, waited: float, *, late: bool) -> Failure:
+    def find_cause(self, error: ErrorText | None, seconds: float, *, is_late: bool) -> Failure:
         """Break the connection, record that in the store, and find out which rank is at fault.
 
         Args:
             error: The error of this rank, if it has one.
-            waited: How many seconds this rank has heard nothing.
-            late: Whether that was its whole deadline.
+            seconds: How many seconds this rank has heard nothing.
+            is_late: Whether that was its whole deadline.
         """
         self.close()
-        within = f"{waited:.3g}"
-        patience = min(PATIENCE, max(_EXPLAIN_SECONDS, waited))
+        within = f"{seconds:.3g}"
+        patience = min(PATIENCE, max(_EXPLAIN_SECONDS, seconds))
 
         def find(given_up: threading.Event) -> Failure:
-            return self._cause(error, within if late else "", patience, given_up)
+            return self._cause(error, within if is_late else "", patience, given_up)
 
         try:
             return self._within(find, patience + _STORE_SECONDS)
@@ -415,8 +417,8 @@ class Link:
         else:
             return Failure((), "the connection between the ranks broke")
         phase = self._get(f"{self._name}/at/{ranks[0]}", str)
-        last = f" (last seen {phase})" if phase else ""
-        return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last}")
+        last_phase = f" (last seen {phase})" if phase else ""
+        return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last_phase}")
 
     def _silent_ranks(self, operation: str) -> list[int]:
         """Return the ranks that have not reported to the store."""
@@ -434,11 +436,11 @@ class Link:
 
     def forget(self) -> int:
         """Give the pages of memory for other ranks back, if no operation uses it."""
-        behind = 0 if self._background is None else self._background.forget()
+        background_bytes = 0 if self._background is None else self._background.forget()
         if not self._turn.acquire(blocking=False):
-            return behind
+            return background_bytes
         try:
-            return behind + (self.memory.forget() if self.memory is not None else 0)
+            return background_bytes + (self.memory.forget() if self.memory is not None else 0)
         finally:
             self._turn.release()
 
@@ -478,10 +480,10 @@ class Link:
             return False
 
 
-def _failure_to_come(missing: list[int], dead: list[int], timeout: float) -> Failure:
+def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) -> Failure:
     """Return the failure of ranks that did not come to a group, of which some have died."""
-    event = "died" if set(missing) <= set(dead) else f"did not come within {timeout:g} s"
-    return Failure(tuple(missing), f"{rank_names(missing)} {event}")
+    event = "died" if set(missing_ranks) <= set(dead) else f"did not come within {timeout:g} s"
+    return Failure(tuple(missing_ranks), f"{rank_names(missing_ranks)} {event}")
 
 
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:

@@ -125,35 +125,35 @@ def split_box(box: Box, sizes: Sequence[int]) -> list[Box]:
     width, height = box.width, box.height
     if width >= height:
         width *= nbytes / total
-        rest = Box(box.x + width, box.y, box.width - width, height)
+        remainder = Box(box.x + width, box.y, box.width - width, height)
     else:
         height *= nbytes / total
-        rest = Box(box.x, box.y + height, width, box.height - height)
+        remainder = Box(box.x, box.y + height, width, box.height - height)
     return [
         *split_box(Box(box.x, box.y, width, height), sizes[:count]),
-        *split_box(rest, sizes[count:]),
+        *split_box(remainder, sizes[count:]),
     ]
 
 
 def _nested(sizes: dict[Path, int], box: Box, path: Path) -> list[Markup]:
     """Draw what lies below a path into a rectangle."""
-    below: dict[str, dict[Path, int]] = {}
+    by_folder: dict[str, dict[Path, int]] = {}
     for parts, nbytes in sizes.items():
         if parts:
-            below.setdefault(parts[0], {})[parts[1:]] = nbytes
-    if len(below) == 1:
+            by_folder.setdefault(parts[0], {})[parts[1:]] = nbytes
+    if len(by_folder) == 1:
         # A step that everything shares says nothing.
-        ((name, inner),) = below.items()
+        ((name, inner),) = by_folder.items()
         return (
             _nested(inner, box, (*path, name)) if any(inner) else _tile(box, (*path, name), inner)
         )
-    totals = {name: sum(inner.values()) for name, inner in below.items()}
+    totals = {name: sum(inner.values()) for name, inner in by_folder.items()}
     order = sorted(totals, key=lambda name: -totals[name])
     boxes = split_box(box, [totals[name] for name in order])
     drawn: list[Markup] = []
     for name, part in zip(order, boxes, strict=True):
         if part.width >= 1.5 and part.height >= 1.5:
-            drawn += _tile(part, (*path, name), below[name])
+            drawn += _tile(part, (*path, name), by_folder[name])
     return drawn
 
 

@@ -154,7 +154,7 @@ def gather(
     )
 
 
-def _facts_of(contents: Contents, stored: int, unique: int) -> SnapshotFacts:
+def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFacts:
     row = contents.row
     notes = (*row.user_tags, *(("not mirrored yet",) if is_unmirrored(row) else ()))
     stats = row.stats
@@ -165,7 +165,7 @@ def _facts_of(contents: Contents, stored: int, unique: int) -> SnapshotFacts:
         stats.entries,
         stats.logical_bytes,
         stats.new_bytes,
-        stored,
+        stored_bytes,
         unique,
         _metrics(contents),
         notes,
@@ -221,9 +221,9 @@ def _changes(
     compared: Sequence[Contents], sizes: dict[Path, int], progress: Progress | None
 ) -> Changes:
     columns: list[dict[Path, int]] = []
-    for done, (before, after) in enumerate(pairwise(compared)):
+    for number, (before, after) in enumerate(pairwise(compared)):
         if progress is not None:
-            progress("comparing snapshots", done, len(compared) - 1)
+            progress("comparing snapshots", number, len(compared) - 1)
         columns.append(
             _summed((_parts(c.path), c.changed_bytes) for c in diff(before, after).changes)
         )

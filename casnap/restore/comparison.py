@@ -52,7 +52,7 @@ def load_what_fits(
         return
     shapes: dict[str, str] = {}
     try:
-        left: Any = module.load_state_dict(values, strict=False)
+        mismatch: Any = module.load_state_dict(values, strict=False)
     except RuntimeError:
         shapes = _other_shapes(state)
         unfit = [key for key in values if path_of(key) in shapes]
@@ -60,11 +60,11 @@ def load_what_fits(
             raise
         for key in unfit:
             del values[key]
-        left = module.load_state_dict(values, strict=False)
+        mismatch = module.load_state_dict(values, strict=False)
     report.mismatched += [shapes[p] for p in sorted(shapes)]
     for keys, paths in (
-        (getattr(left, "missing_keys", ()), report.missing),
-        (getattr(left, "unexpected_keys", ()), report.unexpected),
+        (getattr(mismatch, "missing_keys", ()), report.missing),
+        (getattr(mismatch, "unexpected_keys", ()), report.unexpected),
     ):
         unchecked = [p for p in map(path_of, keys) if p.startswith(state.unchecked)]
         paths += [p for p in unchecked if p not in shapes and p not in state.skipped]
@@ -132,9 +132,12 @@ def why_unfit(state: KeyState) -> list[str]:
     if component in entries and _wants_dict(stateful):
         entry = entries[component]
         if not isinstance(entry, ContainerEntry) or entry.kind not in DICT_KINDS:
-            wanted = type(stateful).__name__
-            read = f"read_object({component!r}) reads it"
-            return [f"{component}: {_named(entry)} in the snapshot; {wanted} loads a dict; {read}"]
+            type_name = type(stateful).__name__
+            advice = f"read_object({component!r}) reads it"
+            return [
+                f"{component}: {_type_text(entry)} in the snapshot; {type_name} loads a dict; "
+                f"{advice}"
+            ]
     if isinstance(stateful, torch.optim.Optimizer) and _is_of_torch(stateful):
         return list(_other_groups(component, stateful, state))
     if type(stateful) is RNGState and component in entries:
@@ -161,19 +164,22 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 def _other_groups(
     component: str, optimizer: torch.optim.Optimizer, state: KeyState
 ) -> Iterator[str]:
-    groups, where = optimizer.param_groups, f"{component}/param_groups"
-    for path in (where, f"{component}/state"):
+    groups, groups_path = optimizer.param_groups, f"{component}/param_groups"
+    for path in (groups_path, f"{component}/state"):
         if path not in state.entries:
             yield f"{path}: not in the snapshot; an optimizer needs it"
             return
-    live, in_snapshot = len(groups), _count(state.entries[where])
+    live, in_snapshot = len(groups), _count(state.entries[groups_path])
     if live != in_snapshot:
-        yield f"{where}: {live} parameter groups here, {in_snapshot} in the snapshot"
+        yield f"{groups_path}: {live} parameter groups here, {in_snapshot} in the snapshot"
         return
     for i, group in enumerate(groups):
-        live, in_snapshot = len(group["params"]), _count(state.entries.get(f"{where}/{i}/params"))
+        live, in_snapshot = (
+            len(group["params"]),
+            _count(state.entries.get(f"{groups_path}/{i}/params")),
+        )
         if live != in_snapshot:
-            yield f"{where}/{i}: {live} parameters here, {in_snapshot} in the snapshot"
+            yield f"{groups_path}/{i}: {live} parameters here, {in_snapshot} in the snapshot"
 
 
 def _no_random_state(component: str, state: KeyState) -> Iterator[str]:
@@ -186,7 +192,7 @@ def _count(entry: Entry | None) -> int:
     return entry.count if isinstance(entry, ContainerEntry) else 0
 
 
-def _named(entry: Entry) -> str:
+def _type_text(entry: Entry) -> str:
     if isinstance(entry, TensorEntry):
         return f"a {entry.kind}"
     return f"a value of kind {entry.kind}"

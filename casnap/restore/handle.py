@@ -67,8 +67,10 @@ class Handle:
         if not isinstance(self._entry, ContainerEntry):
             return payload_of(self._entry).nbytes
         with self._contents.reading():
-            below = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
-        entries = (entry for entry in below.values() if not isinstance(entry, ContainerEntry))
+            listed_entries = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
+        entries = (
+            entry for entry in listed_entries.values() if not isinstance(entry, ContainerEntry)
+        )
         return sum(payload_of(entry).nbytes for entry in entries)
 
     @property
@@ -99,7 +101,7 @@ class Handle:
         """
         if not isinstance(self._entry, TensorEntry):
             raise MismatchError(
-                f"{self._contents.where}: {self.path} is not a tensor, so it takes no index; "
+                f"{self._contents.label}: {self.path} is not a tensor, so it takes no index; "
                 "use read()"
             )
         if index is None:  # for read_tensor() that is no index

@@ -61,13 +61,13 @@ def key_state(
     check_state(key, stateful, current)
     state = KeyState(component, stateful, current, entries)
     if isinstance(stateful, torch.nn.Module):
-        own = _of_own_submodules(contents, state)
-        if own is not None:
-            return own
-    kept = _kept_for_others(contents, component, rank, entries)
-    if not kept and trees is not None:
+        of_submodules = _of_own_submodules(contents, state)
+        if of_submodules is not None:
+            return of_submodules
+    of_other_ranks = _kept_for_others(contents, component, rank, entries)
+    if not of_other_ranks and trees is not None:
         return replace(state, entries=_reached(contents, component, rank, entries))
-    report.missing += kept or [key]
+    report.missing += of_other_ranks or [key]
     return None
 
 
@@ -83,9 +83,9 @@ def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
     names = {component_of(name) for name in state.current}
     if not names or not state.entries.keys() >= {f"{state.component}/{name}" for name in names}:
         return None
-    own = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}
-    given = {state.component: next(flatten(state.current, state.component))}
-    return replace(state, entries=own, given=given)
+    entries = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}
+    current = {state.component: next(flatten(state.current, state.component))}
+    return replace(state, entries=entries, given=current)
 
 
 def _reached(
@@ -93,9 +93,9 @@ def _reached(
 ) -> dict[str, Entry]:
     """Leave out global entries that only containers of other ranks hold."""
     digest = contents.manifest.ranks.get(str(rank), {}).get(component)
-    own = {} if digest is None else dict(contents.tree(digest).items())
+    own_entries = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)
-    for inner, entry in own.items():
+    for inner, entry in own_entries.items():
         if isinstance(entry, ContainerEntry):
             loading.add(component + inner, entry)
     elements = {
@@ -107,8 +107,8 @@ def _reached(
         return entries
     reached = dict[str, Entry]()
     for path, entry in entries.items():  # a container comes before its elements
-        above, _, name = path.rpartition("/")
-        if not above or (above in reached and name in elements.get(above, (name,))):
+        parent, _, name = path.rpartition("/")
+        if not parent or (parent in reached and name in elements.get(parent, (name,))):
             reached[path] = entry
     return reached
 
@@ -120,11 +120,11 @@ def _kept_for_others(
     if rank < contents.row.world_size:
         return []
     holders: dict[str, list[int]] = {}
-    for other in contents.ranks():
-        digest = contents.manifest.ranks[str(other)].get(component)
+    for other_rank in contents.ranks():
+        digest = contents.manifest.ranks[str(other_rank)].get(component)
         if digest is not None:
             for path in [component + inner for inner, _ in contents.tree(digest).items()]:
-                holders.setdefault(path, []).append(other)
+                holders.setdefault(path, []).append(other_rank)
     return [
         f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
         for path, ranks in holders.items()

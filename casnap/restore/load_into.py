@@ -62,47 +62,47 @@ def load_into(
             f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
             "other states, and read_object(path, tensor) a tensor"
         )
-    stored = _below(contents, prefix)
+    entries = _entries_below(contents, prefix)
     if rename is not None:
-        names = renamed(contents.where, {n: each.path for n, each in stored.items()}, rename)
-        stored = {new: stored[name] for new, name in names.items()}
-    own = dict(_tensors_of(module))
+        names = renamed(contents.label, {n: each.path for n, each in entries.items()}, rename)
+        entries = {new: entries[name] for new, name in names.items()}
+    tensors = dict(_tensors_of(module))
     report = RestoreReport()
-    places = _places(own, stored, device, report)
-    _leave_out_conflicts(places, stored, report)
-    filled = {id(own[name].value) for name in places}
+    places = _places(tensors, entries, device, report)
+    _leave_out_conflicts(places, entries, report)
+    targets = {id(tensors[name].value) for name in places}
     report.missing += sorted(
         name
-        for name, each in own.items()
+        for name, each in tensors.items()
         # A tied tensor may be stored under one of its names.
-        if name not in stored and id(each.value) not in filled
+        if name not in entries and id(each.value) not in targets
     )
     report.missing += [
         f"{name}: on the meta device here, and not persistent, so in no snapshot; give it values"
         for name, each in _tensors_of(module, persistent=False)
         if each.value.is_meta
     ]
-    report.unexpected += sorted(each.path for name, each in stored.items() if name not in own)
+    report.unexpected += sorted(each.path for name, each in entries.items() if name not in tensors)
     if strict and report:
-        raise MismatchError(mismatch_message(report, contents.where))
+        raise MismatchError(mismatch_message(report, contents.label))
     loading = Loading(contents, progress)
     synchronize(memory_of(places).values())
     for name, shards in places.items():
         filled_boxes = zip(shards.boxes, shards.tensors, strict=True)
-        loading.add(stored[name].path, stored[name].entry, filled_boxes)
+        loading.add(entries[name].path, entries[name].entry, filled_boxes)
     try:
         loading.load()
     finally:
         # A sharded tensor counts its changes apart from its shards.
         torch.autograd.graph.increment_version([shards.value for shards in places.values()])
-    _replace(own, places)
+    _replace(tensors, places)
     return report
 
 
 # --- what the snapshot has ----------------------------------------------------------------------
 
 
-def _below(contents: Contents, prefix: str) -> dict[str, Listed]:
+def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
     """Return the tensors and values below a path, or of a submodule, by their names there."""
     prefix = prefix.rstrip("/")
     for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
@@ -110,19 +110,19 @@ def _below(contents: Contents, prefix: str) -> dict[str, Listed]:
         for each in contents.listed(start):
             if not isinstance(each.entry, ContainerEntry):
                 by_name.setdefault(each.path, []).append(each)
-        for path, same in by_name.items():
-            shared = [each for each in same if each.owner is None]
-            owners = [each.owner for each in same if each.owner is not None]
+        for path, names in by_name.items():
+            shared = [each for each in names if each.owner is None]
+            owners = [each.owner for each in names if each.owner is not None]
             if not shared:
-                contents.check_one_keeper(path, owners if len(same) > 1 else [])
+                contents.check_one_keeper(path, owners if len(names) > 1 else [])
         if by_name:
             return {
-                "/".join(map(key_of, path[len(start) :].split("/"))): same[0]
-                for path, same in by_name.items()
+                "/".join(map(key_of, path[len(start) :].split("/"))): names[0]
+                for path, names in by_name.items()
             }
     keys = sorted(contents.trees(None))
     hint = nearest(prefix, keys) or f"; it has the keys {', '.join(keys)[:200]}"
-    raise EntryNotFoundError(f"{contents.where} has nothing below {prefix!r}{hint}")
+    raise EntryNotFoundError(f"{contents.label} has nothing below {prefix!r}{hint}")
 
 
 # --- what the module has ------------------------------------------------------------------------
@@ -142,8 +142,8 @@ def _tensors_of(
 
 
 def _places(
-    own: Mapping[str, _ModuleTensor],
-    stored: Mapping[str, Listed],
+    tensors: Mapping[str, _ModuleTensor],
+    entries: Mapping[str, Listed],
     device: torch.device | str | None,
     report: RestoreReport,
 ) -> dict[str, Shards]:
@@ -151,30 +151,30 @@ def _places(
 
     For tensors on the meta device it is new memory, the same for tied ones.
     """
-    where = None if device is None else torch.device(device)
+    device_asked = None if device is None else torch.device(device)
     places: dict[str, Shards] = {}
     by_address: dict[int, torch.Tensor] = {}
     unfit: dict[str, str] = {}
-    for name, each in own.items():
-        if name not in stored:
+    for name, each in tensors.items():
+        if name not in entries:
             continue
         value = each.value
-        reason = _why_unfit(value, stored[name], where)
+        reason = _why_unfit(value, entries[name], device_asked)
         if reason:
-            unfit[name] = f"{stored[name].path}: {reason}"
+            unfit[name] = f"{entries[name].path}: {reason}"
             continue
         if value.is_meta:
             if id(value) not in by_address:
-                by_address[id(value)] = torch.empty_like(value, device=where)
+                by_address[id(value)] = torch.empty_like(value, device=device_asked)
             value = by_address[id(value)]
         shape = tuple(value.shape)
-        whole = Shards(shape, (Region.whole(shape),), (value,), value)
-        places[name] = shards_of(name, value) or whole
+        shards = Shards(shape, (Region.whole(shape),), (value,), value)
+        places[name] = shards_of(name, value) or shards
     report.mismatched += [unfit[name] for name in sorted(unfit)]
     return places
 
 
-def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) -> str:
+def _why_unfit(value: torch.Tensor, each: Listed, device: torch.device | None) -> str:
     """Return why a tensor cannot be filled with an entry; empty if it can."""
     entry = each.entry
     if not isinstance(entry, TensorEntry):
@@ -187,11 +187,11 @@ def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) ->
         return f"{value.dtype} here, {entry.kind} of {entry.dtype} in the snapshot: no such cast"
     if value.is_meta:
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        if where is not None and is_plain:
+        if device is not None and is_plain:
             return ""
         advice = ", or pass device=" if is_plain else ""
         return f"on the meta device here; call to_empty(device=...) first{advice}"
-    if where is not None and not _is_on(value, where):
+    if device is not None and not _is_on(value, device):
         return f"on {value.device} here; device= is for tensors on the meta device: use to() first"
     shards = shards_of(each.path, value)
     return next(filter(None, map(_why_not_filled, shards.tensors if shards else (value,))), "")
@@ -213,18 +213,18 @@ def _why_not_filled(memory: torch.Tensor) -> str:
     return ""
 
 
-def _is_on(value: torch.Tensor, where: torch.device) -> bool:
-    return value.device.type == where.type and where.index in (None, value.device.index)
+def _is_on(value: torch.Tensor, device: torch.device) -> bool:
+    return value.device.type == device.type and device.index in (None, value.device.index)
 
 
 def _leave_out_conflicts(
-    places: dict[str, Shards], stored: Mapping[str, Listed], report: RestoreReport
+    places: dict[str, Shards], listed: Mapping[str, Listed], report: RestoreReport
 ) -> None:
     """Leave out tensors that share memory, but are not the same in the snapshot."""
-    entries = {name: stored[name].entry for name in places}
+    entries = {name: listed[name].entry for name in places}
     for group in conflicts(memory_of(places), entries):
         names = sorted({name for name, _ in group})
-        paths = ", ".join(stored[name].path for name in names)
+        paths = ", ".join(listed[name].path for name in names)
         report.mismatched.append(
             f"{paths}: share memory here, but are not the same in the snapshot; untie them first, "
             "or leave some out by rename="
@@ -233,16 +233,20 @@ def _leave_out_conflicts(
             places.pop(name, None)
 
 
-def _replace(own: Mapping[str, _ModuleTensor], places: Mapping[str, Shards]) -> None:
+def _replace(tensors: Mapping[str, _ModuleTensor], places: Mapping[str, Shards]) -> None:
     """Put new tensors into the module where its own were on the meta device; keep ties."""
     replaced: dict[int, torch.Tensor] = {}
-    filled = {id(own[name].value): places[name].value for name in places}
-    for each in own.values():
-        old = each.value
-        if not old.is_meta or id(old) not in filled:
+    by_id = {id(tensors[name].value): places[name].value for name in places}
+    for each in tensors.values():
+        value = each.value
+        if not value.is_meta or id(value) not in by_id:
             continue
-        if id(old) not in replaced:
-            new = filled[id(old)]
-            is_parameter = isinstance(old, torch.nn.Parameter)
-            replaced[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
-        each.tensors[each.key] = replaced[id(old)]
+        if id(value) not in replaced:
+            replacement = by_id[id(value)]
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            replaced[id(value)] = (
+                torch.nn.Parameter(replacement, value.requires_grad)
+                if is_parameter
+                else replacement
+            )
+        each.tensors[each.key] = replaced[id(value)]

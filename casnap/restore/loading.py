@@ -128,10 +128,10 @@ class Loading:
             if targets is None:
                 content = allocate(entry)
                 targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)
-        wanted = [(box, as_copyable(tensor.detach())) for box, tensor in targets if box.numel]
+        parts = [(box, as_copyable(tensor.detach())) for box, tensor in targets if box.numel]
         if self._reports:
-            self._counter.total += sum(box.numel for box, _ in wanted) * itemsize_of(entry)
-        self._items.append(_Item(path, entry, content, wanted))
+            self._counter.total += sum(box.numel for box, _ in parts) * itemsize_of(entry)
+        self._items.append(_Item(path, entry, content, parts))
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
         """Read everything, verified, and return it by path.
@@ -146,18 +146,18 @@ class Loading:
         fetch = fetch or self._contents.objects.fetch
         try:
             with collector_paused():
-                fetch(self.wants(), ReadOptions(budget, _preparation(self._filled())))
+                fetch(self.wants(), ReadOptions(budget, _preparation(self._tensors_to_fill())))
         finally:
             # torch does not see what is read into memory: a backward of older values must fail.
-            torch.autograd.graph.increment_version(self._filled())
-        synchronize_workers(self._filled())
+            torch.autograd.graph.increment_version(self._tensors_to_fill())
+        synchronize_workers(self._tensors_to_fill())
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
             for path, entry, content, _ in self._items
             if content is not None
         }
 
-    def _filled(self) -> Iterator[torch.Tensor]:
+    def _tensors_to_fill(self) -> Iterator[torch.Tensor]:
         return (tensor for item in self._items for _, tensor in item.targets)
 
     def wants(self) -> Iterator[Want]:
@@ -181,33 +181,33 @@ class Loading:
                 assert isinstance(entry, TensorEntry)
                 each = (_moves(entry, cells, box, tensor) for box, tensor in item.targets)
                 moves = chain.from_iterable(each)
-            for number, nbytes, kept, sink, target in moves:
-                counted = self._counted(sink, kept) if self._reports else sink
-                yield Want(digests[number], nbytes, counted, path, target)
+            for number, nbytes, bytes_kept, sink, target in moves:
+                counting_sink = self._counting(sink, bytes_kept) if self._reports else sink
+                yield Want(digests[number], nbytes, counting_sink, path, target)
 
     def _fill_inline(self, item: _Item, payload: Payload) -> None:
         inline, path = payload.inline, item.path
         if len(inline) != payload.nbytes:
-            raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
+            raise DamagedError(f"{self._contents.label}: {path} is cut off", (path,))
         if isinstance(item.content, bytearray):
             item.content.extend(inline)
         for box, tensor in item.targets:
             assert isinstance(item.entry, TensorEntry)
-            whole = Region.whole(item.entry.shape)
-            elements = elements_of(item.entry, memoryview(bytearray(inline)), whole)
-            fill(tensor, elements if box == whole else elements[box.within(whole)])
+            region = Region.whole(item.entry.shape)
+            elements = elements_of(item.entry, memoryview(bytearray(inline)), region)
+            fill(tensor, elements if box == region else elements[box.within(region)])
 
-    def _counted(self, sink: Sink, kept: int) -> Sink:
-        def counted(raw: memoryview) -> None:
+    def _counting(self, sink: Sink, bytes_kept: int) -> Sink:
+        def count(raw: memoryview) -> None:
             sink(raw)
-            self._counter.add(kept)
+            self._counter.add(bytes_kept)
 
-        return counted
+        return count
 
 
-def _preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
+def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
     """Return what to do once with each buffer that tensors are filled from."""
-    device = next((tensor.device for tensor in filled if not tensor.is_cpu), None)
+    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
     return None if device is None else partial(pin, device=device)
 
 
@@ -217,9 +217,9 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
     try:
         yield
     except DamagedError as e:
-        raise DamagedError(f"{contents.where}: {path}: {e}", (path,)) from e
+        raise DamagedError(f"{contents.label}: {path}: {e}", (path,)) from e
     except StateError as e:
-        raise type(e)(f"{contents.where}: {path}: {e}") from e
+        raise type(e)(f"{contents.label}: {path}: {e}") from e
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
@@ -269,12 +269,12 @@ def _moves(
         itemsize = itemsize_of(entry)
         for number, source, place in region.cells(cells):
             cell = cells.region(number)
-            kept = prod(axis.stop - axis.start for axis in place) * itemsize
+            bytes_kept = prod(axis.stop - axis.start for axis in place) * itemsize
             sink = _elements_to(entry, target[place], cell, source)
-            yield _Move(number, cell.numel * itemsize, kept, sink)
+            yield _Move(number, cell.numel * itemsize, bytes_kept, sink)
         return
-    plain = target.dtype == carrier_dtype(entry) and is_its_memory(target)
-    flat = view_at(target.data_ptr(), target.nbytes) if plain else None
+    is_direct = target.dtype == carrier_dtype(entry) and is_its_memory(target)
+    flat = view_at(target.data_ptr(), target.nbytes) if is_direct else None
     if flat is not None and region.sizes == cells.shape:
         yield from _copies(cells, flat)
         return
@@ -283,17 +283,17 @@ def _moves(
         cell = cells.region(number)
         common = cell.intersect(region)
         assert common is not None
-        kept, nbytes = common.numel * itemsize, cell.numel * itemsize
+        bytes_kept, nbytes = common.numel * itemsize, cell.numel * itemsize
         run, first = None, common.start_in(cell)
         if flat is not None and (start := common.start_in(region)) is not None:
-            run = flat[start * itemsize : start * itemsize + kept]
+            run = flat[start * itemsize : start * itemsize + bytes_kept]
         if run is None or first is None:
             sink = _elements_to(entry, target[common.within(region)], cell, common.within(cell))
-            yield _Move(number, nbytes, kept, sink)
-        elif kept == nbytes:
+            yield _Move(number, nbytes, bytes_kept, sink)
+        elif bytes_kept == nbytes:
             yield _filling(number, run)
         else:
-            yield _Move(number, nbytes, kept, _copy_to(run, first * itemsize))
+            yield _Move(number, nbytes, bytes_kept, _copy_to(run, first * itemsize))
 
 
 def _elements_to(

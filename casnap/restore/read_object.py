@@ -54,9 +54,11 @@ def read_object(
     if isinstance(entry, TensorEntry) and (obj_out is not None or index is not None):
         return read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
     if index is not None:
-        raise MismatchError(f"{contents.where}: {path} is not a tensor, so it takes no index")
-    wanted = {full: _whole(full, entry, entries)}
-    return _read(contents, wanted, memory_budget_bytes, allow_pickle=allow_pickle)[full]
+        raise MismatchError(f"{contents.label}: {path} is not a tensor, so it takes no index")
+    entries_by_path = {full: _all_entries(full, entry, entries)}
+    return _read_entries(contents, entries_by_path, memory_budget_bytes, allow_pickle=allow_pickle)[
+        full
+    ]
 
 
 @without_torch_modes()
@@ -74,47 +76,49 @@ def read_objects(
         EntryNotFoundError: A path names nothing, or several ranks' own entries.
         DamagedError: A chunk is missing or damaged.
     """
-    wanted: dict[str, Iterable[tuple[str, Entry]]] = {}
+    entries_by_path: dict[str, Iterable[tuple[str, Entry]]] = {}
     plain_paths: list[str] = []
     for path in paths:
         matched = contents.matching(path) if has_wildcards(path) else []
-        wanted |= {each.name: (("", each.entry),) for each in matched}
+        entries_by_path |= {each.name: (("", each.entry),) for each in matched}
         if not matched:
-            wanted[path] = ()
+            entries_by_path[path] = ()
             plain_paths.append(path)
     # In order, each leaf of the tree is decoded once.
     for path in sorted(plain_paths):
-        wanted[path] = _whole(*contents.the_entry(path))
-    return _read(contents, wanted, memory_budget_bytes, progress, allow_pickle=allow_pickle)
+        entries_by_path[path] = _all_entries(*contents.the_entry(path))
+    return _read_entries(
+        contents, entries_by_path, memory_budget_bytes, progress, allow_pickle=allow_pickle
+    )
 
 
-def _whole(path: str, entry: Entry, entries: Entries) -> Iterator[tuple[str, Entry]]:
+def _all_entries(path: str, entry: Entry, entries: Entries) -> Iterator[tuple[str, Entry]]:
     """Yield an entry, and everything below it, by their paths below it."""
     yield "", entry
     inner = path[len(path.partition("/")[0]) :]
     if isinstance(entry, ContainerEntry):
-        for below, child in entries.below(f"{inner}/"):
-            yield below[len(inner) :], child
+        for inner_path, child in entries.items_below(f"{inner}/"):
+            yield inner_path[len(inner) :], child
 
 
-def _read(
+def _read_entries(
     contents: Contents,
-    wanted: Mapping[str, Iterable[tuple[str, Entry]]],
+    entries_by_path: Mapping[str, Iterable[tuple[str, Entry]]],
     budget: int | None,
     progress: Progress | None = None,
     *,
     allow_pickle: bool,
 ) -> dict[str, Any]:
     loading = Loading(contents, progress)
-    added = set[str]()
-    for name, entries in wanted.items():
-        for below, entry in entries:
+    paths = set[str]()
+    for name, entries in entries_by_path.items():
+        for inner_path, entry in entries:
             # A container and something in it may both be asked for.
-            if name + below not in added:
-                added.add(name + below)
-                loading.add(name + below, entry)
+            if name + inner_path not in paths:
+                paths.add(name + inner_path)
+                loading.add(name + inner_path, entry)
     leaves = loading.load(budget)
-    return {name: inflate(name, leaves, allow_pickle=allow_pickle) for name in wanted}
+    return {name: inflate(name, leaves, allow_pickle=allow_pickle) for name in entries_by_path}
 
 
 def read_tensor(
@@ -127,9 +131,11 @@ def read_tensor(
 ) -> Any:
     """Read a tensor into another one, or a part of it."""
     if index is not None and entry.quantization is not None:
-        wanted = {path: (("", entry),)}
-        whole: Any = _read(contents, wanted, budget, allow_pickle=False)[path]
-        return whole[index] if obj_out is None else _copied(contents, path, whole[index], obj_out)
+        entries_by_path = {path: (("", entry),)}
+        tensor: Any = _read_entries(contents, entries_by_path, budget, allow_pickle=False)[path]
+        return (
+            tensor[index] if obj_out is None else _copy_into(contents, path, tensor[index], obj_out)
+        )
     with naming(contents, path):
         check_shape(entry)
     selection = select(entry.shape, index)
@@ -158,21 +164,21 @@ def read_tensor(
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
-    return value if obj_out is None else _copied(contents, path, value, obj_out)
+    return value if obj_out is None else _copy_into(contents, path, value, obj_out)
 
 
-def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> torch.Tensor:
+def _copy_into(contents: Contents, path: str, value: Any, out: torch.Tensor) -> torch.Tensor:
     try:
-        new = torch.as_tensor(value)
+        copy = torch.as_tensor(value)
         if out.layout is not torch.strided or not overlaps_itself(out):
-            fill(out, new)
+            fill(out, copy)
             return out
-        held = fill_shared_memory([(out, new)])
+        remaining = fill_shared_memory([(out, copy)])
     except (TypeError, ValueError, RuntimeError) as e:
-        raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
-    if not held:
+        raise MismatchError(f"{contents.label}: {path} cannot be read into a tensor: {e}") from e
+    if not remaining:
         raise MismatchError(
-            f"{contents.where}: {path} cannot be held by obj_out, which overlaps itself and holds "
+            f"{contents.label}: {path} cannot be held by obj_out, which overlaps itself and holds "
             "only some of the values now; pass obj_out.contiguous(), or none"
         )
     return out
@@ -186,30 +192,30 @@ def _check_out(
 ) -> None:
     if not isinstance(out, torch.Tensor):
         raise MismatchError(
-            f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
+            f"{contents.label}: {path} is a tensor; obj_out is a {type(out).__name__}"
         )
     if holds_parts(out):
         raise MismatchError(
-            f"{contents.where}: {path} cannot be read into obj_out: {why_not_whole(out)}"
+            f"{contents.label}: {path} cannot be read into obj_out: {why_not_whole(out)}"
         )
     if holds_no_values(out):
         raise MismatchError(
-            f"{contents.where}: {path} cannot be read into a tensor that holds no values: "
+            f"{contents.label}: {path} cannot be read into a tensor that holds no values: "
             "obj_out is on the meta device, or of a FakeTensorMode"
         )
     if out.is_nested or torch.nn.parameter.is_lazy(out):
         raise MismatchError(
-            f"{contents.where}: {path} cannot be read into obj_out, which is nested or has no "
+            f"{contents.label}: {path} cannot be read into obj_out, which is nested or has no "
             "shape yet; pass a plain tensor, or none"
         )
     if tuple(out.shape) != shape:
         raise MismatchError(
-            f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
+            f"{contents.label}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
         )
     if reason := why_not_writable(out):
-        raise MismatchError(f"{contents.where}: {path} cannot be read into obj_out, which {reason}")
+        raise MismatchError(f"{contents.label}: {path} cannot be read into obj_out, which {reason}")
     if is_float4(entry) != is_float4(out):
         raise MismatchError(
-            f"{contents.where}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "
+            f"{contents.label}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "
             "cast to or from float4"
         )

@@ -10,11 +10,11 @@ from casnap.errors import MismatchError
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 
 
-def renamed(where: str, paths: Mapping[str, str], rename: Rename) -> dict[str, str]:
+def renamed(snapshot: str, paths: Mapping[str, str], rename: Rename) -> dict[str, str]:
     """Return the names of a snapshot, by their names here; those renamed to None are left out.
 
     Args:
-        where: The snapshot, for messages.
+        snapshot: The snapshot, for messages.
         paths: Name → path, for messages.
         rename: The new names. A name that a mapping lacks stays.
 
@@ -23,12 +23,12 @@ def renamed(where: str, paths: Mapping[str, str], rename: Rename) -> dict[str, s
     """
     sources: dict[str, str] = {}
     for name, path in paths.items():
-        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
-        if new in sources:
+        new_name = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+        if new_name in sources:
             raise MismatchError(
-                f"{where}: rename= gives {paths[sources[new]]} and {path} the same name {new!r}; "
-                "nothing was read"
+                f"{snapshot}: rename= gives {paths[sources[new_name]]} and {path} the same name "
+                f"{new_name!r}; nothing was read"
             )
-        if new is not None:
-            sources[new] = name
+        if new_name is not None:
+            sources[new_name] = name
     return sources

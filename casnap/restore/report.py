@@ -29,15 +29,15 @@ class RestoreReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
 
-def mismatch_message(report: RestoreReport, where: str, keys: Iterable[str] = ()) -> str:
+def mismatch_message(report: RestoreReport, snapshot: str, keys: Iterable[str] = ()) -> str:
     """Return the message of an error that lists everything that does not fit.
 
     Args:
         report: What does not fit.
-        where: The snapshot.
+        snapshot: The snapshot.
         keys: Its keys, if one that it lacks was asked for.
     """
-    lines = [f"{where} does not fit the state; nothing was restored"]
+    lines = [f"{snapshot} does not fit the state; nothing was restored"]
     for label, paths in (
         ("missing in the snapshot", report.missing),
         ("unexpected in the snapshot", report.unexpected),

@@ -70,14 +70,14 @@ def restore(
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
     keys = [key for key in map(key_of, agreed.order) if key in app_state]
-    found = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
+    key_states = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
     # Their state is read in the modes of the caller.
-    states, targets = _compared([state for state in found if state is not None], report)
+    states, targets = _compared([state for state in key_states if state is not None], report)
     if options.strict and report:
         has = contents.keys()
         lacks_key = not has.issuperset(app_state) or options.rename is not None
         known_keys = sorted(has) if lacks_key else ()
-        raise MismatchError(mismatch_message(report, contents.where, known_keys))
+        raise MismatchError(mismatch_message(report, contents.label, known_keys))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
@@ -98,8 +98,8 @@ def restore(
             _load_state(state, values[i], report, strict=options.strict)
         except Exception as e:
             text = _what_failed(state, e, states[:i], states[i:], targets)
-            known = e if isinstance(e, CasnapError) else MismatchError()
-            raise retold(known, f"{contents.where}: {text}") from e
+            cause = e if isinstance(e, CasnapError) else MismatchError()
+            raise retold(cause, f"{contents.label}: {text}") from e
     comm.all_gather(b"")
     return report
 
@@ -107,7 +107,7 @@ def restore(
 @collector_paused()
 @without_torch_modes()
 def _compared(
-    found: Iterable[KeyState], report: RestoreReport
+    key_states: Iterable[KeyState], report: RestoreReport
 ) -> tuple[list[KeyState], dict[str, Shards]]:
     """Report how the keys differ from the snapshot.
 
@@ -116,7 +116,7 @@ def _compared(
     """
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
-    for state in found:
+    for state in key_states:
         if unfit := why_unfit(state):
             report.mismatched += unfit
             continue
@@ -143,9 +143,9 @@ def _what_failed(
     targets: Iterable[str],
 ) -> str:
     """Return what to tell of an error of a ``load_state_dict``, and of what was written already."""
-    filled = {path.partition("/")[0] for path in targets}
+    restored_keys = {path.partition("/")[0] for path in targets}
     loaded = ", ".join(key_of(s.component) for s in before)
-    partly = ", ".join(key_of(s.component) for s in others if s.component in filled)
+    partly = ", ".join(key_of(s.component) for s in others if s.component in restored_keys)
     return (
         f"load_state_dict() of {key_of(state.component)!r} raised {type(error).__name__}: {error}. "
         f"Restored before: {loaded or 'nothing'}"
@@ -161,10 +161,10 @@ def _by_stored_keys(
     All ranks see the keys of all ranks here, so they find the same.
     """
     keys = contents.keys()
-    stored = renamed(contents.where, {key: key for key in sorted(keys)}, rename)
-    asked = random_states_first(app_state)
-    report.missing += [key for key in asked if key not in stored]
-    return {stored[key]: app_state[key] for key in asked if key in stored}
+    keys_by_stored = renamed(contents.label, {key: key for key in sorted(keys)}, rename)
+    ordered_keys = random_states_first(app_state)
+    report.missing += [key for key in ordered_keys if key not in keys_by_stored]
+    return {keys_by_stored[key]: app_state[key] for key in ordered_keys if key in keys_by_stored}
 
 
 class _Asked(msgspec.Struct, array_like=True):
@@ -207,12 +207,12 @@ def _agree(
     """
     backend = contents.objects.backend
     costly = backend.costly_requests and comm.size > 1
-    asked = _Asked([component_of(key) for key in random_states_first(app_state)])
+    keys_message = _Asked([component_of(key) for key in random_states_first(app_state)])
     if costly:
-        asked.cache = contents.objects.index.cache.identity
+        keys_message.cache = contents.objects.index.cache.identity
     elif comm.size > 1 and (boot := boot_id()):
-        asked.cache = f"{boot} {backend.identity}".encode()
-    everyone = comm.gather_messages(asked, _Asked)
+        keys_message.cache = f"{boot} {backend.identity}".encode()
+    everyone = comm.gather_messages(keys_message, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
     root = contents.objects.recent() if costly and comm.rank == 0 else None
     caches = {of_rank.cache for of_rank in everyone}
@@ -220,7 +220,7 @@ def _agree(
     own = _Agreed(contents.row.commit, options.read_once, has_one_cache, order, root)
     agreed = comm.broadcast_message(own, _Agreed)
     commit = agreed.commit.hex()
-    comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit)
+    comm.check_same(f"the commit of {contents.label}", contents.row.commit.hex(), commit)
     comm.check_same("the option read_once=", options.read_once, agreed.read_once)
     if agreed.root is not None:
         contents.objects.observe_root(agreed.root)
@@ -248,21 +248,21 @@ def _load(
     memory = memory_of(targets)
     # Filling one could overwrite a part of another, so these are read into new memory first.
     groups = conflicts(memory, entries)
-    apart = {path for group in groups for path, _ in group}
-    for path in sorted(path for path in apart if targets[path].is_sharded):
+    grouped_paths = {path for group in groups for path, _ in group}
+    for path in sorted(path for path in grouped_paths if targets[path].is_sharded):
         raise MismatchError(
-            f"{contents.where}: {path} shares its memory with another tensor here, but differs "
+            f"{contents.label}: {path} shares its memory with another tensor here, but differs "
             "from it in the snapshot; nothing was restored. Untie them, or restore into plain "
             "tensors"
         )
     synchronize(memory.values())
     for path, entry in entries.items():
-        shards = None if path in apart else targets.get(path)
+        shards = None if path in grouped_paths else targets.get(path)
         if shards is None:
             loading.add(path, entry)
         else:
-            filled = zip(shards.boxes, shards.tensors, strict=True)
-            loading.add(path, entry, filled, shards.value)
+            pairs = zip(shards.boxes, shards.tensors, strict=True)
+            loading.add(path, entry, pairs, shards.value)
     # From here on tensors are written, so every rank must have finished its checks.
     comm.all_gather(b"")
     fetch = None

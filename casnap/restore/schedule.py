@@ -57,7 +57,7 @@ class Schedule(Struct, frozen=True, array_like=True):
 
 
 def schedule_reads(
-    wanted: Sequence[tuple[list[int], Units]],
+    requests: Sequence[tuple[list[int], Units]],
     size: int,
     share: int,
     window: int,
@@ -66,32 +66,32 @@ def schedule_reads(
     """Assign the units that several ranks want to readers and windows.
 
     Args:
-        wanted: Groups of ranks, each with the units that all ranks of the group want.
+        requests: Groups of ranks, each with the units that all ranks of the group want.
         size: The number of ranks.
         share: About how many bytes a rank reads for others in a window.
         window: About how many bytes a rank receives in a window.
         in_memory: Whether a chunk is in one place for all ranks that want it.
     """
     by_unit: defaultdict[Unit, list[tuple[int, int]]] = defaultdict(list)
-    for i, (_, units) in enumerate(wanted):
+    for i, (_, units) in enumerate(requests):
         for pack, runs in units:
             for number, nbytes in runs:
                 by_unit[pack, number].append((i, nbytes))
     by_lists: defaultdict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for unit, named in by_unit.items():
-        by_lists[tuple([i for i, _ in named])].append(unit)
+    for unit, digests in by_unit.items():
+        by_lists[tuple([i for i, _ in digests])].append(unit)
     load = [0] * size
     readers: dict[Unit, int] = {}
     # Units that few ranks want are assigned first.
-    for lists in sorted(by_lists, key=lambda lists: sum(len(wanted[i][0]) for i in lists)):
-        heap = [(load[rank], rank) for i in lists for rank in wanted[i][0]]
+    for lists in sorted(by_lists, key=lambda lists: sum(len(requests[i][0]) for i in lists)):
+        heap = [(load[rank], rank) for i in lists for rank in requests[i][0]]
         heapify(heap)
         for unit in by_lists[lists]:
             reader = _least_loaded(heap, load)
             load[reader] += max([nbytes for _, nbytes in by_unit[unit]])
             if len(heap) > 1:
                 readers[unit] = reader
-    windows = _Windows(size, share, len(wanted), window, in_memory)
+    windows = _Windows(size, share, len(requests), window, in_memory)
     schedule: defaultdict[bytes, dict[int, ReadTurn]] = defaultdict(dict)
     for unit in sorted(readers):
         assigned = ReadTurn(windows.place(readers[unit], by_unit[unit]), readers[unit])
@@ -124,16 +124,16 @@ class _Windows:
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
         """Return the window for a unit, given the lists that want it and their bytes."""
-        last, filled, bounds = self._last, self._filled, self._bounds
+        last_window, used, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]
         adds.append((reader, self._read_for([nbytes for _, nbytes in lists])))
         window = 0
         for i, nbytes in adds:
-            first = last[i] + (0 < filled[i] > bounds[i] - nbytes)
+            first = last_window[i] + (0 < used[i] > bounds[i] - nbytes)
             window = max(window, first)
         for i, nbytes in adds:
-            if last[i] < window:
-                last[i], filled[i] = window, 0
-            filled[i] += nbytes
+            if last_window[i] < window:
+                last_window[i], used[i] = window, 0
+            used[i] += nbytes
         self.count = max(self.count, window + 1)
         return window

@@ -168,7 +168,7 @@ class _SharedFetch:
         schedule, equal = self._agree(by_unit, share, window)
         if not schedule.windows:
             return
-        requests, alone = self._split(by_unit, schedule)
+        requests, read_alone = self._split(by_unit, schedule)
         requested = self._requested(requests) if equal else self._exchange_requests(requests)
         self._make_buffers(requested)
         incoming = max(map(self._incoming, requests))
@@ -177,11 +177,13 @@ class _SharedFetch:
             parts: list[Sequence[memoryview | bytes]] = []
 
             def read(i: int) -> None:
-                own = alone[
-                    i * len(alone) // schedule.windows : (i + 1) * len(alone) // schedule.windows
+                digests = read_alone[
+                    i * len(read_alone) // schedule.windows : (i + 1)
+                    * len(read_alone)
+                    // schedule.windows
                 ]
-                own += requests[i][self._comm.rank]
-                parts.append(self._read_for_all(own, requested[i], i))
+                digests += requests[i][self._comm.rank]
+                parts.append(self._read_for_all(digests, requested[i], i))
 
             reading = crew.start(partial(read, 0))
             for i in range(schedule.windows):
@@ -231,8 +233,10 @@ class _SharedFetch:
 
     def _room(self, requested: list[bytes]) -> int:
         """Return the most bytes that the answers to the requests of a window take."""
-        near, far = self._texts(requested)
-        return self._room_for(_nbytes_of(near)) + sum(_nbytes_of([text]) for text in far)
+        same_host, other_hosts = self._texts(requested)
+        return self._room_for(_nbytes_of(same_host)) + sum(
+            _nbytes_of([text]) for text in other_hosts
+        )
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Return requests, each once: of ranks that find memory of this one, and of the others."""
@@ -271,21 +275,21 @@ class _SharedFetch:
         digests_of_ranks = self._comm.all_gather(digest_of(listed)[:16] + digest_of(chunks)[:16])
         size, in_memory = self._comm.size, self._shared.by_all
         if len(set(map(bytes, digests_of_ranks))) == 1:
-            wanted = [(list(range(size)), units)]
-            return schedule_reads(wanted, size, share, window, in_memory), True
-        same: defaultdict[bytes, list[int]] = defaultdict(list)
+            units_by_ranks = [(list(range(size)), units)]
+            return schedule_reads(units_by_ranks, size, share, window, in_memory), True
+        ranks_by_digest: defaultdict[bytes, list[int]] = defaultdict(list)
         for rank, digests in enumerate(digests_of_ranks):
-            same[bytes(digests[:16])].append(rank)
-        speakers = {ranks[0]: ranks for ranks in same.values()}
+            ranks_by_digest[bytes(digests[:16])].append(rank)
+        speakers = {ranks[0]: ranks for ranks in ranks_by_digest.values()}
         lists = self._comm.gather(listed if self._comm.rank in speakers else b"")
         schedule = b""
         if self._comm.rank == 0:
-            wanted = [
+            units_by_ranks = [
                 (speakers[rank], decoder(Units).decode(text))
                 for rank, text in enumerate(lists)
                 if text
             ]
-            schedule = encode(schedule_reads(wanted, size, share, window, in_memory))
+            schedule = encode(schedule_reads(units_by_ranks, size, share, window, in_memory))
         return decoder(Schedule).decode(self._comm.broadcast(schedule)), False
 
     def _nbytes(self, digest: Digest) -> int:
@@ -301,24 +305,24 @@ class _SharedFetch:
         requests: list[list[list[Digest]]] = [
             [[] for _ in range(self._comm.size)] for _ in range(schedule.windows)
         ]
-        alone: list[Digest] = []
+        read_alone: list[Digest] = []
         for unit, digests in by_unit.items():
             assigned = assignments.get(unit)
             if assigned is None:
-                alone += digests
+                read_alone += digests
             else:
                 requests[assigned.window][assigned.reader] += digests
         for lists in requests:
             for digests in lists:
                 # Ranks that want the same chunks send equal requests.
                 digests.sort()
-        return requests, alone
+        return requests, read_alone
 
     def _requested(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
         """Return the requests to this rank, by window and rank, if all ranks want the same."""
         rank, size = self._comm.rank, self._comm.size
         each = [self._request(lists[rank]) for lists in requests]
-        return [[b"" if other == rank else text for other in range(size)] for text in each]
+        return [[b"" if reader == rank else text for reader in range(size)] for text in each]
 
     def _exchange_requests(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
         """Send requests to all readers; return the requests to this rank, by window and rank."""
@@ -341,35 +345,35 @@ class _SharedFetch:
     # --- reading ---
 
     def _read_for_all(
-        self, own: list[Digest], requested: list[bytes], number: int
+        self, digests: list[Digest], requested: list[bytes], number: int
     ) -> list[memoryview | bytes]:
         """Read the chunks of a window; return what to send to each rank."""
         buffer = self._buffers[number % len(self._buffers)]
-        near, far = self._texts(requested)
+        same_host, other_hosts = self._texts(requested)
         copies: _Copies = defaultdict(list)
         parts: dict[bytes, memoryview | bytes] = {b"": b""}
         end = self._room_for(0)
-        if near:
-            tables, end = _lay_out(buffer, end, near, copies)
+        if same_host:
+            tables, end = _lay_out(buffer, end, same_host, copies)
             begins = buffer[: self._room_for(0)].cast("Q")
             for rank, text in enumerate(requested):
                 begins[rank] = tables.get(text, 0)
-        for text in far:
+        for text in other_hosts:
             part = buffer[end : end + _nbytes_of([text])]
             _lay_out(part, 0, [text], copies)
             parts[text] = part
             end += len(part)
-        self._read(own, copies)
+        self._read_chunks(digests, copies)
         return [
             b"" if reads else parts[text]
             for text, reads in zip(requested, self._readers, strict=True)
         ]
 
-    def _read(self, own: list[Digest], copies: Mapping[Digest, list[_Copy]]) -> None:
+    def _read_chunks(self, digests: list[Digest], copies: Mapping[Digest, list[_Copy]]) -> None:
         """Read chunks for this rank and others; damaged chunks are left out."""
-        mine = set(own)
+        mine = set(digests)
         wants = []
-        for digest in [*own, *(copies.keys() - mine)]:
+        for digest in [*digests, *(copies.keys() - mine)]:
             theirs = copies.get(digest, ())
             target = theirs[0].target if theirs else self._left[digest][0].target
             nbytes = len(theirs[0].target) if theirs else self._nbytes(digest)
@@ -417,18 +421,18 @@ class _SharedFetch:
         for reader, digests in enumerate(requests):
             if reader == self._comm.rank or not digests:
                 continue
-            sent, begin = received[reader], 0
+            content, begin = received[reader], 0
             memory = self._shared.theirs[reader]
-            if not len(sent) and memory is not None:
+            if not len(content) and memory is not None:
                 memory = _buffer(memory, number)
                 begin = memory[: self._room_for(0)].cast("Q")[self._comm.rank]
             else:
-                memory = sent
+                memory = content
             table = memory[begin : begin + _POINTER * len(digests)].cast("Q")
             for digest, position in zip(digests, table, strict=True):
                 raw = memory[position : position + self._nbytes(digest)]
                 if position and len(raw) == self._nbytes(digest):
-                    chunks.append((digest, raw, not len(sent)))
+                    chunks.append((digest, raw, not len(content)))
         threads = (
             max(1, min(cores() // self._comm.neighbours, 4))
             if sum(len(raw) for _, raw, _ in chunks) >= _BULK_BYTES

@@ -78,17 +78,19 @@ def _nodes(
     objects, keys = contents.objects, set(keys)
     everyone = frozenset(range(size))
     # A rank that the take did not have looks at the entries of all ranks, to say what it lacks.
-    new = everyone - set(contents.ranks())
+    without_tree = everyone - set(contents.ranks())
     subtrees = [(contents.manifest.shared, everyone)]
     for rank, subtree in contents.manifest.ranks.items():
-        subtrees.append((subtree, new | (everyone & {int(rank)})))
+        subtrees.append((subtree, without_tree | (everyone & {int(rank)})))
     yield everyone, objects.node(Digest(contents.row.manifest.digest))
-    needed: dict[bytes, frozenset[int]] = {}
+    ranks_by_node: dict[bytes, frozenset[int]] = {}
     for subtree, ranks in subtrees:
         for key in subtree.keys() & keys:
             top = TREE + subtree[key]
-            needed[top] = needed.get(top, frozenset()) | ranks
-    for node, below in walk(objects, list(needed), set()):
-        for reference in filter(is_node, below):
-            needed[reference] = needed.get(reference, frozenset()) | needed[node]
-        yield needed[node], objects.node(digest_in(node))
+            ranks_by_node[top] = ranks_by_node.get(top, frozenset()) | ranks
+    for node, children in walk(objects, list(ranks_by_node), set()):
+        for reference in filter(is_node, children):
+            ranks_by_node[reference] = (
+                ranks_by_node.get(reference, frozenset()) | ranks_by_node[node]
+            )
+        yield ranks_by_node[node], objects.node(digest_in(node))

@@ -36,10 +36,10 @@ def _moments(
     moments = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for path, entry in entries.items():
-        below, _, name = path.removeprefix(f"{component}/state/").partition("/")
-        if not path.startswith(f"{component}/state/") or not below.isdigit() or "/" in name:
+        index, _, name = path.removeprefix(f"{component}/state/").partition("/")
+        if not path.startswith(f"{component}/state/") or not index.isdigit() or "/" in name:
             continue
-        parameter = parameters[int(below)] if int(below) < len(parameters) else None
+        parameter = parameters[int(index)] if int(index) < len(parameters) else None
         if parameter is None or name in optimizer.state.get(parameter, ()):
             continue
         if isinstance(entry, TensorEntry) and entry.shape == tuple(parameter.shape):
@@ -99,7 +99,7 @@ def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     by_storage: dict[int, list[torch.Tensor]] = {}
     for part in parts:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
-    for same in by_storage.values():
-        first = min(same, key=torch.Tensor.data_ptr)
-        stop = max(end_address(part) for part in same)
+    for tensors in by_storage.values():
+        first = min(tensors, key=torch.Tensor.data_ptr)
+        stop = max(end_address(part) for part in tensors)
         yield first.as_strided(((stop - first.data_ptr()) // first.itemsize,), (1,))

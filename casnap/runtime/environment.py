@@ -54,8 +54,8 @@ def folder_for_chunks(name: str) -> Path | None:
     Raises:
         StoreError: The folder that the user named is another user's, or on a network file system.
     """
-    named = os.environ.get("CASNAP_CACHE_DIR")
-    folder = Path(local_path(named)) if named else cache_folder()
+    setting = os.environ.get("CASNAP_CACHE_DIR")
+    folder = Path(local_path(setting)) if setting else cache_folder()
     reason = None
     with suppress(OSError):
         if folder is not None:
@@ -134,10 +134,10 @@ def why_refused(folder: Path) -> str | None:
 
 
 def _cache_candidates() -> Iterator[Path]:
-    named = os.environ.get("CASNAP_CACHE_DIR")
+    setting = os.environ.get("CASNAP_CACHE_DIR")
     base = _user_folder("XDG_CACHE_HOME", ".cache")
-    if named:
-        yield Path(local_path(named))
+    if setting:
+        yield Path(local_path(setting))
     elif base is not None:
         yield base / "casnap"
     yield Path(_temp_folder(), f"casnap-{os.getuid()}")
@@ -159,9 +159,9 @@ def _home() -> Path | None:
 
 
 def _user_folder(variable: str, below_home: str) -> Path | None:
-    named, home = os.environ.get(variable), _home()
-    if named:
-        return Path(named)
+    setting, home = os.environ.get(variable), _home()
+    if setting:
+        return Path(setting)
     return None if home is None else home / below_home
 
 
@@ -170,8 +170,8 @@ def google_metadata_server() -> tuple[str, int] | None:
 
     None if the environment names other credentials or another server, or says not to ask.
     """
-    named = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
-    if any(map(os.environ.get, named)) or os.environ.get("NO_GCE_CHECK") == "true":
+    variables = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
+    if any(map(os.environ.get, variables)) or os.environ.get("NO_GCE_CHECK") == "true":
         return None
     host, _, port = os.environ.get("GCE_METADATA_IP", "169.254.169.254").partition(":")
     return host, int(port) if port.isdigit() else 80
@@ -225,6 +225,6 @@ def is_running(pid: int) -> bool:
 
 def crowded_folders() -> set[Path]:
     """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
-    named = {Path(p) for p in ("/", _temp_folder(), "/tmp", "/var/tmp", "/dev/shm")}
+    folders = {Path(p) for p in ("/", _temp_folder(), "/tmp", "/var/tmp", "/dev/shm")}
     home = _home()
-    return {p.resolve() for p in (named if home is None else named | {home})}
+    return {p.resolve() for p in (folders if home is None else folders | {home})}

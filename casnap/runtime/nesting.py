@@ -39,7 +39,7 @@ def refuse_nested_take() -> None:
 def _holds_something(frame: FrameType) -> bool:
     """Whether a function is one of casnap that may hold what a take needs."""
     module: str = frame.f_globals.get("__name__", "")
-    package, _, rest = module.partition(".")
-    if package != "casnap" or rest.startswith(_OUTSIDE) or module in _WAITING:
+    package, _, submodule = module.partition(".")
+    if package != "casnap" or submodule.startswith(_OUTSIDE) or module in _WAITING:
         return False
     return (module, frame.f_code.co_name) != ("casnap.snapshot", "wait")

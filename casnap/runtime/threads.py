@@ -178,8 +178,8 @@ class Crew:
                 if thread.give_up():
                     self._threads.remove(thread)
                 self.fail(e)
-                for other in started:
-                    other.wait()
+                for thread_started in started:
+                    thread_started.wait()
                 raise
             started.append(thread)
         return started
@@ -238,10 +238,10 @@ def run_shielded(work: Callable[[Crew], T], limit: int | None = None) -> T:
         work: The work, given a crew.
         limit: That of the crew.
     """
-    done: list[T] = []
+    results: list[T] = []
     with Crew(limit) as crew:
-        crew.run(lambda: done.append(work(crew)))
-    return done[0]
+        crew.run(lambda: results.append(work(crew)))
+    return results[0]
 
 
 def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
@@ -253,12 +253,12 @@ def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
 
 def beside(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     """Call one function in this thread, and another one on a thread meanwhile."""
-    done: list[U] = []
+    results: list[U] = []
     with Crew() as crew:
-        started = crew.start(lambda: done.append(second()))
+        started = crew.start(lambda: results.append(second()))
         result = first()
         crew.join(started)
-    return result, done[0]
+    return result, results[0]
 
 
 def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator[tuple[T, U]]:

@@ -99,15 +99,17 @@ def _components(path: str, keys: Sequence[Any]) -> list[str]:
     if len(set(components)) == len(components):
         return components
     times = Counter(components)
-    taken = set(components)
+    used_components = set(components)
     for i, key in enumerate(keys):
         if times[components[i]] > 1 and type(key) is not str:
             typed = f"{components[i]}%{type(key).__name__}"
             # Only NaNs can share both name and type.
             components[i] = next(
-                s for n in count_from(1) if (s := typed if n == 1 else f"{typed}%{n}") not in taken
+                s
+                for n in count_from(1)
+                if (s := typed if n == 1 else f"{typed}%{n}") not in used_components
             )
-            taken.add(components[i])
+            used_components.add(components[i])
     return components
 
 
@@ -142,11 +144,11 @@ def _metadata_of(value: Any) -> dict[str, Any] | None:
     metadata = getattr(value, "_metadata", None)
     if not isinstance(metadata, dict) or type(metadata) not in (dict, OrderedDict):
         return None
-    plain = {bool, int, float, str, type(None)}
+    json_types = {bool, int, float, str, type(None)}
     for prefix, local in metadata.items():
         if type(prefix) is not str or type(local) is not dict:
             return None
-        if any(type(k) is not str or type(v) not in plain for k, v in local.items()):
+        if any(type(k) is not str or type(v) not in json_types for k, v in local.items()):
             return None
     try:
         encode(metadata)
@@ -205,10 +207,10 @@ def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
     kind, parts = _SPARSE.get(value.layout, ("", ()))
     if not kind or value.is_nested:
         return None
-    plain = value.detach()
+    detached = value.detach()
     is_coo = kind == "sparse_coo"
     # An uncoalesced tensor has only the private names.
-    children = [getattr(plain, f"_{part}" if is_coo else part)() for part in parts]
+    children = [getattr(detached, f"_{part}" if is_coo else part)() for part in parts]
     spec = _Sparse(
         tuple(value.shape),
         is_coo and value.is_coalesced(),
@@ -249,8 +251,8 @@ def _is_namedtuple(value: object) -> bool:
 
 
 def _are_fields(fields: Sequence[object]) -> bool:
-    plain = all(type(f) is str and f.isidentifier() for f in fields)
-    return plain and len(set(fields)) == len(fields)
+    are_identifiers = all(type(f) is str and f.isidentifier() for f in fields)
+    return are_identifiers and len(set(fields)) == len(fields)
 
 
 def open_container(path: str, value: Any) -> Opened | None:
@@ -293,11 +295,11 @@ def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[It
 _Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | None, Build]]
 
 
-def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
-    spec = decode(data, _Keys, what)
+def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
+    spec = decode(data, _Keys, label)
     keys = decode_keys(spec.keys)
     if spec.factory is not None and spec.factory not in _FACTORIES:
-        raise DamagedError(f"{what} names an unknown factory {spec.factory[:40]!r}")
+        raise DamagedError(f"{label} names an unknown factory {spec.factory[:40]!r}")
 
     def build(children: list[Any]) -> Any:
         built: dict[Any, Any] = dict(zip(keys, children, strict=True))
@@ -314,13 +316,13 @@ def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str]
             ordered._metadata = OrderedDict(spec.metadata)  # type: ignore[attr-defined]
         return ordered
 
-    return _components(what, keys), build
+    return _components(label, keys), build
 
 
 def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
-    def read(what: str, entry: ContainerEntry, data: bytes) -> tuple[None, Build]:
+    def read(label: str, entry: ContainerEntry, data: bytes) -> tuple[None, Build]:
         if data:
-            raise DamagedError(f"{what} should be empty")
+            raise DamagedError(f"{label} should be empty")
 
         def build(children: list[Any]) -> Any:
             built = kind(children)
@@ -333,28 +335,28 @@ def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
     return read
 
 
-def _read_deque(what: str, entry: ContainerEntry, data: bytes) -> tuple[None, Build]:
-    spec = decode(data, _Deque, what)
+def _read_deque(label: str, entry: ContainerEntry, data: bytes) -> tuple[None, Build]:
+    spec = decode(data, _Deque, label)
     if spec.maxlen is not None and spec.maxlen < entry.count:
-        raise DamagedError(f"{what} allows fewer elements than there are")
+        raise DamagedError(f"{label} allows fewer elements than there are")
     return None, lambda children: deque(children, spec.maxlen)
 
 
-def _read_namedtuple(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
-    spec = decode(data, _Named, what)
+def _read_namedtuple(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
+    spec = decode(data, _Named, label)
 
     def build(children: list[Any]) -> Any:
         # tuple.__new__ runs no code of the class, which the store names, not the caller.
         return tuple.__new__(_namedtuple_class(spec), children)
 
-    return _components(what, spec.fields), build
+    return _components(label, spec.fields), build
 
 
 def _namedtuple_class(spec: _Named) -> Any:
-    found: Any = find_class(spec.module, spec.name)
-    is_same = found is not None and issubclass(found, tuple)
-    if is_same and getattr(found, "_fields", None) == spec.fields:
-        return found
+    kind: Any = find_class(spec.module, spec.name)
+    is_same = kind is not None and issubclass(kind, tuple)
+    if is_same and getattr(kind, "_fields", None) == spec.fields:
+        return kind
     return _fresh_namedtuple(spec)
 
 
@@ -364,17 +366,17 @@ def _fresh_namedtuple(spec: _Named) -> Any:
     if not _are_fields(spec.fields):
         raise ValueError(f"{spec.fields[:20]} cannot be fields of a namedtuple")
     # Fields that were renamed, like "_1", get the same names again.
-    made = namedtuple(name, spec.fields, module=spec.module, rename=True)  # type: ignore[misc]
-    if made._fields != spec.fields:
+    kind = namedtuple(name, spec.fields, module=spec.module, rename=True)  # type: ignore[misc]
+    if kind._fields != spec.fields:
         raise UnsupportedTypeError(
             f"a namedtuple has the fields {spec.fields[:20]}, which only its own class "
             f"{spec.module}.{spec.name} can have; import {spec.module} first"
         )
-    return made
+    return kind
 
 
-def _read_sparse(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
-    spec = decode(data, _Sparse, what)
+def _read_sparse(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
+    spec = decode(data, _Sparse, label)
     layout, parts = _SPARSE_KINDS[entry.kind]
 
     def build(children: list[Any]) -> Any:

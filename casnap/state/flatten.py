@@ -57,38 +57,38 @@ MAX_NESTING = 1000
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
     """Yield everything in a state in preorder; containers opened."""
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
-    above: set[int] = set()
+    ancestors: set[int] = set()
     strided = torch.strided
     while stack:
         ident, items = stack[-1]
-        for where, child in items:
+        for child_path, child in items:
             kind, node = type(child), None
             if kind in ORDINARY_TYPES:
-                check_whole(where, child)
+                check_whole(child_path, child)
                 if sparse and child.layout is not strided:
-                    node = open_sparse(where, child)
+                    node = open_sparse(child_path, child)
             elif kind not in PLAIN_TYPES:
-                node = open_container(where, child)
-            yield where, child, node
+                node = open_container(child_path, child)
+            yield child_path, child, node
             if node is not None:
-                _check_nesting(where, child, above)
-                prefix = where + "/"
-                above.add(id(child))
+                _check_nesting(child_path, child, ancestors)
+                prefix = child_path + "/"
+                ancestors.add(id(child))
                 children = zip([prefix + s for s in node.components], node.children, strict=True)
                 stack.append((id(child), children))
                 break
         else:
             stack.pop()
-            above.discard(ident)
+            ancestors.discard(ident)
 
 
-def _check_nesting(path: str, value: object, above: set[int]) -> None:
+def _check_nesting(path: str, value: object, ancestors: set[int]) -> None:
     short = path if len(path) < 200 else f"{path[:100]}…{path[-100:]}"
-    if id(value) in above:
+    if id(value) in ancestors:
         raise UnsupportedTypeError(
             f"{short}: this {type(value).__name__} refers to itself; break the cycle to store it"
         )
-    if len(above) >= MAX_NESTING:
+    if len(ancestors) >= MAX_NESTING:
         raise UnsupportedTypeError(
             f"{short}: containers are nested more than {MAX_NESTING} deep; flatten them"
         )
@@ -108,19 +108,19 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
     numpy = sys.modules.get("numpy")
     arrays = (torch.Tensor, *((numpy.ndarray, numpy.generic) if numpy is not None else ()))
     try:
-        for where, child, node in _walk(value, path, sparse=True):
+        for child_path, child, node in _walk(value, path, sparse=True):
             if node is not None:
-                yield _container_leaf(where, node)
+                yield _container_leaf(child_path, node)
             elif (codec := PLAIN_BY_TYPE.get(type(child))) is not None:
                 data = codec.encode(child)
                 assert data is not None, "what is plain loses nothing"
-                yield _leaf_of(where, codec.kind, data)
+                yield _leaf_of(child_path, codec.kind, data)
             elif type(child) in ORDINARY_TYPES:
-                yield describe(where, child)
+                yield describe(child_path, child)
             elif isinstance(child, arrays):
-                yield _array_leaf(where, child, allow_pickle)
+                yield _array_leaf(child_path, child, allow_pickle)
             else:
-                yield _value_leaf(where, child, allow_pickle)
+                yield _value_leaf(child_path, child, allow_pickle)
     except RecursionError:
         raise UnsupportedTypeError(
             f"{path}: keys or elements of sets are nested too deeply; flatten them"
@@ -129,9 +129,9 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
 
 def containers_of(value: Any, path: str) -> Iterator[Leaf]:
     """Yield the leaves of the containers of a state, without those of its tensors and values."""
-    for where, _, node in _walk(value, path, sparse=False):
+    for child_path, _, node in _walk(value, path, sparse=False):
         if node is not None:
-            yield _container_leaf(where, node)
+            yield _container_leaf(child_path, node)
 
 
 def _container_leaf(path: str, node: Opened) -> Leaf:
@@ -174,17 +174,17 @@ def fill_targets(value: Any, path: str) -> dict[str, Shards]:
             another.
     """
     targets: dict[str, Shards] = {}
-    for where, child, node in _walk(value, path, sparse=False):
+    for child_path, child, node in _walk(value, path, sparse=False):
         if node is not None or not isinstance(child, torch.Tensor):
             continue
         if type(child) in ORDINARY_TYPES:
             if is_fillable(child):
                 shape = tuple(child.shape)
-                targets[where] = Shards(shape, (Region.whole(shape),), (child,), child)
+                targets[child_path] = Shards(shape, (Region.whole(shape),), (child,), child)
         else:
-            shards = shards_of(where, child)
+            shards = shards_of(child_path, child)
             if shards is not None and all(map(_is_fillable_part, shards.tensors)):
-                targets[where] = shards
+                targets[child_path] = shards
     return targets
 
 
@@ -220,26 +220,26 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
     stack = [_Frame(path, lambda children: children[0], iter((path,)), [])]
     while True:
         frame = stack[-1]
-        for where in frame.paths:
-            leaf = leaves.get(where)
+        for child_path in frame.paths:
+            leaf = leaves.get(child_path)
             if leaf is None:
-                raise DamagedError(f"{where} is missing from the snapshot", (where,))
+                raise DamagedError(f"{child_path} is missing from the snapshot", (child_path,))
             entry = leaf.entry
             if isinstance(entry, TensorEntry):
                 frame.children.append(assemble(leaf))
             elif isinstance(entry, ValueEntry):
                 data = _bytes_of(leaf)
                 frame.children.append(
-                    decode_value(where, entry.kind, data, allow_pickle=allow_pickle)
+                    decode_value(child_path, entry.kind, data, allow_pickle=allow_pickle)
                 )
             else:
-                components, build = _reopened(where, entry, _bytes_of(leaf))
-                prefix = where + "/"
-                stack.append(_Frame(where, build, map(prefix.__add__, components), []))
+                components, build = _reopened(child_path, entry, _bytes_of(leaf))
+                prefix = child_path + "/"
+                stack.append(_Frame(child_path, build, map(prefix.__add__, components), []))
                 break
         else:
             stack.pop()
-            value = _built(frame)
+            value = _build_container(frame)
             if not stack:
                 return value
             stack[-1].children.append(value)
@@ -260,7 +260,7 @@ def _bytes_of(leaf: Leaf) -> bytes:
     return leaf.content
 
 
-def _built(frame: _Frame) -> Any:
+def _build_container(frame: _Frame) -> Any:
     try:
         return frame.build(frame.children)
     except CasnapError:

@@ -70,9 +70,9 @@ def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
 def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
     np = sys.modules["numpy"]
     if dtype.hasobject or dtype.fields is not None:
-        what = "objects" if dtype.hasobject else "structures"
+        contents = "objects" if dtype.hasobject else "structures"
         raise UnsupportedTypeError(
-            f"{path}: numpy arrays of {what} cannot be stored; store plain arrays or lists"
+            f"{path}: numpy arrays of {contents} cannot be stored; store plain arrays or lists"
         )
     match = _TYPESTR.fullmatch(dtype.str)
     # Types that other packages add to numpy have a typestr that means something else.

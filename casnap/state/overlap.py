@@ -33,13 +33,13 @@ def conflicting_groups(
             spans.append((str(t.device), t.data_ptr(), end_address(t), name))
     groups: list[list[Name]] = []
     device, stop = "", 0
-    for where, start, end, name in sorted(spans):
-        if groups and where == device and start < stop:
+    for span_device, start, end, name in sorted(spans):
+        if groups and span_device == device and start < stop:
             groups[-1].append(name)
             stop = max(stop, end)
         else:
             groups.append([name])
-            device, stop = where, end
+            device, stop = span_device, end
 
     def agrees(group: list[Name]) -> bool:
         if len(group) == 1:
@@ -56,8 +56,8 @@ def conflicting_groups(
 def end_address(tensor: torch.Tensor) -> int:
     """Return the address right behind the last element of a tensor that is not empty."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((n - 1) * stride for n, stride in steps)
-    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+    last_offset = sum((n - 1) * stride for n, stride in steps)
+    return tensor.data_ptr() + (last_offset + 1) * tensor.itemsize
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -85,8 +85,8 @@ def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
     ]
     for target, content in both:
         # Torch refuses to write an expanded element more than once, so write its first copy.
-        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
-        fill(target[once], content[once])
+        distinct = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+        fill(target[distinct], content[distinct])
     return all(_same_bytes(target, content) for target, content in both)
 
 

@@ -34,16 +34,16 @@ def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
 
 def path_of_parts(state: object) -> str | None:
     """Return the path of a tensor in nested dicts and lists that holds parts, if there is one."""
-    below = [("", state)]
-    while below:
-        path, value = below.pop()
+    children = [("", state)]
+    while children:
+        path, value = children.pop()
         if isinstance(value, torch.Tensor):
             if holds_parts(value):
                 return path
         elif isinstance(value, Mapping):
-            below += [(f"{path}/{key}" if path else f"{key}", v) for key, v in value.items()]
+            children += [(f"{path}/{key}" if path else f"{key}", v) for key, v in value.items()]
         elif isinstance(value, list | tuple):
-            below += [(f"{path}/{i}", v) for i, v in enumerate(value)]
+            children += [(f"{path}/{i}", v) for i, v in enumerate(value)]
     return None
 
 
@@ -79,11 +79,11 @@ def check_state(key: str, stateful: object, state: object) -> None:
         UnsupportedTypeError: It has one.
     """
     if isinstance(stateful, torch.nn.Module) and isinstance(state, Mapping):
-        for above, part in stateful.named_modules(remove_duplicate=False):
+        for module_path, part in stateful.named_modules(remove_duplicate=False):
             for name, tensor in chain(part._parameters.items(), part._buffers.items()):
                 if not holds_parts(tensor):
                     continue
-                path = f"{above}.{name}" if above else name
+                path = f"{module_path}.{name}" if module_path else name
                 # A hook may have put the parts together.
                 if _is_same_memory(state.get(path), tensor):
                     check_whole(f"{key}/{path}", tensor)

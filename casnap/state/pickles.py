@@ -201,18 +201,18 @@ class PickleMachine:
         ident = self._stack.pop()
         if kind_of(ident) != "tuple":
             raise RefusedError("a storage has no name")
-        made = Term("storage", parts=ident.parts)
-        self._ask("storage", made)
-        self._stack.append(made)
+        term = Term("storage", parts=ident.parts)
+        self._ask("storage", term)
+        self._stack.append(term)
 
     def _do_call(self, verb: str) -> None:
         args, callee = self._stack.pop(), self._stack.pop()
         if kind_of(args) != "tuple" or kind_of(callee) not in ("global", "call"):
             raise RefusedError("its pickle calls a value that is not a function")
         name = callee.name if callee.kind == "global" else f"the result of {callee.name}"
-        made = Term("call", name, list(args.parts))
-        self._ask(verb, made)
-        self._stack.append(made)
+        term = Term("call", name, list(args.parts))
+        self._ask(verb, term)
+        self._stack.append(term)
 
     def _do_build(self) -> None:
         state = self._stack.pop()

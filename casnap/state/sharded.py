@@ -118,22 +118,22 @@ def _of_pieces(
     tensors: Iterable[torch.Tensor],
 ) -> Shards:
     shape = tuple(value.shape)
-    held = [
+    pairs = [
         (Region(start, tuple(tensor.shape)), tensor.detach())
         for start, tensor in zip(offsets, tensors, strict=False)
         if tensor.numel()
     ]
-    for box, _ in held:
+    for box, _ in pairs:
         if len(box.sizes) != len(shape) or box != box.intersect(Region.whole(shape)):
             raise UnsupportedTypeError(
                 f"{path}: a shard of shape {box.sizes} at {box.offsets} does not lie inside of "
                 f"its tensor of shape {shape}; create the tensor with the true offsets"
             )
-    return _shards(value, held)
+    return _shards(value, pairs)
 
 
-def _shards(value: torch.Tensor, held: Sequence[tuple[Region, torch.Tensor]]) -> Shards:
-    boxes, tensors = tuple(box for box, _ in held), tuple(tensor for _, tensor in held)
+def _shards(value: torch.Tensor, parts: Sequence[tuple[Region, torch.Tensor]]) -> Shards:
+    boxes, tensors = tuple(box for box, _ in parts), tuple(tensor for _, tensor in parts)
     return Shards(tuple(value.shape), boxes, tensors, value)
 
 
@@ -188,8 +188,8 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
                 "make the mesh with its ranks in ascending order"
             )
         axis, shards = placement.dim % len(value.shape), value.device_mesh.size(i)
-        which = coordinate[i] if coordinate is not None else 0
-        splits[i] = _Split(axis, shards, which, getattr(placement, "split_factor", None))
+        index = coordinate[i] if coordinate is not None else 0
+        splits[i] = _Split(axis, shards, index, getattr(placement, "split_factor", None))
     return splits
 
 
@@ -219,14 +219,14 @@ def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
 
 def _indices(shape: tuple[int, ...], splits: Iterable[_Split]) -> list[_Axis]:
     axes: list[_Axis] = [[(0, n)] if n else [] for n in shape]
-    for axis, shards, which, factor in splits:
+    for axis, shards, index, factor in splits:
         runs = axes[axis]
-        length, taken = sum(stop - start for start, stop in runs), list[_Run]()
+        length, pieces = sum(stop - start for start, stop in runs), list[_Run]()
         for piece in range(min(factor or 1, length)):
             first, last = _chunk(length, factor or 1, piece)
-            start, stop = _chunk(last - first, shards, which)
-            taken += _cut(runs, first + start, first + stop)
-        axes[axis] = _joined(taken)
+            start, stop = _chunk(last - first, shards, index)
+            pieces += _cut_runs(runs, first + start, first + stop)
+        axes[axis] = _joined(pieces)
     return axes
 
 
@@ -236,7 +236,7 @@ def _chunk(length: int, count: int, index: int) -> _Run:
     return min(length, size * index), min(length, size * (index + 1))
 
 
-def _cut(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
+def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
     """Yield the runs of the indices from the start-th to the stop-th."""
     passed = 0
     for first, last in runs:
@@ -265,5 +265,5 @@ def _boxes(axes: list[_Axis], local: torch.Tensor) -> Iterator[tuple[Region, tor
     for box in itertools.product(*placed):
         offsets = tuple(start for start, _, _ in box)
         sizes = tuple(stop - start for start, stop, _ in box)
-        where = tuple(slice(end - n, end) for (_, _, end), n in zip(box, sizes, strict=True))
-        yield Region(offsets, sizes), local[where]
+        slices = tuple(slice(end - n, end) for (_, _, end), n in zip(box, sizes, strict=True))
+        yield Region(offsets, sizes), local[slices]

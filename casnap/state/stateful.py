@@ -142,10 +142,10 @@ def check_order(call: str, app_state: object, name: object) -> None:
         UnsupportedTypeError: They were; or the name is no text.
     """
     if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
-        what = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")
+        argument = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")
         raise UnsupportedTypeError(
-            f"the call is {call}: app_state is a dict of keys and Statefuls, {what} a str; got "
-            f"{type(app_state).__name__} as app_state, {type(name).__name__} as {what}"
+            f"the call is {call}: app_state is a dict of keys and Statefuls, {argument} a str; got "
+            f"{type(app_state).__name__} as app_state, {type(name).__name__} as {argument}"
         )
 
 

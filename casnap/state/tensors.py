@@ -264,9 +264,9 @@ def describe_shards(path: str, shards: Shards) -> Leaf:
     value = shards.value
     name = _NAMES.get(value.dtype)
     if name is None or any(tensor.dtype != value.dtype for tensor in shards.tensors):
-        held = ", ".join({str(tensor.dtype) for tensor in shards.tensors}) or "nothing here"
+        dtypes = ", ".join({str(tensor.dtype) for tensor in shards.tensors}) or "nothing here"
         raise UnsupportedTypeError(
-            f"{path}: a sharded tensor of {value.dtype} that holds {held} cannot be stored; "
+            f"{path}: a sharded tensor of {value.dtype} that holds {dtypes} cannot be stored; "
             "store it in an ordinary dtype"
         )
     contents = [describe(path, tensor).content for tensor in shards.tensors]
@@ -416,7 +416,7 @@ def carrier_dtype(entry: TensorEntry) -> torch.dtype:
     return torch.uint8 if dtype is _FLOAT4 else dtype
 
 
-def is_float4(what: TensorEntry | torch.Tensor) -> bool:
+def is_float4(tensor: TensorEntry | torch.Tensor) -> bool:
     """Whether the elements are pairs of 4-bit numbers, which torch cannot cast."""
-    dtype = what.dtype if isinstance(what, torch.Tensor) else TENSOR_DTYPES.get(what.dtype)
+    dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else TENSOR_DTYPES.get(tensor.dtype)
     return dtype is not None and dtype is _FLOAT4

@@ -45,10 +45,10 @@ class Archive:
         self.by_name: dict[str, memoryview] = {}
         for info in infos:
             total += info.file_size
-            plain = (
+            is_plain = (
                 info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
             )
-            if not plain or total > len(file):
+            if not is_plain or total > len(file):
                 raise RefusedError("its members are compressed, or longer than the file")
             name = info.filename.partition("/")[2]
             if name in self.by_name:
@@ -92,10 +92,10 @@ class _Viewed(io.RawIOBase):
 
     @override
     def readinto(self, buffer: Any) -> int:
-        found = self._view[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        run = self._view[self._at : self._at + len(buffer)]
+        buffer[: len(run)] = run
+        self._at += len(run)
+        return len(run)
 
 
 # --- before torch loads it ----------------------------------------------------------------------
@@ -297,8 +297,8 @@ class TensorPlace(NamedTuple):
             raise RefusedError("a tensor has impossible sizes or strides")
         dtype, more = dtype_of(storage), args[6:]
         if name.endswith("_v3"):
-            named = more.pop(0) if more and kind_of(more[0]) == "global" else Term("global")
-            found = TENSOR_DTYPES.get(named.name.removeprefix("torch."))
+            dtype_term = more.pop(0) if more and kind_of(more[0]) == "global" else Term("global")
+            found = TENSOR_DTYPES.get(dtype_term.name.removeprefix("torch."))
             if found is None:
                 raise RefusedError("a tensor is of no known type")
             dtype = found
@@ -314,8 +314,8 @@ class TensorPlace(NamedTuple):
     def stop(self) -> int:
         """The byte behind its last element."""
         steps = zip(self.shape, self.strides, strict=True)
-        last = self.offset + sum((n - 1) * stride for n, stride in steps)
-        return -(-(last + 1) * self.dtype.itemsize // self.per_byte) if self.nbytes else 0
+        last_element = self.offset + sum((n - 1) * stride for n, stride in steps)
+        return -(-(last_element + 1) * self.dtype.itemsize // self.per_byte) if self.nbytes else 0
 
     @property
     def per_byte(self) -> int:

@@ -128,8 +128,8 @@ def _from_integers(build: Callable[..., object]) -> Callable[[bytes], object]:
 
 def _datetime_to_bytes(value: datetime.datetime) -> bytes | None:
     text = value.isoformat()
-    same = repr(datetime.datetime.fromisoformat(text)) == repr(value)
-    return text.encode() if same else None
+    is_exact = repr(datetime.datetime.fromisoformat(text)) == repr(value)
+    return text.encode() if is_exact else None
 
 
 def _torch_names(kind: type) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def is_packable(values: Any) -> bool:
     return True
 
 
-def _plain(data: bytes) -> list[Any]:
+def _decode_plain(data: bytes) -> list[Any]:
     # msgspec has no type for "str or bytes".
     values = decode(data, list[Any], "a packed list")
     if not set(map(type, values)) <= PLAIN_TYPES:
@@ -195,7 +195,7 @@ def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> ValueCodec:
         f"packed_{kind.__name__}",
         kind,
         lambda values: encode(arrange(values)),
-        lambda data: kind(_plain(data)),
+        lambda data: kind(_decode_plain(data)),
     )
 
 
@@ -317,35 +317,35 @@ class _Member(Struct, frozen=True, array_like=True):
 
 def find_class(module: str, name: str) -> type | None:
     """Return a class of a module that is imported already, without importing or running code."""
-    found: object = sys.modules.get(module)
+    value: object = sys.modules.get(module)
     for part in name.split("."):
-        if not isinstance(found, ModuleType | type):
+        if not isinstance(value, ModuleType | type):
             return None
-        found = vars(found).get(part)
-    return found if isinstance(found, type) else None
+        value = vars(value).get(part)
+    return value if isinstance(value, type) else None
 
 
 def _encode_enum(value: enum.Enum) -> bytes | None:
     kind = type(value)
     member = value.value if isinstance(value, enum.Flag) else value.name
-    found = find_class(kind.__module__, kind.__qualname__) is kind
-    if not found or encode_key(member) is not member:
+    is_importable = find_class(kind.__module__, kind.__qualname__) is kind
+    if not is_importable or encode_key(member) is not member:
         return None
     return encode(_Member(kind.__module__, kind.__qualname__, member))
 
 
 def _decode_enum(path: str, data: bytes) -> object:
     record = decode(data, _Member, path)
-    found = find_class(record.module, record.name)
-    if found is None or not issubclass(found, enum.Enum):
+    kind = find_class(record.module, record.name)
+    if kind is None or not issubclass(kind, enum.Enum):
         raise UnsupportedTypeError(
             f"{path} is a member of {record.module}.{record.name}; import {record.module} first"
         )
-    members = found.__members__
+    members = kind.__members__
     if isinstance(record.member, str) and record.member in members:
         return members[record.member]
-    if isinstance(record.member, int) and issubclass(found, enum.Flag):
-        return found(record.member)
+    if isinstance(record.member, int) and issubclass(kind, enum.Flag):
+        return kind(record.member)
     raise UnsupportedTypeError(
         f"{path} is the member {record.member!r} of {record.module}.{record.name}, "
         "which the class of that name does not have here"

@@ -101,7 +101,7 @@ class Capture:
         self.inline: dict[int, Entry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
-        seen: dict[int, int] = {}
+        leaf_by_address: dict[int, int] = {}
         # The tensors that may be in other memory than the host's.
         elsewhere: list[torch.Tensor] = []
         with without_torch_modes():
@@ -128,10 +128,13 @@ class Capture:
                     continue
                 if not content.is_cpu:
                     elsewhere.append(content)
-                if grid is not None and (first := seen.setdefault(content.data_ptr(), i)) != i:
-                    same_grid = self.grids[first] == grid
-                    if same_grid and _same_memory(content, self.leaves[first].content):
-                        self.same_as[i] = first
+                if (
+                    grid is not None
+                    and (same_leaf := leaf_by_address.setdefault(content.data_ptr(), i)) != i
+                ):
+                    same_grid = self.grids[same_leaf] == grid
+                    if same_grid and _same_memory(content, self.leaves[same_leaf].content):
+                        self.same_as[i] = same_leaf
             # Other threads copy from the GPU, so what the caller has begun there must end first.
             synchronize(elsewhere)
 
@@ -141,18 +144,20 @@ class Capture:
         for i in assigned:
             self.grids.pop(i, None)
         # A leaf of the same memory as one of these is hashed by itself.
-        self.same_as = {i: first for i, first in self.same_as.items() if first not in assigned}
+        self.same_as = {
+            i: same_leaf for i, same_leaf in self.same_as.items() if same_leaf not in assigned
+        }
 
     def bytes_to_hash(self) -> int:
         """Return how many bytes this rank hashes."""
-        whole = (payload_of(self.leaves[i].entry).nbytes for i in self._whole())
+        sizes = (payload_of(self.leaves[i].entry).nbytes for i in self._whole_leaves())
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
             for first, stop in (*a.plan.joined, *a.plan.runs)
             for cell in range(first, stop)
         )
-        return sum(whole) + sum(cells)
+        return sum(sizes) + sum(cells)
 
     def drop_tensors(self) -> None:
         """Keep only the paths and entries: the bytes have been copied."""
@@ -171,31 +176,31 @@ class Capture:
         for i, assignment in self.assigned.items():
             for first, stop in assignment.plan.runs:
                 yield from self._pieces_between(i, first, stop)
-        whole = self._whole()
-        number, cell = self._starting_point(whole, share) if share else (0, 0)
-        parted = whole[number : number + 1] if cell else []
+        leaves = self._whole_leaves()
+        number, cell = self._starting_point(leaves, share) if share else (0, 0)
+        parted = leaves[number : number + 1] if cell else []
         for i in parted:
             yield from pieces_between(i, self._sources(i)[0], self.grids[i], cell)
-        for i in (*whole[number + bool(cell) :], *whole[:number]):
+        for i in (*leaves[number + bool(cell) :], *leaves[:number]):
             content = self.leaves[i].content
             assert not isinstance(content, Shards)
             yield from pieces_of(i, content, self.grids[i])
         for i in parted:
             yield from pieces_between(i, self._sources(i)[0], self.grids[i], 0, cell)
 
-    def _whole(self) -> list[int]:
+    def _whole_leaves(self) -> list[int]:
         """Return the leaves that this rank hashes as a whole."""
         return [i for i in self.grids if i not in self.same_as]
 
-    def _starting_point(self, whole: list[int], share: float) -> tuple[int, int]:
+    def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
         """Return which of some leaves, and which cell of it, is at a share of their bytes."""
-        sizes = [payload_of(self.leaves[i].entry).nbytes for i in whole]
+        sizes = [payload_of(self.leaves[i].entry).nbytes for i in leaves]
         start = share * sum(sizes)
         for number, nbytes in enumerate(sizes):
             if start < nbytes:
-                entry = self.leaves[whole[number]].entry
+                entry = self.leaves[leaves[number]].entry
                 splits = isinstance(entry, TensorEntry) and not is_numpy(entry)
-                cells = self.grids[whole[number]].count
+                cells = self.grids[leaves[number]].count
                 return number, int(start / nbytes * cells) if splits else 0
             start -= nbytes
         return 0, 0
@@ -354,7 +359,7 @@ class GivenLeaves:
         leaves: list[Leaf] = []
         spans = []
         for key in keys:
-            start, own = len(leaves), self._leaves[key]
-            leaves += own
+            start, values = len(leaves), self._leaves[key]
+            leaves += values
             spans.append(KeySpan(False, component_of(key), start, len(leaves), given=True))
         return Capture(leaves, spans, chunk_size)

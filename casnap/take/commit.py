@@ -98,7 +98,7 @@ class TakeCommit:
         try:
             others = OtherRanks(self._rank_parts(), move, comm.check_not_abandoned)
             self._check_written(others)
-            result = self._put(transaction, summary, others)
+            result = self._put_root(transaction, summary, others)
         except Exception as e:
             if not comm.ended and not transaction.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
@@ -148,7 +148,7 @@ class TakeCommit:
                 "store, on a disk of each host, is another one)"
             )
 
-    def _put(
+    def _put_root(
         self, transaction: Transaction, summary: ManifestSummary, others: OtherRanks
     ) -> TakeResult:
         """Put the root, which prunes the run too, and see to the markers."""
@@ -160,7 +160,7 @@ class TakeCommit:
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
             nonlocal row
             check_free(table, self.name, overwrite=options.overwrite, uri=uri)
-            replaced = table.get(self.name)
+            replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             row = Row(
@@ -175,8 +175,8 @@ class TakeCommit:
             )
             released.clear()
             released.update(self._unkept(table, row))
-            if replaced is not None:
-                released[self.name] = replaced
+            if replaced_row is not None:
+                released[self.name] = replaced_row
             return {**dict.fromkeys(released), self.name: row}
 
         publish(transaction, change, others)

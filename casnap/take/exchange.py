@@ -197,17 +197,17 @@ class Exchange:
         try:
             for batch in source:
                 yield batch
-                while whole := self._take_whole_cells(wait_while=lambda: self._split_cells.is_full):
-                    yield whole
+                while cells := self._take_whole_cells(wait_while=lambda: self._split_cells.is_full):
+                    yield cells
             with self._changed:
                 self._drawing -= 1
                 if not self._drawing:
                     self._split_cells.finish()
                 self._changed.notify_all()
             while not self._crew.failed and (
-                whole := self._take_whole_cells(wait_while=lambda: not self._all_parts_came)
+                cells := self._take_whole_cells(wait_while=lambda: not self._all_parts_came)
             ):
-                yield whole
+                yield cells
         finally:
             with self._changed:
                 self._hashing -= 1
@@ -267,10 +267,10 @@ class Exchange:
         earlier, by_rank = list[_Offer](), [list[_Chunk]() for _ in range(size)]
         decisions, urgent = [b""] * size, False
         while True:
-            offers, last = self._collect_offers(urgent)
+            offers, is_last = self._collect_offers(urgent)
             if self._crew.error is not None:
                 raise self._crew.error
-            messages, sorted_offers = self._messages(offers, decisions, last)
+            messages, sorted_offers = self._messages(offers, decisions, is_last)
             received = [_Message(message) for message in self._comm.all_to_all(messages)]
             self._check_all_go_on([message.head.idle for message in received])
             self._settle(earlier, by_rank, [message.decisions for message in received])
@@ -280,9 +280,9 @@ class Exchange:
             # What was offered now is decided in the next round, which should come soon.
             urgent = any(message.head.asks for message in received)
             if not self._all_parts_came:
-                whole, over = self._split_cells.receive([message.parts for message in received])
+                cells, over = self._split_cells.receive([message.parts for message in received])
                 with self._changed:
-                    self._whole_cells.extend(whole)
+                    self._whole_cells.extend(cells)
                     self._all_parts_came = over
                     self._changed.notify_all()
             if all(message.head.last for message in received):
@@ -295,14 +295,14 @@ class Exchange:
             # Wait until all threads wait for other ranks, but not while others may wait for this.
             while not urgent and self._waiting < self._hashing and not self._crew.failed:
                 patience = _SHORT_PATIENCE if self._split_cells.has_news else _PATIENCE
-                if (left := now + patience - time.monotonic()) <= 0:
+                if (seconds := now + patience - time.monotonic()) <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(seconds)
             offers, self._offers = self._offers, []
             return offers, not self._hashing
 
     def _messages(
-        self, offers: list[_Offer], decisions: list[bytes], last: bool
+        self, offers: list[_Offer], decisions: list[bytes], is_last: bool
     ) -> tuple[list[memoryview], list[list[_Chunk]]]:
         """Return what to say to each rank, and the chunks that it contains, in order."""
         size = self._comm.size
@@ -319,7 +319,7 @@ class Exchange:
             parts = self._split_cells.messages()
         messages = []
         for chunks, decided, part in zip(by_rank, decisions, parts, strict=True):
-            head = HEAD.pack(last, bool(offers), self._load, idle, len(decided), len(chunks))
+            head = HEAD.pack(is_last, bool(offers), self._load, idle, len(decided), len(chunks))
             offered = (OFFER.pack(*chunk) for chunk in chunks)
             messages.append(memoryview(bytearray().join([head, decided, *offered, part])))
         return messages, by_rank

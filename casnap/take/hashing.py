@@ -104,16 +104,16 @@ class Hasher:
 
     def _note(self, pieces: list[Piece], digests: list[Digest]) -> None:
         """Note the digests of the chunks of some pieces."""
-        start, (whole, only, by_cell) = 0, self.digests
+        start, (runs, only, by_cell) = 0, self.digests
         for piece in pieces:
             stop = start + len(piece.sizes)
             of_piece = digests[start:stop]
             if piece.leaf in by_cell:
                 cells = range(piece.first, piece.first + len(of_piece))
                 by_cell[piece.leaf].update(zip(cells, of_piece, strict=True))
-            elif piece.leaf in whole:
+            elif piece.leaf in runs:
                 at, joined = piece.first * DIGEST_SIZE, b"".join(of_piece)
-                whole[piece.leaf][at : at + len(joined)] = joined
+                runs[piece.leaf][at : at + len(joined)] = joined
             else:
                 [only[piece.leaf]] = of_piece
             start = stop

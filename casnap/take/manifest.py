@@ -168,24 +168,24 @@ class _Builder:
         entries: dict[str, dict[str, Entry]] = {}
         contribution = _Contribution(entries, {}, 0, 0)
         for path, entry in self._sharded.items():
-            key, slash, below = path.partition("/")
-            entries.setdefault(key, {})[slash + below] = entry
+            key, slash, inner_path = path.partition("/")
+            entries.setdefault(key, {})[slash + inner_path] = entry
         leaves, inline = capture.leaves, capture.inline
         # Enum attribute access is slow, and there may be a million leaves.
         per_rank, sharded = Scope.PER_RANK, Scope.SHARDED
-        given, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
+        given_scope, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
         rank, size, keys = self._comm.rank, self._comm.size, self._division.keys
         for span in capture.spans:
-            own: dict[str, Entry] = {}
+            own_entries: dict[str, Entry] = {}
             shared = entries.setdefault(span.component, {})
             prefix = len(span.component)
             for i in range(span.start, span.stop):
                 scope = scopes[i]
                 if scope is per_rank:
-                    entries_of_key = own
+                    entries_of_key = own_entries
                 elif scope is sharded:
                     continue
-                elif scope is given or (
+                elif scope is given_scope or (
                     rank == (0 if scope is from_rank_0 else owner_of(keys[i], size))
                 ):
                     entries_of_key = shared
@@ -194,10 +194,10 @@ class _Builder:
                 # In a state of many entries most are inline, and a call for each takes long.
                 entry = inline[i] if i in inline else self._entry(i, self._put)
                 entries_of_key[leaves[i].path[prefix:]] = entry
-            if own:
-                contribution.subtrees[span.component] = build(own, self._put)
-                contribution.logical_bytes += _nbytes(own)
-                contribution.count += len(own)
+            if own_entries:
+                contribution.subtrees[span.component] = build(own_entries, self._put)
+                contribution.logical_bytes += _nbytes(own_entries)
+                contribution.count += len(own_entries)
         return contribution
 
     def _entry(self, leaf: int, put: Put) -> Entry:

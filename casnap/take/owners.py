@@ -155,8 +155,8 @@ def compare_replicas(claims: list[Claims]) -> dict[bytes, Replica]:
     descriptions = equal_on_all_ranks([of_rank.replicated for of_rank in claims])
     samples = equal_on_all_ranks([_samples_by_key(of_rank) for of_rank in claims])
     replicas = dict.fromkeys(descriptions, Replica.MISMATCHED)
-    for key, same in descriptions.items():
-        if same:
+    for key, claims_of_key in descriptions.items():
+        if claims_of_key:
             replicas[key] = Replica.EQUAL if samples[key] else Replica.DIFFERENT
     return replicas
 

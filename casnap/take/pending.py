@@ -39,7 +39,7 @@ def _pending() -> list[PendingTake]:
     return [take for take in list(_takes) if not take.done()]
 
 
-def wait_for_room(store: str, name: str, max_pending: int, *, alone: bool) -> None:
+def wait_for_room(store: str, name: str, max_pending: int, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
     On many ranks, all do this alike: a take that may still be pending on another rank is left out.
@@ -48,14 +48,14 @@ def wait_for_room(store: str, name: str, max_pending: int, *, alone: bool) -> No
         store: The id of the store. Errors of its takes are raised.
         name: The name of the take that is about to begin.
         max_pending: How many takes may be pending, together with that one.
-        alone: Whether this process takes alone, so that each take that has ended counts.
+        is_alone: Whether this process takes alone, so that each take that has ended counts.
 
     Raises:
         CasnapError: An earlier take failed.
     """
     _wait_for_others(max_pending - 1)
-    last = _count if alone else _count - (max_pending - 1)
-    _raise_unseen(store, last, f"the take of {name!r} has not begun: call again for it")
+    last_count = _count if is_alone else _count - (max_pending - 1)
+    _raise_unseen(store, last_count, f"the take of {name!r} has not begun: call again for it")
 
 
 def _wait_for_others(most: int) -> None:
@@ -204,11 +204,11 @@ class PendingTake:
         return self._result
 
 
-def _raise_unseen(store: str, last: int, so: str) -> None:
+def _raise_unseen(store: str, last_count: int, so: str) -> None:
     failed = [
         take
         for take in list(_takes)
-        if take.store == store and take.number <= last and take.error and not take.error_seen
+        if take.store == store and take.number <= last_count and take.error and not take.error_seen
     ]
     if _held_back or not failed:
         return

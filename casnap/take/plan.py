@@ -145,8 +145,8 @@ class _CellBytes:
 
     def since(self, byte: int) -> int:
         """Return the first cell that begins at a byte or after it."""
-        lead, rest = divmod(byte, self.lead)
-        return lead * self.rows - (-rest // self.cell)
+        lead, remainder = divmod(byte, self.lead)
+        return lead * self.rows - (-remainder // self.cell)
 
 
 class _CellRuns:
@@ -232,10 +232,10 @@ class _TensorPlan:
             if len(span[2]) > 1:
                 self._plan_cut_cells(*span)
 
-    def _share_out(self, whole: Iterable[CoveredRun]) -> None:
+    def _share_out(self, covered: Iterable[CoveredRun]) -> None:
         """Share out the cells that lie whole in a box among the ranks that hold the box."""
         by_box: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for first, stop, (box,) in whole:
+        for first, stop, (box,) in covered:
             by_box[box].append((first, stop))
         for number, (box, runs) in enumerate(by_box.items()):
             ranks = _rotated(self._tiles[box][1], self._turn + number)
@@ -268,11 +268,11 @@ class _TensorPlan:
 
     def _plan_joint(self, first: int, stop: int, parts: list[_Held]) -> None:
         """Plan which rank puts some cells together, from which parts."""
-        held: defaultdict[int, int] = defaultdict(int)
+        bytes_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
             for rank in ranks:
-                held[rank] += region.numel
-        owner = self._joiner(held, self._nbytes(first, stop))
+                bytes_by_rank[rank] += region.numel
+        owner = self._joiner(bytes_by_rank, self._nbytes(first, stop))
         givers = set[int]()
         for region, ranks in parts:
             source = owner
@@ -291,15 +291,19 @@ class _TensorPlan:
             return ranks
         return [r for r in ranks if self._hosts[r] == self._hosts[owner]] or ranks
 
-    def _joiner(self, held: dict[int, int], nbytes: int) -> int:
+    def _joiner(self, bytes_by_rank: dict[int, int], nbytes: int) -> int:
         """Choose the rank that puts some cells together.
 
         Args:
-            held: Rank → how many elements of the cells it holds.
+            bytes_by_rank: Rank → how many elements of the cells it holds.
             nbytes: The bytes of the cells.
         """
-        best = min((self._loads[rank], -n) for rank, n in held.items())
-        equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
+        best = min((self._loads[rank], -n) for rank, n in bytes_by_rank.items())
+        equal = [
+            rank
+            for rank in sorted(bytes_by_rank)
+            if (self._loads[rank], -bytes_by_rank[rank]) == best
+        ]
         joiner = _rotated(equal, self._turn)[0]
         self._loads[joiner] += nbytes
         return joiner
@@ -367,7 +371,7 @@ def _disjoint_boxes(
         # largest boxes stay whole.
         tiles, before = [], list[Region]()
         for box, ranks in sorted(holders_of.items(), key=lambda h: (-h[0].numel, h[0].offsets)):
-            tiles += [(rest, ranks) for rest in _without([box], before)]
+            tiles += [(uncovered, ranks) for uncovered in _without([box], before)]
             before.append(box)
         if sum(box.numel for box, _ in tiles) != prod(shape):
             box = _without([Region.whole(shape)], holders_of)[0]
@@ -381,14 +385,14 @@ def _disjoint_boxes(
 
 def _without(boxes: list[Region], others: Iterable[Region]) -> list[Region]:
     """Return the parts of some boxes that lie in none of the others."""
-    for other in others:
-        boxes = [rest for box in boxes for rest in _subtracted(box, other)]
+    for hole in others:
+        boxes = [part for box in boxes for part in _subtracted(box, hole)]
     return boxes
 
 
-def _subtracted(box: Region, other: Region) -> Iterator[Region]:
+def _subtracted(box: Region, hole: Region) -> Iterator[Region]:
     """Yield disjoint boxes that cover a box without another."""
-    common = box.intersect(other)
+    common = box.intersect(hole)
     if common is None:
         yield box
         return

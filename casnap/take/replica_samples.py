@@ -63,9 +63,9 @@ class Sampler:
             return _as_words(content).contiguous()
         words = _as_words(content)
         # This works for any layout, in the order of the elements, and copies only these.
-        return torch.take(words, self._where(words.numel(), words.itemsize).to(words.device))
+        return torch.take(words, self._positions(words.numel(), words.itemsize).to(words.device))
 
-    def _where(self, count: int, itemsize: int) -> torch.Tensor:
+    def _positions(self, count: int, itemsize: int) -> torch.Tensor:
         """Return the indices of the elements to sample."""
         places = self._places.get((count, itemsize))
         if places is None:

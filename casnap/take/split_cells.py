@@ -213,13 +213,13 @@ class SplitCells:
 
     def messages(self) -> list[memoryview]:
         """Return what to send to each rank in this round."""
-        last, opened = self._last, self._open_more()
+        is_last, new_joints = self._last, self._open_more()
         drawn = [self._draw(rank) for rank in range(self._size)]
         try:
             with self._lock:
-                last = last and not any(self._outbox)
+                is_last = is_last and not any(self._outbox)
             return [
-                self._message(rank, pieces, _Message(last, opened[rank], []))
+                self._message(rank, pieces, _Message(is_last, new_joints[rank], []))
                 for rank, pieces in enumerate(drawn)
             ]
         finally:
@@ -229,11 +229,11 @@ class SplitCells:
     def _draw(self, rank: int) -> list[tuple[Piece, _JointPlace]]:
         """Take parts for a rank off its box, with the places of their joints."""
         drawn: list[tuple[Piece, _JointPlace]] = []
-        left = max(1, _WINDOW_BYTES // self._size)
+        room = max(1, _WINDOW_BYTES // self._size)
         with self._lock:
-            while left > 0 and (place := self._place(rank)) is not None:
+            while room > 0 and (place := self._place(rank)) is not None:
                 piece = self._outbox[rank].popleft()
-                left -= len(piece.view)
+                room -= len(piece.view)
                 self._waiting_bytes -= len(piece.view)
                 drawn.append((piece, place))
         return drawn
@@ -284,8 +284,8 @@ class SplitCells:
                 else:
                     self._fill(part, part.region, content[start : start + part.nbytes])
                     start += part.nbytes
-        whole, self._whole = self._whole, []
-        return whole, all(self._lasts)
+        cells, self._whole = self._whole, []
+        return cells, all(self._lasts)
 
     @property
     def _may_open(self) -> bool:
@@ -296,7 +296,7 @@ class SplitCells:
 
     def _open_more(self) -> list[list[_JointPlace]]:
         """Open this rank's next joints, as far as there is room; return what to tell each rank."""
-        opened: list[list[_JointPlace]] = [[] for _ in range(self._size)]
+        new_joints: list[list[_JointPlace]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
             leaf, first, sizes, givers = self._next
             nbytes = sum(sizes)
@@ -309,9 +309,9 @@ class SplitCells:
             )
             self._open[place.key, first] = _Joint(leaf, place, sizes, view)
             for rank in givers:
-                opened[rank].append(place)
+                new_joints[rank].append(place)
             self._next = next(self._to_open, None)
-        return opened
+        return new_joints
 
     def _fill(
         self, part: _Part, region: Region | None = None, content: memoryview | None = None
@@ -355,8 +355,8 @@ def _copy(target: memoryview, outer: Region, part: Region, content: memoryview) 
     axis = max(i for i, size in enumerate(part.sizes) if size != outer.sizes[i])
     run = prod(outer.sizes[axis + 1 :]) * itemsize
     into = _bytes(target[: outer.numel * itemsize]).view(*outer.sizes[: axis + 1], run)
-    given = _bytes(content).view(*part.sizes[: axis + 1], run)
-    into[part.within(outer)[: axis + 1]].copy_(given)
+    source = _bytes(content).view(*part.sizes[: axis + 1], run)
+    into[part.within(outer)[: axis + 1]].copy_(source)
 
 
 def _bytes(view: memoryview) -> torch.Tensor:

@@ -162,11 +162,11 @@ def _joined(box: Region, following: Region) -> Region | None:
         if following.offsets[axis] != start:
             sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
             adjacent = following.offsets[axis] == start + size
-            rest = (
+            later_pieces = (
                 following.offsets[axis + 1 :] == box.offsets[axis + 1 :]
                 and following.sizes[axis + 1 :] == box.sizes[axis + 1 :]
             )
-            return Region(box.offsets, sizes) if adjacent and rest else None
+            return Region(box.offsets, sizes) if adjacent and later_pieces else None
         if size != 1 or following.sizes[axis] != 1:
             # The rows of the two boxes would alternate.
             return None
@@ -193,11 +193,11 @@ def _from_device(number: int, first: int, sizes: list[int], block: torch.Tensor)
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
     """Group pieces into batches of about so many bytes, worth the switch to a thread."""
-    rest = iter(pieces)
+    remaining = iter(pieces)
     while True:
         batch, total = list[Piece](), 0
         with collector_paused():
-            for piece in rest:
+            for piece in remaining:
                 batch.append(piece)
                 total += len(piece.view)
                 # A piece in a bounded buffer is handed on at once, or its maker might wait for the
@@ -241,8 +241,8 @@ class _Block:
     def done(self) -> None:
         with self._lock:
             self._users -= 1
-            last = self._users == 0
-        if last:
+            is_last = self._users == 0
+        if is_last:
             _kept.release(self.slot)
 
 
@@ -327,11 +327,11 @@ class StagedCopies:
                 under_way = threading.Lock()
                 under_way.acquire()
                 wait = partial(_wait_for, under_way)
-                done = partial(self._note_read, block.done)
-                copied = piece._replace(view=target, owner=None, ready=wait, done=done)
+                on_read = partial(self._note_read, block.done)
+                copy = piece._replace(view=target, owner=None, ready=wait, done=on_read)
                 block.share()
                 with self._changed:
-                    self._copies.append(copied)
+                    self._copies.append(copy)
                     self._changed.notify()
                 yield _Copying(piece, target, under_way)
         finally:
@@ -358,20 +358,20 @@ class StagedCopies:
             slot = _kept.take()
         return slot
 
-    def _note_read(self, done: Callable[[], None]) -> None:
+    def _note_read(self, on_read: Callable[[], None]) -> None:
         with self._changed:
             if self._keeps:
-                self._read.append(done)
+                self._read.append(on_read)
                 return
-        done()
+        on_read()
 
     def _forget(self) -> None:
         """Free the copies that were read, now and from now on."""
         with self._changed:
             self._keeps = False
-            read, self._read = self._read, []
-        for done in read:
-            done()
+            callbacks, self._read = self._read, []
+        for on_read in callbacks:
+            on_read()
 
     def rewind(self) -> bool:
         """Have :meth:`batches` begin again; return False if not all copies are there any more."""

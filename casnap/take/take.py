@@ -50,7 +50,7 @@ def take(
     """
     work = _Take(objects, name, options, comm)
     with background.turn:
-        background.wait_for_room(objects.config.store_id, name, 1, alone=comm.size == 1)
+        background.wait_for_room(objects.config.store_id, name, 1, is_alone=comm.size == 1)
         work.begin(source)
         return work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
 
@@ -70,7 +70,7 @@ def async_take(
     try:
         with background.turn:
             store, most = objects.config.store_id, options.max_pending
-            background.wait_for_room(store, name, most, alone=comm.size == 1)
+            background.wait_for_room(store, name, most, is_alone=comm.size == 1)
             work.begin(source)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
             in_call = work.requests()

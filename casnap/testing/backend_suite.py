@@ -201,9 +201,9 @@ class BackendSuite:
         backend.write("packs/ab/x", content)
         for offset, expected in [(0, 10_000), (9_999, 1), (4096, 5904), (10_000, 0), (1 << 40, 0)]:
             target = bytearray(16_384)
-            [found] = backend.read_into("packs/ab/x", [(offset, memoryview(target))])
-            assert found == expected
-            assert target[:found] == content[offset : offset + found]
+            [nbytes_read] = backend.read_into("packs/ab/x", [(offset, memoryview(target))])
+            assert nbytes_read == expected
+            assert target[:nbytes_read] == content[offset : offset + nbytes_read]
         nothing = [(5, memoryview(bytearray()))]
         assert backend.read_into("packs/ab/x", nothing) == [0]
 
@@ -286,10 +286,10 @@ class BackendSuite:
                 target = bytearray(nbytes)
                 try:
                     size = backend.size(f"packs/ab/{name}")
-                    [found] = backend.read_into(f"packs/ab/{name}", [(0, memoryview(target))])
+                    [nbytes_read] = backend.read_into(f"packs/ab/{name}", [(0, memoryview(target))])
                 except FileNotFoundError:
                     continue
-                assert (size, found) == (nbytes, nbytes)
+                assert (size, nbytes_read) == (nbytes, nbytes)
                 assert target == content
 
         with in_background(read):
@@ -340,9 +340,9 @@ class BackendSuite:
             backend.mark(key, b"first")
             backend.mark(key, b"second")
             backend.sync()
-            marked = backend.size_if_there(key)
+            size_of_marker = backend.size_if_there(key)
             assert backend.unmark([key], lambda _, content: content == b"first") == {}
-            assert marked is None or backend.read(key) == b"second"
+            assert size_of_marker is None or backend.read(key) == b"second"
             assert backend.unmark([key, "no/marker"], lambda _, content: content == b"second") == {}
             assert backend.unmark([key], lambda _, content: content == b"second") == {}
             backend.sync()
@@ -404,12 +404,12 @@ class SharedBackendSuite(BackendSuite):
         with processes(
             *(partial(_put, opener, barrier, answers, n) for n in range(_PROCESSES))
         ) as started:
-            told = dict(answers.get() for _ in range(_PROCESSES))
+            answer_by_process = dict(answers.get() for _ in range(_PROCESSES))
             for process in started:
                 process.join(SECONDS)
                 assert process.exitcode == 0
         for i in range(_ROUNDS):
-            (winner,) = [me for me, won in told.items() if won[i]]
+            (winner,) = [me for me, won in answer_by_process.items() if won[i]]
             assert opener().read(f"roots/0/{i}") == only(winner, 2000)
         assert opener().names("tmp") == []
 
@@ -433,9 +433,9 @@ class SharedBackendSuite(BackendSuite):
         backend.tidy(0)
         assert backend.names("tmp") == []
         assert backend.tidy(0) == 0
-        found = backend.names("packs/ab")
-        assert found
-        for name in found:
+        names = backend.names("packs/ab")
+        assert names
+        for name in names:
             assert backend.read(f"packs/ab/{name}") == only(int(name) % 256, _MIB)
 
     def test_tidying_beside_another_process(self, opener: Opener) -> None:

@@ -45,20 +45,20 @@ def assert_absent(backend: Backend, key: str) -> None:
 @contextmanager
 def in_background(work: Callable[[], object]) -> Iterator[None]:
     """Repeat some work on another thread, at least once; raise its error."""
-    end, begun = threading.Event(), threading.Event()
+    end, start = threading.Event(), threading.Event()
 
     def loop() -> None:
         try:
             while not end.is_set():
                 work()
-                begun.set()
+                start.set()
         finally:
-            begun.set()
+            start.set()
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(loop)
         try:
-            assert begun.wait(SECONDS)
+            assert start.wait(SECONDS)
             yield
         finally:
             end.set()

@@ -87,28 +87,32 @@ class _Copy:
 
     def run(self, snapshots: Sequence[ChosenSnapshot]) -> None:
         """Copy them all."""
-        todo = self._missing(snapshots)
+        todo = self._absent(snapshots)
         self._tally.bytes.total = sum(chosen.row.stats.logical_bytes for chosen in todo)
         for chosen in todo:
             with self._tally.dealing_with(chosen.row.stats.logical_bytes):
                 self._copy(chosen)
 
-    def _missing(self, snapshots: Sequence[ChosenSnapshot]) -> list[ChosenSnapshot]:
+    def _absent(self, snapshots: Sequence[ChosenSnapshot]) -> list[ChosenSnapshot]:
         """Return the snapshots that the destination lacks.
 
         Raises:
             SnapshotExistsError: The name of one is taken.
         """
-        there = self._destination
-        if there is None:
+        destination = self._destination
+        if destination is None:
             return list(snapshots)
-        there.check_writable("copy snapshots into", dry_run=self._options.dry_run)
+        destination.check_writable("copy snapshots into", dry_run=self._options.dry_run)
 
         def look(table: Table, seq: int) -> list[bool]:
-            placements = (placement_in(table, chosen, there.backend, seq) for chosen in snapshots)
+            placements = (
+                placement_in(table, chosen, destination.backend, seq) for chosen in snapshots
+            )
             return [placement is None for placement in placements]
 
-        presence = there.current(lambda root: look(there.table(root), root.seq + 1), there.recent)
+        presence = destination.current(
+            lambda root: look(destination.table(root), root.seq + 1), destination.recent
+        )
         pairs = list(zip(snapshots, presence, strict=True))
         self.report.present += [chosen.target for chosen, is_there in pairs if is_there]
         return [chosen for chosen, is_there in pairs if not is_there]
@@ -150,12 +154,12 @@ class _Copy:
         if len(self._seen) > _MOST_SEEN:
             self._forget()
         tree = SourceTree(self._source, chosen, self._seen, self._owners)
-        whole = SnapshotCopy(self._source, chosen, tree, self._options, self._tally)
+        snapshot_copy = SnapshotCopy(self._source, chosen, tree, self._options, self._tally)
         if self._options.dry_run:
-            whole.look(self._destination)
+            snapshot_copy.look(self._destination)
         else:
             assert self._destination is not None
-            if not whole.copy(self._destination):
+            if not snapshot_copy.copy(self._destination):
                 # Another process has copied it meanwhile.
                 self._forget()
                 self.report.present.append(chosen.target)

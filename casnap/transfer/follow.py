@@ -112,7 +112,9 @@ class Follower:
                 continue
             self.refused.pop(chosen.name, None)
             yield chosen, report
-        self.refused = {name: why for name, why in self.refused.items() if name in names}
+        self.refused = {
+            name: reason_refused for name, reason_refused in self.refused.items() if name in names
+        }
         self._seen_root = root.commit
 
     def retry_refused(self) -> None:
@@ -195,13 +197,13 @@ class ContinuousCopy:
 
     def _look(self) -> Iterator[CopyReport]:
         if self._follower is None:
-            self._follower = self._opened()
+            self._follower = self._open_follower()
         for chosen, report in self._follower.look():
             self._copied.setdefault(chosen.target, set()).add(chosen.row.commit)
             if report.copied:
                 yield report
 
-    def _opened(self) -> Follower:
+    def _open_follower(self) -> Follower:
         pair = self._open_pair()
 
         def new() -> Iterator[ChosenSnapshot]:
@@ -210,9 +212,9 @@ class ContinuousCopy:
             except SnapshotNotFoundError:
                 return  # there is nothing yet
             for chosen in snapshots:
-                copied = frozenset(self._copied.get(chosen.target, ()))
-                if chosen.row.commit not in copied:
-                    yield chosen._replace(replaces=copied)
+                commits = frozenset(self._copied.get(chosen.target, ()))
+                if chosen.row.commit not in commits:
+                    yield chosen._replace(replaces=commits)
 
         return Follower(Pair(pair.source, pair.destination, new, pair.options), self._progress)
 

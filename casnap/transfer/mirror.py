@@ -95,7 +95,7 @@ class Mirror:
     Args:
         source: The mirrored store.
         prefix: The view of that store which is open: it must be the whole.
-        how: What the user said of the mirror.
+        options: What the user said of the mirror.
         hooks_of: Returns what goes with each commit to the mirror.
         is_taking: Returns whether this process is taking a snapshot. The copy waits meanwhile.
 
@@ -108,7 +108,7 @@ class Mirror:
         self,
         source: Objects,
         prefix: str,
-        how: MirrorOptions,
+        options: MirrorOptions,
         *,
         hooks_of: Callable[[Objects], CommitHooks],
         is_taking: Callable[[], bool],
@@ -119,10 +119,12 @@ class Mirror:
                 f"{uri}/{prefix} is a view of the store {uri}; the mirror is of a whole store: "
                 "give mirror= to that one"
             )
-        if not isinstance(how.uri, str | os.PathLike | Backend):
-            raise TypeError(f"mirror= is a path or URI of a store; got a {type(how.uri).__name__}")
-        self.how = how
-        self._place = locate(how.uri, how.options)
+        if not isinstance(options.uri, str | os.PathLike | Backend):
+            raise TypeError(
+                f"mirror= is a path or URI of a store; got a {type(options.uri).__name__}"
+            )
+        self.how = options
+        self._place = locate(options.uri, options.options)
         self.uri = self._place.backend.uri
         self._source = source
         self._host = HostFiles(source, self.uri)
@@ -217,9 +219,9 @@ class Mirror:
             rows = self._source.current(
                 lambda root: list(snapshots_in(self._source.table(root), run))
             )
-            own = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
+            followed = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))
-            self._follows[run] = max([resumed, *own])
+            self._follows[run] = max([resumed, *followed])
         return taken_tags(place.store, self._follows[run])
 
     def _watch(self) -> None:
@@ -274,51 +276,53 @@ class Mirror:
             BusyError: Another process of this host is copying.
         """
         # Before the lock: each process is to hear of it if its mirror is the wrong store.
-        there = self.destination()
+        destination = self.destination()
         with ExitStack() as stack:
             if (lock := self._host.lock) is not None:
                 stack.enter_context(locked(lock, 0))
-            while not self._stopped and self._copy_some(there):
+            while not self._stopped and self._copy_some(destination):
                 continue
             self._host.write(self._host_status())
 
-    def _copy_some(self, there: Destination) -> bool:
+    def _copy_some(self, destination: Destination) -> bool:
         """Copy what is new; return whether anything was."""
         if self._follower is None:
-            choose = partial(self._choose, there)
-            pair = Pair(self._source, there.objects, choose, there.options)
-            self._follower = Follower(pair, self._on_progress, partial(self._explain, there))
-        copied: dict[str, bytes] = {}
+            choose = partial(self._choose, destination)
+            pair = Pair(self._source, destination.objects, choose, destination.options)
+            self._follower = Follower(pair, self._on_progress, partial(self._explain, destination))
+        commits: dict[str, bytes] = {}
         settled = time.monotonic()
         any_copied = False
         try:
             for chosen, report in self._follower.look():
                 if report.copied:
-                    self._say_continued(there, chosen)
-                copied[chosen.name] = chosen.row.commit
+                    self._say_continued(destination, chosen)
+                commits[chosen.name] = chosen.row.commit
                 any_copied = True
                 if time.monotonic() - settled > _SETTLE:
-                    self._settle(copied)
+                    self._settle(commits)
                     settled = time.monotonic()
         finally:
-            if copied or self._given_up:
-                self._rest()
-                self._settle(copied)
+            if commits or self._given_up:
+                self._pause()
+                self._settle(commits)
         return any_copied
 
-    def _choose(self, there: Destination) -> Iterator[ChosenSnapshot]:
+    def _choose(self, destination: Destination) -> Iterator[ChosenSnapshot]:
         """Yield what the mirror lacks."""
         lacking = self.lacking()
         for name, row in lacking.items():
             # Takes go first, unless the mirror falls behind. No low priority for this thread:
             # when it holds Python's lock, the training would wait with it.
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
-            target = f"{there.prefix}/{name}" if there.prefix else name
-            succession = Succession(self._source, there.objects, target, row, self.how.retention)
+            target = f"{destination.prefix}/{name}" if destination.prefix else name
+            succession = Succession(
+                self._source, destination.objects, target, row, self.how.retention
+            )
             self._succession = succession
             yield ChosenSnapshot(name, target, row, place=succession.place, prune=succession.prune)
 
-    def _say_continued(self, there: Destination, chosen: ChosenSnapshot) -> None:
+    def _say_continued(self, destination: Destination, chosen: ChosenSnapshot) -> None:
         """Say that this store continues the run of another one, and what that replaced."""
         succession = self._succession
         if succession is None or not (succession.predecessor or succession.replaced):
@@ -329,26 +333,26 @@ class Mirror:
             "%s continues the run%s of %s, by %s%s",
             self._source.backend.uri,
             run,
-            there.objects.backend.uri,
+            destination.objects.backend.uri,
             chosen.name,
             f", which replaces {replaced:.1000} of another branch" if replaced else "",
         )
 
-    def _settle(self, copied: dict[str, bytes]) -> None:
+    def _settle(self, commits: dict[str, bytes]) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.
         self._backoff.note_success()
-        mark_mirrored(self._source, copied, self._given_up)
-        copied.clear()
+        mark_mirrored(self._source, commits, self._given_up)
+        commits.clear()
         self._given_up.clear()
         self._host.write(self._host_status())
         self._tell_waiting()
 
-    def _on_progress(self, _what: str, _done: int, _total: int) -> None:
-        self._rest()
+    def _on_progress(self, _phase: str, _done: int, _total: int) -> None:
+        self._pause()
         if self._stopped:
             raise _StoppedError
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         """Wait while a take goes on: it is to have the cores, the disk and the line."""
         is_needed = threading.main_thread().is_alive
         while self._patient_for > 0 and self._is_taking() and is_needed() and not self._stopped:
@@ -356,7 +360,7 @@ class Mirror:
             self._patient_for -= _GIVE_WAY_LOOK
 
     def _explain(
-        self, there: Destination, chosen: ChosenSnapshot, error: CasnapError
+        self, destination: Destination, chosen: ChosenSnapshot, error: CasnapError
     ) -> str | None:
         """Say why a snapshot cannot be copied; None if it never will be."""
         if isinstance(error, SucceededError):
@@ -366,16 +370,16 @@ class Mirror:
             self._succeeded.setdefault(run, (str(error), time.time()))
             self._given_up[chosen.name] = chosen.row.commit
             return None
-        objects, here = there.objects, self._source
+        objects, source = destination.objects, self._source
         row = objects.current(lambda root: objects.table(root).get(chosen.target))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
         origin = origin_of(row)
-        taken = f"copied from the store {origin}" if origin else "not copied by a mirror"
+        origin_text = f"copied from the store {origin}" if origin else "not copied by a mirror"
         return (
             f"{objects.backend.uri} holds another snapshot {chosen.target!r} (commit "
-            f"{row.commit.hex()}, {taken}) than {here.backend.uri} (commit "
-            f"{chosen.row.commit.hex()}, the store {here.config.store_id}). Neither is "
+            f"{row.commit.hex()}, {origin_text}) than {source.backend.uri} (commit "
+            f"{chosen.row.commit.hex()}, the store {source.config.store_id}). Neither is "
             "overwritten. Take it under another name, or delete the one that you do not need; two "
             "runs that use one mirror need names of their own, or a folder each, as in "
             "mirror='s3://bucket/ckpts//node1'"
@@ -392,7 +396,7 @@ class Mirror:
         with self._opening:
             if self._there is None:
                 try:
-                    self._there = self._opened()
+                    self._there = self._open_destination()
                     self._misfit = None
                 except CasnapError as e:
                     # A failure may pass. Any other error stays until the user acts.
@@ -401,23 +405,23 @@ class Mirror:
                     raise
             return self._there
 
-    def _opened(self) -> Destination:
+    def _open_destination(self) -> Destination:
         """Open the mirror, or make it if the store has none yet."""
         source, name = self._source, self._place.name
         root = source.newest()
-        known = mirror_place(root, source.backend.uri)
+        attached = mirror_place(root, source.backend.uri)
         zstd = settings_of(root)[CODEC] == "zstd"
         try:
             objects, _ = open_objects(
                 self._place,
-                create=known is None,
+                create=attached is None,
                 chunk_size=source.config.chunk_size,
                 codec=Codec.ZSTD if zstd else Codec.RAW,
             )
         except NotAStoreError as e:
-            if known is None:
+            if attached is None:
                 raise
-            raise wrong_mirror_error(source, known, f"there is no store: {e}") from e
+            raise wrong_mirror_error(source, attached, f"there is no store: {e}") from e
         objects.check_writable("mirror to")
         if objects.config.store_id == source.config.store_id:
             raise MirrorError(
@@ -455,15 +459,15 @@ class Mirror:
             self._pass is not None and not self._pass.ended,
             status.error or None,
             status.since or None,
-            {name: why for name, why in status.refused.items() if name in lacking},
+            {name: reason for name, reason in status.refused.items() if name in lacking},
         )
 
-    def wait(self, timeout: float | None, asked: float | None) -> None:
+    def wait(self, timeout: float | None, seconds_asked: float | None) -> None:
         """Wait until the mirror holds all snapshots that were committed before this call.
 
         Args:
             timeout: How many seconds to wait at most.
-            asked: How many the user allowed, for the message.
+            seconds_asked: How many the user allowed, for the message.
 
         Raises:
             MirrorError: The time is over, some cannot be mirrored, or the mirror was stopped.
@@ -471,19 +475,21 @@ class Mirror:
         if os.getpid() != self._pid:
             self._begin()
         until = None if timeout is None else time.monotonic() + timeout
-        wanted = {row.commit for row in self.lacking().values()}
+        commits = {row.commit for row in self.lacking().values()}
         passes = self._passes
         self._backoff.hurry()
         if self._follower is not None:
             self._follower.retry_refused()
-        while wanted:
+        while commits:
             self.wake()
-            left = None if until is None else until - time.monotonic()
+            seconds_left = None if until is None else until - time.monotonic()
             with self._changed:
-                self._changed.wait(0.5 if left is None else min(0.5, max(0.0, left)))
-            lacking = {name: row for name, row in self.lacking().items() if row.commit in wanted}
-            wanted &= {row.commit for row in lacking.values()}
-            if not wanted:
+                self._changed.wait(
+                    0.5 if seconds_left is None else min(0.5, max(0.0, seconds_left))
+                )
+            lacking = {name: row for name, row in self.lacking().items() if row.commit in commits}
+            commits &= {row.commit for row in lacking.values()}
+            if not commits:
                 break
             status = self.status()
             hopeless = lacking.keys() <= status.refused.keys() or self._misfit is not None
@@ -491,7 +497,9 @@ class Mirror:
             hopeless |= self._stopped and not self._passive
             if hopeless or (until is not None and time.monotonic() >= until):
                 stopped = "it was stopped by this process" if self._stopped else ""
-                raise MirrorError(_lag(status, lacking, None if hopeless else asked, stopped))
+                raise MirrorError(
+                    _lag(status, lacking, None if hopeless else seconds_asked, stopped)
+                )
         given_up = self.succeeded()
         if given_up:
             raise MirrorError(_given_up_text(self.status(), given_up))
@@ -519,11 +527,11 @@ class Mirror:
 def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, stopped: str) -> str:
     names = sorted(lacking)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    why = [f"{name}: {text}" for name, text in status.refused.items() if name in names]
+    reasons = [f"{name}: {text}" for name, text in status.refused.items() if name in names]
     if status.error is not None:
-        why.append(status.error)
+        reasons.append(status.error)
     after = "" if timeout is None else f" after {timeout:g} s"
-    causes = stopped or "; ".join(why[:3]) or "it is still copying"
+    causes = stopped or "; ".join(reasons[:3]) or "it is still copying"
     return (
         f"{status.uri} lacks {', '.join(names[:3])}{more}{after}: {causes}. They are kept here, "
         "and a Store with this mirror goes on copying them"
@@ -533,8 +541,8 @@ def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, st
 def _given_up_text(status: MirrorStatus, given_up: Iterable[str]) -> str:
     names = sorted(given_up)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    why = status.error or "another store continues their run there"
-    return f"{status.uri} never gets {', '.join(names[:3])}{more}: {why}"
+    reason = status.error or "another store continues their run there"
+    return f"{status.uri} never gets {', '.join(names[:3])}{more}: {reason}"
 
 
 def _watch(mirror_ref: ref[Mirror], event: threading.Event) -> None:

@@ -43,24 +43,24 @@ def choose(
             )
         return rows
 
-    found = source.current(lambda root: look(source.table(root)))
-    below = len(prefix) + 1 if prefix else 0
+    matches = source.current(lambda root: look(source.table(root)))
+    inner_start = len(prefix) + 1 if prefix else 0
     return [
         ChosenSnapshot(
             full,
-            _renamed(full[below:], inner, rename),
+            _renamed(full[inner_start:], inner, rename),
             # Notes of casnap's own are about that store alone.
             msgspec.structs.replace(row, tags=row.user_tags),
         )
-        for full, row in found
+        for full, row in matches
     ]
 
 
 def _renamed(name: str, folder: str, rename: str | None) -> str:
     if rename is None:
         return name
-    rest = name[len(folder) :] if folder else f"/{name}"
-    return check_name(check_name(rename) + rest)
+    suffix = name[len(folder) :] if folder else f"/{name}"
+    return check_name(check_name(rename) + suffix)
 
 
 def check_pair(source: Objects, destination: Objects) -> None:
@@ -70,24 +70,26 @@ def check_pair(source: Objects, destination: Objects) -> None:
         StoreError: They are the same store, or their chunks are of different sizes.
         UnsupportedFormatError: The other one stores chunks as this version cannot.
     """
-    here, there = source.backend, destination.backend
+    source_backend, destination_backend = source.backend, destination.backend
     is_same_id = source.config.store_id == destination.config.store_id
-    if is_same_id and _is_same_place(here, there):
+    if is_same_id and _is_same_place(source_backend, destination_backend):
         raise StoreError(
-            f"{there.uri} is the store that is copied from; a copy goes into another store"
+            f"{destination_backend.uri} is the store that is copied from; a copy goes into "
+            "another store"
         )
     ours, theirs = source.config.chunk_size >> 10, destination.config.chunk_size >> 10
     if ours != theirs:
         raise StoreError(
-            f"{here.uri} has chunks of {ours:,} KiB, {there.uri} of {theirs:,} KiB. A snapshot "
+            f"{source_backend.uri} has chunks of {ours:,} KiB, {destination_backend.uri} of "
+            f"{theirs:,} KiB. A snapshot "
             "names its chunks by their digests, so it can be copied only between stores with "
             f"chunks of one size: make the other store with `casnap init --chunk-size {ours}K`; or "
             "restore from the one and take into the other"
         )
-    codec_of(destination.recent(), there.uri)
+    codec_of(destination.recent(), destination_backend.uri)
 
 
-def _is_same_place(here: Backend, there: Backend) -> bool:
-    if isinstance(here, LocalBackend) and isinstance(there, LocalBackend):
-        return here.folder.samefile(there.folder)
-    return here.identity == there.identity
+def _is_same_place(source: Backend, destination: Backend) -> bool:
+    if isinstance(source, LocalBackend) and isinstance(destination, LocalBackend):
+        return source.folder.samefile(destination.folder)
+    return source.identity == destination.identity

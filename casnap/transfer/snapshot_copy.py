@@ -186,13 +186,13 @@ class SnapshotCopy:
             transaction = Transaction(destination, crew)
             try:
                 planned, is_last = self._plan(transaction.reused.reuse_at)
-                sent = self._send(transaction, planned, crew)
-                if len(sent) < len(planned):  # its time is over
-                    rest = planned.keys() - {digest for digest, _ in sent}
-                    self._pending = chain(filter(rest.__contains__, planned), self._pending)
+                sizes = self._send(transaction, planned, crew)
+                if len(sizes) < len(planned):  # its time is over
+                    remaining = planned.keys() - {digest for digest, _ in sizes}
+                    self._pending = chain(filter(remaining.__contains__, planned), self._pending)
                 elif is_last:
-                    return self._finish(transaction, len(sent))
-                self._keep(transaction, sent)
+                    return self._finish(transaction, len(sizes))
+                self._keep(transaction, sizes)
             except BaseException as e:
                 crew.fail(e)
                 raise
@@ -209,12 +209,12 @@ class SnapshotCopy:
             The digest and the raw length of each.
         """
         ends = time.monotonic() + self._options.part_seconds
-        sent: list[tuple[Digest, int]] = []
+        sizes: list[tuple[Digest, int]] = []
 
         def note(digest: Digest, nbytes: int) -> None:
             if crew.error is not None:
                 raise crew.error
-            sent.append((digest, nbytes))
+            sizes.append((digest, nbytes))
             self._tally.bytes.add(nbytes)
             transaction.renew_announcement()
 
@@ -226,20 +226,20 @@ class SnapshotCopy:
             copy_verified(self._source, chunks, transaction.new_packs, note)
             if time.monotonic() >= ends:
                 break
-        return sent
+        return sizes
 
-    def _keep(self, transaction: Transaction, sent: list[tuple[Digest, int]]) -> None:
+    def _keep(self, transaction: Transaction, sizes: list[tuple[Digest, int]]) -> None:
         """Commit what was sent, so that no collector deletes it."""
-        parts = unfinished.put_part(transaction, sent)
+        parts = unfinished.put_part(transaction, sizes)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             self._placement(transaction, table, seq)
             return unfinished.with_parts(transaction, table, seq, self._chosen, parts)
 
-        self._publish(transaction, change, len(sent))
+        self._publish(transaction, change, len(sizes))
         self._parts |= parts
 
-    def _finish(self, transaction: Transaction, sent: int) -> Row:
+    def _finish(self, transaction: Transaction, chunks: int) -> Row:
         """Write the tree, and commit the snapshot."""
         nodes = self._put_nodes(transaction)
         chosen, keeper = self._chosen, unfinished.name_of(self._chosen)
@@ -247,7 +247,7 @@ class SnapshotCopy:
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
         new_rows: list[Row] = []
-        noted = self._options.hooks.notes(chosen.target)
+        notes = self._options.hooks.notes(chosen.target)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             placement = self._placement(transaction, table, seq)
@@ -264,7 +264,7 @@ class SnapshotCopy:
                     stats=stats,
                     metadata=metadata,
                     metadata_node=b"",
-                    tags=(*noted, *placement.tags),
+                    tags=(*notes, *placement.tags),
                 )
             )
             self._gone = dict(placement.gone)
@@ -276,7 +276,7 @@ class SnapshotCopy:
                 changes[keeper] = None
             return changes
 
-        self._publish(transaction, change, sent + nodes)
+        self._publish(transaction, change, chunks + nodes)
         return new_rows[-1]
 
     def _put_nodes(self, transaction: Transaction) -> int:
@@ -298,10 +298,10 @@ class SnapshotCopy:
                     count += 1
         return count
 
-    def _publish(self, transaction: Transaction, change: Change, sent: int) -> None:
+    def _publish(self, transaction: Transaction, change: Change, chunks: int) -> None:
         publish(transaction, change)
         self._new_bytes += transaction.new_packs.stored_bytes
-        self._tally.count_sent(sent, transaction.new_packs.stored_bytes)
+        self._tally.count_sent(chunks, transaction.new_packs.stored_bytes)
 
     def _placement(self, transaction: Transaction, table: Table, seq: int) -> Placement:
         placement = placement_in(table, self._chosen, transaction.objects.backend, seq)
@@ -315,8 +315,10 @@ class SnapshotCopy:
         Raises:
             FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
         """
-        kept = unfinished.parts_of(transaction.objects, table.get(unfinished.name_of(self._chosen)))
-        stand = self._parts.items() <= kept.items()
+        parts = unfinished.parts_of(
+            transaction.objects, table.get(unfinished.name_of(self._chosen))
+        )
+        stand = self._parts.items() <= parts.items()
         for name, chosen in self._tree.shared_with.items():
             row = table.get(name)
             stand &= row is not None and row.manifest.digest == chosen.row.manifest.digest

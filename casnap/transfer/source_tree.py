@@ -48,10 +48,10 @@ class SourceTree:
         self._source.node(Digest(self._ref.digest), self._ref.hint)
         top = MANIFEST + self._ref.digest
         self._note_owners([top])
-        for node, below in walk(self._source, [top], self._seen):
+        for node, children in walk(self._source, [top], self._seen):
             self.nodes.append(node)
-            self._note_owners(below)
-            yield from (Digest(reference) for reference in below if not is_node(reference))
+            self._note_owners(children)
+            yield from (Digest(reference) for reference in children if not is_node(reference))
 
     def _note_owners(self, references: list[bytes]) -> None:
         for reference in references:

@@ -69,35 +69,37 @@ class Succession:
         earlier = {name: row for name, row in copies.items() if life_of(row) != life}
         follows = follows_of(self.row, self.there.config.store_id)
         # What the store had not seen when it resumed is of another branch.
-        gone = {name for name, row in earlier.items() if row.seq > follows}
+        replaced_names = {name for name, row in earlier.items() if row.seq > follows}
         if self.target in earlier:
             # What came after the snapshot that is taken anew came from it.
             names = [name for name, _ in in_commit_order(earlier.items())]
-            gone.update(names[names.index(self.target) :])
-        gone = {name for name in gone if not copies[name].user_tags}
-        self.replaced = tuple(name for name, _ in in_commit_order((n, copies[n]) for n in gone))
+            replaced_names.update(names[names.index(self.target) :])
+        replaced_names = {name for name in replaced_names if not copies[name].user_tags}
+        self.replaced = tuple(
+            name for name, _ in in_commit_order((n, copies[n]) for n in replaced_names)
+        )
         if self.target in copies:
-            gone.add(self.target)
+            replaced_names.add(self.target)
         tags = copy_tags(self.row, self.source.config.store_id, life)
-        return Placement(tags, {name: copies[name] for name in gone})
+        return Placement(tags, {name: copies[name] for name in replaced_names})
 
     def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
         """Return the life of the run that the copy is of: the last one, or a new one."""
         follows = follows_of(self.row, self.there.config.store_id)
         self.predecessor = ""
-        last = max(copies.values(), key=lambda row: row.seq, default=None)
-        life = None if last is None else life_of(last)
-        if last is None or life is None:
+        newest = max(copies.values(), key=lambda row: row.seq, default=None)
+        life = None if newest is None else life_of(newest)
+        if newest is None or life is None:
             return Life(seq, follows)
-        if follows >= life.follows and is_copy_from_here(self.source, last):
+        if follows >= life.follows and is_copy_from_here(self.source, newest):
             return life
         if follows >= life.began:
-            self.predecessor = origin_of(last)
+            self.predecessor = origin_of(newest)
             return Life(seq, follows)
         run = f" in {self.run!r}" if self.run else ""
         raise SucceededError(
-            f"{self.there.backend.uri} has a run{run} that the store {origin_of(last)} writes, and "
-            f"the snapshots of {self.source.backend.uri} (the store "
+            f"{self.there.backend.uri} has a run{run} that the store {origin_of(newest)} writes, "
+            f"and the snapshots of {self.source.backend.uri} (the store "
             f"{self.source.config.store_id}) do not follow it: that store has succeeded this one, "
             "or this one never resumed from there. Nothing more of this run is mirrored from here; "
             "takes go on, and their retention alone says what is kept here. To go on with the run "
@@ -106,12 +108,12 @@ class Succession:
             "mirror='s3://bucket/ckpts//node1'"
         )
 
-    def prune(self, table: Table, gone: Mapping[str, Row], row: Row) -> dict[str, Row]:
+    def prune(self, table: Table, replaced_rows: Mapping[str, Row], row: Row) -> dict[str, Row]:
         """Return the copies of the run, in all its lives, that the retention lets go."""
         if self.retention is None:
             return {}
         rows = copies_in(table, self.run)
-        left = {name: copy for name, copy in rows.items() if name not in gone}
+        remaining = {name: copy for name, copy in rows.items() if name not in replaced_rows}
         change = RetentionChange(self.there, self.retention, self.run, row.commit)
-        verdicts = change.judge_rows({**left, self.target: row}.items())
+        verdicts = change.judge_rows({**remaining, self.target: row}.items())
         return {v.name: rows[v.name] for v in verdicts if not v.kept}

@@ -25,19 +25,19 @@ def name_of(chosen: ChosenSnapshot) -> str:
     return UNFINISHED + chosen.row.commit.hex()
 
 
-def put_part(transaction: Transaction, sent: list[tuple[Digest, int]]) -> dict[str, bytes]:
+def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
     """Store the tree that refers to some chunks.
 
     Args:
         transaction: The one that wrote them.
-        sent: Digest and raw length of each.
+        sizes: Digest and raw length of each.
 
     Returns:
         The key of the part, and the top of its tree.
     """
     entries: dict[str, Entry] = {
         f"/{number}": ValueEntry("bytes", Payload(nbytes, b"", digest))
-        for number, (digest, nbytes) in enumerate(sent)
+        for number, (digest, nbytes) in enumerate(sizes)
     }
     return {transaction.commit.hex(): build(entries, transaction.put_node)}
 

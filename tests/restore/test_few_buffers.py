@@ -25,7 +25,7 @@ def test_a_read_ends_though_few_buffers_are_left(
     store = Store(tmp_path)
     if is_remote:
         backend = RemoteDouble(tmp_path.name)
-        create_store(backend, asked=True)
+        create_store(backend, is_explicit=True)
         store = Store(backend)
     snapshot = store.take(STATE, "a")
     pool = shared_pool(0)

@@ -332,7 +332,7 @@ def test_an_error_of_load_state_dict_names_its_key_and_what_was_restored(store, 
     with pytest.raises(kind) as e:
         snapshot.restore(live)
     assert str(e.value) == (
-        f"{snapshot.contents.where}: load_state_dict() of 's/1' raised {type(error).__name__}: on "
+        f"{snapshot.contents.label}: load_state_dict() of 's/1' raised {type(error).__name__}: on "
         "purpose. Restored before: m; only tensors were filled in place of: s/1, last"
     )
     assert e.value.__cause__ is error

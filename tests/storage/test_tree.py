@@ -103,7 +103,9 @@ def test_items_from_a_key_on(model: dict[str, int], start: str, shape: Shape) ->
 def test_items_below_a_prefix(model: dict[str, int], prefix: str, shape: Shape) -> None:
     nodes = Nodes(shape)
     tree = nodes.tree(nodes.built(model))
-    assert list(tree.below(prefix)) == sorted(i for i in model.items() if i[0].startswith(prefix))
+    assert list(tree.items_below(prefix)) == sorted(
+        i for i in model.items() if i[0].startswith(prefix)
+    )
 
 
 @given(models, st.lists(edits, max_size=4), shapes)

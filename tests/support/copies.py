@@ -42,7 +42,7 @@ def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) ->
 def unfinished(place: Place) -> list[str]:
     """Return the names of the rows of copies that are under way."""
     objects = opened(place).objects
-    return [name for name, _ in objects.table(objects.newest()).below(UNFINISHED)]
+    return [name for name, _ in objects.table(objects.newest()).items_below(UNFINISHED)]
 
 
 def assert_copied(source: Place, destination: Place, names: set[str] | None = None) -> None:

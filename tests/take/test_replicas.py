@@ -268,10 +268,10 @@ def test_scattered_differences_are_found() -> None:
 
 
 def test_samples_are_few() -> None:
-    where = Sampler(1, 1 << 20)._where(1 << 28, 4)
+    where = Sampler(1, 1 << 20)._positions(1 << 28, 4)
     assert where.numel() * 4 == (1 << 30) // 2048
 
 
 def test_takes_look_at_other_places() -> None:
-    first, second = (Sampler(seed, CHUNK)._where(1 << 20, 4) for seed in (1, 2))
+    first, second = (Sampler(seed, CHUNK)._positions(1 << 20, 4) for seed in (1, 2))
     assert (first == second).double().mean() < 0.01

@@ -122,7 +122,7 @@ def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]
     entry = entries.get(slash + inner)
     assert entry is not None
     yield path, entry
-    yield from ((key + below, e) for below, e in entries.below(f"{slash}{inner}/"))
+    yield from ((key + below, e) for below, e in entries.items_below(f"{slash}{inner}/"))
 
 
 def _apart(parts: list[_TensorRead]) -> set[int]:

@@ -143,7 +143,7 @@ class CasnapReader(StorageReader):
         with comm, contents.reading():
             agreed = comm.broadcast_message(_Agreed(contents.row.commit, self._read_once), _Agreed)
             commit = contents.row.commit.hex()
-            comm.check_same(f"the commit of {contents.where}", commit, agreed.commit.hex())
+            comm.check_same(f"the commit of {contents.label}", commit, agreed.commit.hex())
             comm.check_same("the option read_once=", self._read_once, agreed.read_once)
             loaded = PlanLoad(contents, self._values, planner, self._allow_pickle)
             loaded.run(plan, fetch if comm.size > 1 and self._read_once else None)

@@ -89,14 +89,14 @@ class Entries:
         if len(self._digests) == 1:
             yield from self._contents.tree(self._digests[0]).items(start)
             return
-        last = None
+        before = None
         # The merge is stable: of two entries of one path, that of the first tree comes first.
         for path, entry in merge(*(tree.items(start) for tree in self._trees), key=itemgetter(0)):
-            if path != last:
+            if path != before:
                 yield path, entry
-            last = path
+            before = path
 
-    def below(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+    def items_below(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         """Yield path and entry of what begins with ``prefix``."""
         return takewhile(lambda item: item[0].startswith(prefix), self.items(prefix))
 
@@ -121,7 +121,7 @@ class Contents:
         self._seen: dict[int | None, dict[str, Entries]] = {}
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         """The snapshot as a user would name it."""
         return joined(self.objects.backend.uri, self.name)
 
@@ -130,15 +130,15 @@ class Contents:
         """The top of the tree."""
         ref = self.row.manifest
         node = self.objects.node(Digest(ref.digest), ref.hint)
-        manifest = decode(node, Manifest, f"the manifest of {self.where}")
+        manifest = decode(node, Manifest, f"the manifest of {self.label}")
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
-            raise DamagedError(f"the manifest of {self.where} holds a malformed digest")
+            raise DamagedError(f"the manifest of {self.label} holds a malformed digest")
         world, ranks = self.row.world_size, manifest.ranks.keys()
         if len(ranks) != world or ranks != set(map(str, range(world))):
             names = ", ".join(sorted(ranks)[:4])
             raise DamagedError(
-                f"{self.where} claims {world} ranks, but has {len(ranks)}: {names:.80}"
+                f"{self.label} claims {world} ranks, but has {len(ranks)}: {names:.80}"
             )
         return manifest
 
@@ -149,8 +149,8 @@ class Contents:
             return self.row.metadata
         node = self.objects.node(Digest(self.row.metadata_node))
         if len(node) > _MOST_METADATA:
-            raise DamagedError(f"the metadata of {self.where} have {len(node):,} bytes, too many")
-        return decode(node, dict[str, Any], f"the metadata of {self.where}")
+            raise DamagedError(f"the metadata of {self.label} have {len(node):,} bytes, too many")
+        return decode(node, dict[str, Any], f"the metadata of {self.label}")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Contents:
             if row is not None and row.commit == self.row.commit:
                 raise
             raise SnapshotNotFoundError(
-                f"{self.where} was deleted or replaced, and what it held was collected as garbage "
+                f"{self.label} was deleted or replaced, and what it held was collected as garbage "
                 "while it was being read; a longer `casnap gc --grace` lets readers end"
             ) from e
 
@@ -234,7 +234,7 @@ class Contents:
             if digest is not None:
                 tree = self.tree(digest)
                 if tree.get(inner_path) is not None or any(
-                    True for _ in tree.below(f"{inner_path}/")
+                    True for _ in tree.items_below(f"{inner_path}/")
                 ):
                     keepers.append(rank)
         return keepers
@@ -294,7 +294,7 @@ class Contents:
             names = ", ".join(f"'{rank}/{path}'" for rank in keepers[:4])
             more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
             raise EntryNotFoundError(
-                f"{self.where} has {path!r} for {rank_names(keepers)}, each its own; say which: "
+                f"{self.label} has {path!r} for {rank_names(keepers)}, each its own; say which: "
                 f"{names}{more}"
             )
 
@@ -308,15 +308,15 @@ class Contents:
         head, slash, tail = start.partition("/")
         shared, ranks = self.manifest.shared, self.manifest.ranks
         if slash and head in ranks:
-            for path, entry, entries in _below(self.trees(int(head)), tail):
+            for path, entry, entries in _walk_below(self.trees(int(head)), tail):
                 owner = entries.owner(path[len(path.partition("/")[0]) :])
                 yield Listed(f"{head}/{path}", f"{head}/{path}", entry, owner)
             return
         lead = f"{GLOBAL}/" if slash and self._means_global(head) else ""
-        for path, entry, _ in _below(self._layers([(shared, None)]), start[len(lead) :]):
+        for path, entry, _ in _walk_below(self._layers([(shared, None)]), start[len(lead) :]):
             yield Listed(lead + path, lead + path, entry, None)
         for rank, trees in () if lead else ranks.items():
-            for path, entry, _ in _below(self._layers([(trees, int(rank))]), start):
+            for path, entry, _ in _walk_below(self._layers([(trees, int(rank))]), start):
                 yield Listed(f"{rank}/{path}", path, entry, int(rank))
 
     def matching(self, pattern: str) -> list[Listed]:
@@ -332,9 +332,9 @@ class Contents:
         exact = [each for each in candidates if each.path == pattern]
         return exact or [each for each in candidates if matches(each.path)]
 
-    def _means_global(self, first: str) -> bool:
+    def _means_global(self, component: str) -> bool:
         """Whether the first component of a path stands for the global entries, not for a key."""
-        return first == GLOBAL and all(first not in trees for trees in self._subtrees())
+        return component == GLOBAL and all(component not in trees for trees in self._subtrees())
 
     def _subtrees(self) -> list[dict[str, bytes]]:
         return [self.manifest.shared, *self.manifest.ranks.values()]
@@ -346,11 +346,11 @@ class Contents:
         keepers = self.keepers(bare)
         if keepers and asking not in keepers:
             return EntryNotFoundError(
-                f"{self.where} has no entry {path!r}: it is kept for {rank_names(keepers)} alone; "
+                f"{self.label} has no entry {path!r}: it is kept for {rank_names(keepers)} alone; "
                 f"read it as '{keepers[0]}/{bare}'"
             )
         return EntryNotFoundError(
-            f"{self.where} has no entry {path!r}{nearest(bare, self._paths())}"
+            f"{self.label} has no entry {path!r}{nearest(bare, self._paths())}"
         )
 
     def _paths(self) -> list[str]:
@@ -388,7 +388,7 @@ class Contents:
         is_consistent = min(entry.shape, default=1) > 0 and itemsize * count == nbytes
         if not is_consistent or itemsize > chunk_size:
             raise DamagedError(
-                f"{self.where}: {path} claims {nbytes} bytes for the shape {list(entry.shape)}",
+                f"{self.label}: {path} claims {nbytes} bytes for the shape {list(entry.shape)}",
                 (path,),
             )
         return grid_of(entry.shape, itemsize, chunk_size)
@@ -402,7 +402,7 @@ class Contents:
         digests = payload.digests
         if not 0 <= payload.depth <= MAX_LIST_DEPTH:
             raise DamagedError(
-                f"{self.where}: {path} claims a list of depth {payload.depth}", (path,)
+                f"{self.label}: {path} claims a list of depth {payload.depth}", (path,)
             )
         for _ in range(payload.depth):
             if len(digests) > DIGEST_SIZE * max(cells.count, 1):
@@ -410,7 +410,7 @@ class Contents:
             digests = self._joined_lists(digests, cells.count, path)
         if len(digests) != DIGEST_SIZE * cells.count:
             raise DamagedError(
-                f"{self.where}: {path} lists {len(digests) / DIGEST_SIZE:g} chunks where its shape "
+                f"{self.label}: {path} lists {len(digests) / DIGEST_SIZE:g} chunks where its shape "
                 f"has {cells.count}",
                 (path,),
             )
@@ -440,9 +440,9 @@ def has_wildcards(path: str) -> bool:
     return _WILDCARDS.search(path) is not None
 
 
-def _below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:
+def _walk_below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:
     """Yield what begins with a text in the trees of some keys, in order."""
     for key, entries in sorted(trees.items()):
         if key.startswith(start) or start.startswith(f"{key}/"):
-            for inner, entry in entries.below(start[len(key) :]):
+            for inner, entry in entries.items_below(start[len(key) :]):
                 yield key + inner, entry, entries

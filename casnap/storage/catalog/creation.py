@@ -63,7 +63,7 @@ def create_store(
     backend: Backend,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    asked: bool,
+    is_explicit: bool,
     codec: Codec = Codec.RAW,
 ) -> CreatedStore:
     """Make a store, or finish making one; do nothing if it is complete.
@@ -71,7 +71,7 @@ def create_store(
     Args:
         backend: Where to make it.
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
-        asked: Whether the user named this very place as a store.
+        is_explicit: Whether the user named this very place as a store.
         codec: How a new store is to store new chunks.
 
     Raises:
@@ -80,7 +80,7 @@ def create_store(
     """
     check_chunk_size(chunk_size)
     if isinstance(backend, LocalBackend):
-        _check_folder(backend.folder, asked=asked)
+        _check_folder(backend.folder, is_explicit=is_explicit)
     backend.make()
     ours: StoreConfig | None = None
     # A list of a remote place shows more, and its objects are few folders.
@@ -88,8 +88,8 @@ def create_store(
     is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
-        settings = _first_settings(backend, codec, asked=asked)
-        ours = _put_config(backend, names, chunk_size, settings, asked=asked)
+        settings = _first_settings(backend, codec, is_explicit=is_explicit)
+        ours = _put_config(backend, names, chunk_size, settings, is_explicit=is_explicit)
     config = ours or read_config(backend)  # raises if a newer version began to make it
     if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):
         config = _adopted_config(backend, is_ours=ours is not None)
@@ -116,9 +116,9 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
 
 
-def _first_settings(backend: Backend, codec: Codec, *, asked: bool) -> dict[str, Any]:
+def _first_settings(backend: Backend, codec: Codec, *, is_explicit: bool) -> dict[str, Any]:
     settings = codec_settings(codec) if codec is not Codec.RAW else {}
-    if not asked and backend.folder is not None:
+    if not is_explicit and backend.folder is not None:
         settings[FOLDER_ONLY] = True
     return settings
 
@@ -155,7 +155,12 @@ def _warn_of_rules(backend: Backend) -> None:
 
 
 def _put_config(
-    backend: Backend, names: set[str], chunk_size: int, settings: dict[str, Any], *, asked: bool
+    backend: Backend,
+    names: set[str],
+    chunk_size: int,
+    settings: dict[str, Any],
+    *,
+    is_explicit: bool,
 ) -> StoreConfig | None:
     """Put the record of a new store, which begins to exist by that.
 
@@ -164,7 +169,7 @@ def _put_config(
         names: What there is already.
         chunk_size: Bytes.
         settings: Those of the new store.
-        asked: Whether the user named this very place as a store.
+        is_explicit: Whether the user named this very place as a store.
 
     Returns:
         The record; None if another process was faster, or something of a store was there.
@@ -172,7 +177,7 @@ def _put_config(
     if chunk_size > backend.max_chunk_bytes:
         most = backend.max_chunk_bytes >> 20
         raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
-    _check_remote_place(backend, asked=asked)
+    _check_remote_place(backend, is_explicit=is_explicit)
     if _is_marked(backend):
         raise NotAStoreError(
             f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
@@ -212,9 +217,9 @@ def _is_marked(backend: Backend) -> bool:
     return True
 
 
-def _check_remote_place(backend: Backend, *, asked: bool) -> None:
+def _check_remote_place(backend: Backend, *, is_explicit: bool) -> None:
     uri = store_uri(backend.uri) if backend.costly_requests else None
-    if uri is not None and uri.is_bucket and not asked:
+    if uri is not None and uri.is_bucket and not is_explicit:
         raise StoreError(
             f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "
             f"further down, like {backend.uri}/run1/step_100; or if the whole bucket is meant to "
@@ -224,19 +229,19 @@ def _check_remote_place(backend: Backend, *, asked: bool) -> None:
         raise object_error(backend.uri)
 
 
-def _check_folder(folder: Path, *, asked: bool) -> None:
+def _check_folder(folder: Path, *, is_explicit: bool) -> None:
     if exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     if exists(folder / STORE_FOLDER / CONFIG_KEY):
         return
     with suppress(OSError):
         owner = (folder / STORE_FOLDER).lstat().st_uid
-        if not asked and owner not in (os.geteuid(), 0):
+        if not is_explicit and owner not in (os.geteuid(), 0):
             raise StoreError(
                 f"{folder / STORE_FOLDER} is a folder of another user (uid {owner}); take to "
                 "another place, or name it: `casnap init`, Store(...)"
             )
-    if not asked and folder in crowded_folders():
+    if not is_explicit and folder in crowded_folders():
         raise StoreError(
             f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "
             f"a path further down, like {folder / 'ckpts' / 'step_100'}"

@@ -66,7 +66,7 @@ def locate_snapshot(
     """
     uri = snapshot_uri(path)
     if uri is not None:
-        return _located(uri, storage_options)
+        return _locate_uri(uri, storage_options)
     text, local = _local(path, storage_options)
     if not local.strip("/") or Path(local).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
@@ -106,7 +106,7 @@ def locate_store(
     """
     place = store_uri(uri)
     if place is not None:
-        return _located(place, storage_options)
+        return _locate_uri(place, storage_options)
     _, local = _local(uri, storage_options)
     if not local:
         raise NotAStoreError("an empty path is not a store; for the current folder write '.'")
@@ -120,7 +120,7 @@ def locate_store(
     return Location(LocalBackend(store), check_name(inner) if inner else "", exists=True)
 
 
-def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
+def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
     if uri.store.startswith("memory://"):
         _check_no_options(uri.store, storage_options)
     backend = backend_at(uri.store, storage_options)
@@ -204,7 +204,7 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
                 links = [p for p in _between(nearest, place) if p.is_symlink()]
                 if not any(_has_below(place, str(link.relative_to(place))) for link in links):
                     continue
-            if _holds_store(place, named=is_named) and (
+            if _holds_store(place, is_explicit=is_named) and (
                 is_named or _is_usable(place, str(way.relative_to(place)))
             ):
                 nearest = place
@@ -228,9 +228,9 @@ def _mounted_above(way: Path) -> Iterator[Path]:
         yield place
 
 
-def _between(place: Path, above: Path) -> Iterator[Path]:
+def _between(place: Path, ancestor: Path) -> Iterator[Path]:
     """Yield a folder, and those above it up to another one, without that."""
-    while place != above:
+    while place != ancestor:
         yield place
         place = place.parent
 
@@ -240,38 +240,38 @@ def _has_below(place: Path, folder: str) -> bool:
     try:
         objects = Objects(LocalBackend(place))
         table = objects.table(objects.newest())
-        return table.get(folder) is not None or any(True for _ in table.below(f"{folder}/"))
+        return table.get(folder) is not None or any(True for _ in table.items_below(f"{folder}/"))
     except CasnapError:
         return False
 
 
-def _holds_store(place: Path, *, named: bool) -> bool:
+def _holds_store(place: Path, *, is_explicit: bool) -> bool:
     """Whether a store is in a folder.
 
     Args:
         place: The folder.
-        named: Whether the user named it, as a store or as the folder of a snapshot.
+        is_explicit: Whether the user named it, as a store or as the folder of a snapshot.
 
     Raises:
         DamagedError: It is this user's, and lacks its ``casnap.json``.
     """
     inner = place / STORE_FOLDER
     # In this order: a new store has its record before it has a root.
-    has_roots = _has_roots(inner, named=named)
+    has_roots = _has_roots(inner, is_explicit=is_explicit)
     if exists(inner / CONFIG_KEY) and not (inner / CONFIG_KEY).is_dir():
         return True
     # Where every user may write, any of them can put roots.
-    if has_roots and (named or not place.stat().st_mode & stat.S_IWOTH):
+    if has_roots and (is_explicit or not place.stat().st_mode & stat.S_IWOTH):
         raise no_config_error(str(place))
     return False
 
 
-def _is_usable(place: Path, below: str) -> bool:
+def _is_usable(place: Path, inner: str) -> bool:
     """Whether a store above a path is to be used for it.
 
     Args:
         place: Its folder.
-        below: The way down from there.
+        inner: The way down from there.
 
     Raises:
         StoreError: It is another user's.
@@ -279,9 +279,9 @@ def _is_usable(place: Path, below: str) -> bool:
     store = place.resolve()
     refusal = _why_distrusted(store, is_parent=False)
     if refusal is None:
-        return _serves(store, below)
+        return _serves(store, inner)
     with suppress(CasnapError):
-        if not _serves(store, below):
+        if not _serves(store, inner):
             return False
     if place.stat().st_mode & stat.S_IWOTH:
         # Any user may put such a folder there. It must not stop the users of all folders below.
@@ -290,14 +290,14 @@ def _is_usable(place: Path, below: str) -> bool:
     raise _untrusted(store, refusal)
 
 
-def _serves(store: Path, below: str) -> bool:
+def _serves(store: Path, inner: str) -> bool:
     """Whether a store serves a path below it: any, or only those of its own snapshots."""
     backend = LocalBackend(store)
     try:
         root = newest_root(backend)
         if serves_below(root):
             return True
-        table, parts = Objects(backend).table(root), below.split("/")
+        table, parts = Objects(backend).table(root), inner.split("/")
         # Nothing can be below a snapshot; the take says so.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:
@@ -319,13 +319,13 @@ def narrow_hint(folder: Path) -> str:
     )
 
 
-def _has_roots(inner: Path, *, named: bool) -> bool:
+def _has_roots(inner: Path, *, is_explicit: bool) -> bool:
     """Whether there are roots; of this user, unless the folder was named."""
     try:
         status = (inner / root_key(0)).lstat()
     except (OSError, ValueError):
         return False
-    return stat.S_ISREG(status.st_mode) and (named or status.st_uid == os.geteuid())
+    return stat.S_ISREG(status.st_mode) and (is_explicit or status.st_uid == os.geteuid())
 
 
 @cache

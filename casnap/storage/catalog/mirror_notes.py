@@ -167,14 +167,14 @@ def is_newer_here(
         newest: The newest one here: its name, and its row.
         newest_there: The newest one there.
     """
-    (name, row), (other_name, other) = newest, newest_there
+    (name, row), (other_name, row_there) = newest, newest_there
     same_run = name.rpartition("/")[0] == other_name.rpartition("/")[0]
-    if is_copy_from_here(objects, other):
-        return row.seq > _origin(other)[1]
-    life = life_of(other)
+    if is_copy_from_here(objects, row_there):
+        return row.seq > _origin(row_there)[1]
+    life = life_of(row_there)
     if life is not None and same_run:
         return follows_of(row, mirror_id) >= life.began
-    return row.time >= other.time
+    return row.time >= row_there.time
 
 
 def was_taken_here(objects: Objects, row: Row) -> bool:
@@ -210,8 +210,8 @@ def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
 
 def _without_note(row: Row, *notes: str) -> Row:
     """Return a row with other notes in place of those that say what the mirror lacks."""
-    rest = (tag for tag in row.tags if tag not in (UNMIRRORED, _SUCCEEDED))
-    return msgspec.structs.replace(row, tags=(*notes, *rest))
+    tags = (tag for tag in row.tags if tag not in (UNMIRRORED, _SUCCEEDED))
+    return msgspec.structs.replace(row, tags=(*notes, *tags))
 
 
 def mark_mirrored(
@@ -282,26 +282,26 @@ def attach_mirror(objects: Objects, place: MirrorPlace) -> None:
         MirrorError: Another store is the mirror.
     """
     uri = objects.backend.uri
-    known = mirror_place(objects.newest(), uri)
-    if known is None:
+    attached = mirror_place(objects.newest(), uri)
+    if attached is None:
         change_settings(objects, lambda s: {SETTING: place._asdict(), **s}, _tag_all)
-        known = mirror_place(objects.newest(), uri)
-    if known is not None and (known.store, known.prefix) != (place.store, place.prefix):
-        reality = f"at {place.uri} there is the store {place.store}{_below(place)}"
-        raise wrong_mirror_error(objects, known, reality)
+        attached = mirror_place(objects.newest(), uri)
+    if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
+        reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
+        raise wrong_mirror_error(objects, attached, reality)
 
 
-def wrong_mirror_error(objects: Objects, known: MirrorPlace, found: str) -> MirrorError:
+def wrong_mirror_error(objects: Objects, attached: MirrorPlace, reason: str) -> MirrorError:
     """Return the error for another store, or none, in place of the mirror."""
     uri = objects.backend.uri
     return MirrorError(
-        f"the mirror of {uri} is the store {known.store}{_below(known)}, which was at {known.uri}; "
-        f"{found}. Name that one; or if it is gone for good, or you want another one, forget it "
-        f"first: `casnap config {uri} mirror=none`"
+        f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "
+        f"{attached.uri}; {reason}. Name that one; or if it is gone for good, or you want another "
+        f"one, forget it first: `casnap config {uri} mirror=none`"
     )
 
 
-def _below(place: MirrorPlace) -> str:
+def _folder_text(place: MirrorPlace) -> str:
     return f" (below {place.prefix})" if place.prefix else ""
 
 
@@ -314,8 +314,8 @@ def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
 
 
 def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    noted = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
-    return {name: _without_note(row) for name, row in noted}
+    tagged_rows = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
+    return {name: _without_note(row) for name, row in tagged_rows}
 
 
 def detach_mirror(objects: Objects) -> bool:

@@ -86,12 +86,12 @@ class MissingFoldersChange(PruneChange):
         runs: dict[str, dict[str, Row]] = defaultdict(dict)
         rows = list(snapshots_in(table, self._folder))
         for name, row in rows:
-            run, _, last = name.rpartition("/")
-            runs[run][last] = row
+            run, _, base_name = name.rpartition("/")
+            runs[run][base_name] = row
         reasons: dict[str, str] = {}
         for run, rows_of_run in runs.items():
-            for last, reason in self._judge_run(run, rows_of_run).items():
-                reasons[f"{run}/{last}".lstrip("/")] = reason
+            for base_name, reason in self._judge_run(run, rows_of_run).items():
+                reasons[f"{run}/{base_name}".lstrip("/")] = reason
         return [
             Verdict(n, row, tuple(filter(None, [reasons[n]]))) for n, row in in_commit_order(rows)
         ]
@@ -106,10 +106,10 @@ class MissingFoldersChange(PruneChange):
         standing = listing.markers()
         had_markers = any(row.commit in standing for row in rows.values())
         return {
-            last: "its folder stands"
-            if last in listing.names
+            base_name: "its folder stands"
+            if base_name in listing.names
             else self._reason_to_keep(row, standing, had_markers=had_markers)
-            for last, row in rows.items()
+            for base_name, row in rows.items()
         }
 
     def _reason_to_keep(self, row: Row, standing: set[bytes], *, had_markers: bool) -> str:
@@ -156,7 +156,7 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
     base = check_has_folders(backend)
     top = _listed(backend, str(base), "")
     runs = {name.rpartition("/")[0] for name in rows} | {""} | (top.names if top else set())
-    marked: dict[str, bytes] = {}
+    markers: dict[str, bytes] = {}
     for run in sorted(runs - _OWN):
         try:
             listing = _listed(backend, str(base / run), run)
@@ -169,7 +169,7 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
         for name in sorted(listing.names):
             commit = listing.marked(name)
             if commit is not None:
-                marked[f"{run}/{name}".strip("/")] = commit
+                markers[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.
     commits = {row.commit for _, row in snapshots_in(objects.table(objects.newest()))}
-    return {name: commit for name, commit in marked.items() if commit not in commits}
+    return {name: commit for name, commit in markers.items() if commit not in commits}

@@ -29,12 +29,12 @@ def open_objects(
     place: Location,
     *,
     create: bool,
-    asked: bool = True,
+    is_explicit: bool = True,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     codec: Codec = Codec.RAW,
     exclusive: bool = False,
     config: StoreConfig | None = None,
-    ahead: bool = False,
+    look_ahead: bool = False,
     cache_bytes: int | None = None,
     markers: bool = True,
 ) -> tuple[Objects, bool]:
@@ -43,12 +43,13 @@ def open_objects(
     Args:
         place: The place of the store; with a name, of a folder of snapshots in it.
         create: Make the store if there is none.
-        asked: Whether the user named this very place as a store.
+        is_explicit: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
         codec: For a new store: how new chunks are stored.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
-        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
+        look_ahead: Whether a use follows at once, so that a remote store looks for its newest root
+            now.
         cache_bytes: How many bytes of chunks of remote stores this host keeps; 0 for none, None for
             the bound in the environment.
         markers: Whether snapshots get markers.
@@ -76,12 +77,14 @@ def open_objects(
     objects = new_objects(config=config) if config is not None else None
     new_store: CreatedStore | None = None
     if objects is None and backend.costly_requests:
-        objects = _at(backend, or_none=may_make, ahead=ahead, marks=markers)
+        objects = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        new_store = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        new_store = create_store(
+            backend, chunk_size=chunk_size, is_explicit=is_explicit, codec=codec
+        )
         if new_store.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
-            level = logging.INFO if asked else logging.WARNING
+            level = logging.INFO if is_explicit else logging.WARNING
             _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
         objects = new_objects(config=new_store.config)
         if new_store.root is not None and backend.costly_requests:
@@ -124,14 +127,14 @@ def locate(
     return Location(uri, "", not uri.costly_requests)
 
 
-def _at(backend: Backend, *, or_none: bool, ahead: bool, marks: bool) -> Objects | None:
-    """Open a remote store; with ``ahead`` for a use that follows at once.
+def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Objects | None:
+    """Open a remote store; with ``look_ahead`` for a use that follows at once.
 
     Raises:
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
     """
     try:
-        return Objects.at(backend, ahead=ahead, marks=marks)
+        return Objects.at(backend, ahead=look_ahead, marks=marks)
     except NotAStoreError:
         if or_none:
             return None

@@ -123,6 +123,6 @@ def walk(
         for node in group:
             children = references(objects.node, node)
             yield node, children
-            new = [r for r in dict.fromkeys(children) if is_node(r) and r not in visited]
-            visited.update(new)
-            pending += new
+            unvisited = [r for r in dict.fromkeys(children) if is_node(r) and r not in visited]
+            visited.update(unvisited)
+            pending += unvisited

@@ -92,11 +92,11 @@ class Retention:
             now: Seconds since the epoch.
         """
         reasons: dict[str, list[str]] = {name: [] for name, _ in run}
-        for name, reason in self._kept(run, now):
+        for name, reason in self._reasons_to_keep(run, now):
             reasons[name].append(reason)
         return reasons
 
-    def _kept(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
+    def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
         yield from ((name, "tagged") for name, row in run if row.user_tags)
         yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
         if self.keep_last is not None:
@@ -324,8 +324,8 @@ class RetentionChange(PruneChange):
         objects: The store.
         retention: The rules.
         folder: Where the runs are; "" for the whole store.
-        taken: The commit of a snapshot right in the folder that was just taken. It is kept, and
-            only its run is judged.
+        taken_commit: The commit of a snapshot right in the folder that was just taken. It is kept,
+            and only its run is judged.
     """
 
     def __init__(
@@ -333,31 +333,33 @@ class RetentionChange(PruneChange):
         objects: Objects,
         retention: Retention,
         folder: str,
-        taken: bytes | None = None,
+        taken_commit: bytes | None = None,
     ) -> None:
         check_retention(retention)
         super().__init__()
         self._objects = objects
         self._retention = retention
         self._folder = folder
-        self._taken = taken
+        self._taken = taken_commit
 
     @override
-    def judge(self, table: Table, added: Mapping[str, Row] = MappingProxyType({})) -> list[Verdict]:
+    def judge(
+        self, table: Table, added_rows: Mapping[str, Row] = MappingProxyType({})
+    ) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table, and on rows that are to be added."""
         rows: Iterable[tuple[str, Row]]
-        rows = {**dict(snapshots_in(table, self._folder)), **added}.items()
+        rows = {**dict(snapshots_in(table, self._folder)), **added_rows}.items()
         if self._taken is not None:
             rows = ((n, row) for n, row in rows if n.rpartition("/")[0] == self._folder)
         return self.judge_rows(rows)
 
-    def judge_rows(self, named: Iterable[tuple[str, Row]]) -> list[Verdict]:
+    def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:
         """Return the verdicts on some snapshots, whole runs of them."""
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
-            named = ((n, self._with_metadata(n, row, unread)) for n, row in named)
+            named_rows = ((n, self._with_metadata(n, row, unread)) for n, row in named_rows)
         # Verdicts of a take are not shown, so it reads no metadata that its rules do not need.
-        rows = list(named)
+        rows = list(named_rows)
         verdicts = judge_runs(rows, self._retention, time.time(), self._taken)
         if not self._retention.asks_metadata:
             return verdicts

@@ -30,8 +30,8 @@ def codec_named(name: str) -> Codec:
     try:
         return _CODECS[name]
     except (KeyError, TypeError):
-        known = ", ".join(map(repr, _CODECS))
-        raise ValueError(f"codec is one of {known}; got {name!r:.80}") from None
+        names = ", ".join(map(repr, _CODECS))
+        raise ValueError(f"codec is one of {names}; got {name!r:.80}") from None
 
 
 def codec_settings(codec: Codec) -> dict[str, Any]:

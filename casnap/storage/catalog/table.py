@@ -48,7 +48,7 @@ Change = Callable[[Table, int], dict[str, "Row | None"]]
 
 def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
     """Yield the snapshots below a folder, "" for all; unfinished copies are not among them."""
-    rows = table.below(f"{folder}/" if folder else "")
+    rows = table.items_below(f"{folder}/" if folder else "")
     return (item for item in rows if not item[0].startswith(UNFINISHED))
 
 
@@ -58,7 +58,7 @@ def stale_copies(table: Table) -> list[str]:
     A time in the future counts like one in the past, so that no row stays for ever.
     """
     now = time.time()
-    rows = table.below(UNFINISHED)
+    rows = table.items_below(UNFINISHED)
     return [name for name, row in rows if not abs(now - row.time) <= _ABANDONED_AFTER]
 
 
@@ -79,7 +79,7 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     row = table.get(name)
     if row is None:
         hint = "" if backend.folder is None else hint_at(backend.folder / name)
-        hint = hint or nearest(name, (other for other, _ in snapshots_in(table)))
+        hint = hint or nearest(name, (full_name for full_name, _ in snapshots_in(table)))
         raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{hint}")
     return row
 
@@ -109,7 +109,7 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
             raise SnapshotExistsError(
                 f"{uri}: {outer!r} is a snapshot, so nothing can be taken below it as {name!r}"
             )
-    inner = next(table.below(f"{name}/"), None)
+    inner = next(table.items_below(f"{name}/"), None)
     if inner is not None:
         raise SnapshotExistsError(
             f"{uri}: {name!r} is the folder of the snapshot {inner[0]!r}; choose another name"
@@ -237,17 +237,21 @@ def mark(objects: Objects, name: str, row: Row) -> None:
             mark(objects, name, now)
 
 
-def replace_markers(objects: Objects, name: str, row: Row, gone: Mapping[str, Row]) -> None:
+def replace_markers(objects: Objects, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
     """Write the marker of a new snapshot, and remove those of what went in the same commit.
 
     Args:
         objects: The store.
         name: The name of the new snapshot.
         row: Its row.
-        gone: The rows of what went, by name; one of this name was replaced.
+        removed_rows: The rows of what went, by name; one of this name was replaced.
     """
     mark(objects, name, row)
-    deleted = {other: its_row.commit for other, its_row in gone.items() if other != name}
+    deleted = {
+        other_name: its_row.commit
+        for other_name, its_row in removed_rows.items()
+        if other_name != name
+    }
     if deleted:
         unmark(objects, deleted)
 
@@ -347,8 +351,8 @@ def without_tags(row: Row, tags: Iterable[str]) -> Row:
 
 
 def _with_user_tags(row: Row, tags: Iterable[str]) -> Row:
-    own = (tag for tag in row.tags if tag.startswith(INTERNAL))
-    return msgspec.structs.replace(row, tags=(*own, *sorted(tags)))
+    internal_tags = (tag for tag in row.tags if tag.startswith(INTERNAL))
+    return msgspec.structs.replace(row, tags=(*internal_tags, *sorted(tags)))
 
 
 def _checked_tag(tag: object) -> str:
@@ -375,7 +379,7 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(metadata, Mapping):
         raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")
     content = {
-        _checked_key(k, "metadata"): _plain(v, f"metadata[{k!r}]") for k, v in metadata.items()
+        _checked_key(k, "metadata"): _plain_json(v, f"metadata[{k!r}]") for k, v in metadata.items()
     }
     try:
         size = len(msgspec.json.encode(content))
@@ -389,13 +393,13 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _checked_key(key: object, where: str) -> str:
+def _checked_key(key: object, position: str) -> str:
     if not isinstance(key, str):
-        raise StateError(f"{where} has the key {key!r:.80}; JSON has keys of str alone")
+        raise StateError(f"{position} has the key {key!r:.80}; JSON has keys of str alone")
     return str(key)
 
 
-def _plain(value: Any, where: str, depth: int = 1) -> Any:
+def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
     if depth > _METADATA_DEPTH:
         raise StateError(f"metadata is nested deeper than {_METADATA_DEPTH} levels")
     if value is None or isinstance(value, bool):
@@ -407,13 +411,13 @@ def _plain(value: Any, where: str, depth: int = 1) -> Any:
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
         return int(value)
     if isinstance(value, list | tuple):
-        return [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return [_plain_json(v, f"{position}[{i}]", depth + 1) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         return {
-            _checked_key(k, where): _plain(v, f"{where}[{k!r}]", depth + 1)
+            _checked_key(k, position): _plain_json(v, f"{position}[{k!r}]", depth + 1)
             for k, v in value.items()
         }
     raise StateError(
-        f"{where} holds what JSON cannot: {value!r:.80} ({type(value).__qualname__}); convert it, "
-        "or put it into the app state, in a StateDict"
+        f"{position} holds what JSON cannot: {value!r:.80} ({type(value).__qualname__}); convert "
+        "it, or put it into the app state, in a StateDict"
     )

@@ -48,13 +48,13 @@ def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
     uri = store_uri(path)
     if uri is None or uri.name:
         return uri
-    store, last = uri.above
+    store, name = uri.above
     if not store:
         raise InvalidNameError(
             f"{uri.store} names a bucket, not a snapshot in it; add a name, like "
             f"{uri.store}/run1/step_100"
         )
-    return _uri(store, check_name(last))
+    return _uri(store, check_name(name))
 
 
 def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
@@ -79,8 +79,8 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
         )
     if match is None or match[1].lower() == "file":
         return None
-    scheme, rest = match[1].lower(), match[2]
-    place, _, name = rest.rstrip("/").partition("//")
+    scheme, path = match[1].lower(), match[2]
+    place, _, name = path.rstrip("/").partition("//")
     _check(scheme, place)
     return _uri(f"{scheme}://{place}", check_name(name) if name else "")
 
@@ -102,8 +102,8 @@ def joined(store: str, name: str, *, is_view: bool = False) -> str:
 
 def _uri(store: str, name: str) -> Uri:
     scheme, _, place = store.partition("://")
-    above, _, last = place.rpartition("/")
-    return Uri(store, name, (f"{scheme}://{above}" if above else "", last))
+    parent, _, last = place.rpartition("/")
+    return Uri(store, name, (f"{scheme}://{parent}" if parent else "", last))
 
 
 def _check(scheme: str, place: str) -> None:

@@ -198,11 +198,11 @@ class _Publication:
 
     def _write_segment(self, latest: View) -> tuple[SegmentRef, ...]:
         """Write the segment of all new packs; return the segments of the next root."""
-        new, others = self.transaction.new_packs.segment(), self.others
-        packs = (*new.packs, *others.packs)
+        own_segment, others = self.transaction.new_packs.segment(), self.others
+        packs = (*own_segment.packs, *others.packs)
         if not packs:
             return (*latest.root.segments, *others.segments)
-        segment = Segment(packs, [*new.records, *others.records])
+        segment = Segment(packs, [*own_segment.records, *others.records])
         self.transaction.delete_segments()
         segments = add_segment(
             self.transaction.objects, latest, segment, self.transaction.new_packs.base

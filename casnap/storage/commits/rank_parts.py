@@ -137,12 +137,12 @@ class OtherRanks:
         self.samples = tuple(segment.packs[0] for segment in segments_of_ranks if segment.packs)
         self.records = [record for segment in segments_of_ranks for record in segment.records]
 
-    def move_past_fence(self, root: Root, named: PackSet) -> None:
+    def move_past_fence(self, root: Root, live_packs: PackSet) -> None:
         """Move their packs, if the fence of a root is past them or it lacks a pack relied on.
 
         Args:
             root: The root.
-            named: The packs that it names.
+            live_packs: The packs that it names.
         """
-        if root.fence > self.base or not named.issuperset(self.reused):
+        if root.fence > self.base or not live_packs.issuperset(self.reused):
             self._take_over(self._move(root.seq))

@@ -114,10 +114,10 @@ class Transaction:
             self.new_packs.add_node(digest, node)
         return digest
 
-    def ref(self, digest: Digest, known: NodeRef | None = None) -> NodeRef:
+    def ref(self, digest: Digest, earlier: NodeRef | None = None) -> NodeRef:
         """Return a node with a hint to its place."""
-        if known is not None and known.digest == digest:
-            return known
+        if earlier is not None and earlier.digest == digest:
+            return earlier
         if digest in self.new_packs.nodes:
             return NodeRef(digest, self.new_packs.nodes[digest][1])
         return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])

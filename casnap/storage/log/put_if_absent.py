@@ -143,14 +143,14 @@ def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
         with as_exclusive(backend, False), Crew() as crew:
             contents = SharedItems([os.urandom(16) for _ in range(puts)], crew)
 
-            def put() -> None:
+            def attempt() -> None:
                 start.wait()
                 mine = [content for content in contents if backend.put_if_absent(key, content)]
                 won.extend(mine)
 
-            crew.start(put, threads - 1)
+            crew.start(attempt, threads - 1)
             start.set()
-            put()
+            attempt()
         return len(won) == 1 and backend.read(key) == won[0]
     except FileNotFoundError:
         return False

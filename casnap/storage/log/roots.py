@@ -45,7 +45,7 @@ _MOST_PROBES = 4
 COPIES = "roots/copies"
 
 
-def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = False) -> Root:
+def newest_root(backend: Backend, remembered: Root | None = None, *, stands: bool = False) -> Root:
     """Return the newest root.
 
     Listings may be stale, so numbers after the greatest listed one are probed. Roots are never
@@ -53,8 +53,8 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
 
     Args:
         backend: Where the store lives.
-        known: A root that was the newest one before. If it still stands (it does, unless the store
-            was rolled back), nothing is listed.
+        remembered: A root that was the newest one before. If it still stands (it does, unless the
+            store was rolled back), nothing is listed.
         stands: Whether the caller has just seen that it stands.
 
     Raises:
@@ -62,7 +62,7 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
         DamagedError: Neither the newest root nor its copy can be read. An older one does not do.
         UnsupportedFormatError: It has a feature that readers have to know.
     """
-    root, newer = _first_look(backend, known, stands=stands)
+    root, newer = _first_look(backend, remembered, stands=stands)
     first_seq = root.seq
     while newer is not None:
         root = newer
@@ -75,21 +75,27 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
     return root
 
 
-def _first_look(backend: Backend, known: Root | None, *, stands: bool) -> tuple[Root, Root | None]:
+def _first_look(
+    backend: Backend, remembered: Root | None, *, stands: bool
+) -> tuple[Root, Root | None]:
     """Return a root that may be the newest, and the root after it, if there is one.
 
     A remote root and the one after it are read at once.
     """
-    if known is not None and stands:
-        return known, _after(backend, known)
+    if remembered is not None and stands:
+        return remembered, _after(backend, remembered)
     if not backend.costly_requests:
-        root = known if known is not None and _stands(backend, known) else last_listed(backend)
+        root = (
+            remembered
+            if remembered is not None and _stands(backend, remembered)
+            else last_listed(backend)
+        )
         return root, _after(backend, root)
-    if known is not None:
-        following = partial(_read_if_there, backend, known.seq + 1)
-        there, newer = together(partial(_stands, backend, known), following)
-        if there:
-            return known, newer
+    if remembered is not None:
+        following = partial(_read_if_there, backend, remembered.seq + 1)
+        stands_there, newer = together(partial(_stands, backend, remembered), following)
+        if stands_there:
+            return remembered, newer
     return root_and_next(backend, _last_seq(backend))
 
 
@@ -203,7 +209,7 @@ def _read_copy(backend: Backend, seq: int) -> Root | None:
     if not backend.keeps_copies:
         return None
     try:
-        return _read(backend, f"{COPIES}/{seq}", seq)
+        return _read_either(backend, f"{COPIES}/{seq}", seq)
     except UnavailableError:
         raise
     except (FileNotFoundError, CasnapError):
@@ -259,10 +265,10 @@ def read_root(backend: Backend, seq: int) -> Root:
         FileNotFoundError: There is none of this number.
         DamagedError: It is damaged.
     """
-    return _read(backend, root_key(seq), seq)
+    return _read_either(backend, root_key(seq), seq)
 
 
-def _read(backend: Backend, key: str, seq: int) -> Root:
+def _read_either(backend: Backend, key: str, seq: int) -> Root:
     data = backend.read(key, MAX_ROOT_BYTES)
     name = backend.where(key)
     body = unseal(b"r", data, name)
@@ -316,8 +322,8 @@ def put_next_root(backend: Backend, root: Root, **changes: Any) -> Root | None:
     Returns:
         The new root; None if another commit took its number.
     """
-    new = next_root(backend.uri, root, os.urandom(16), **changes)
-    return new if put_root(backend, new) else None
+    new_root = next_root(backend.uri, root, os.urandom(16), **changes)
+    return new_root if put_root(backend, new_root) else None
 
 
 def put_root(backend: Backend, root: Root) -> bool:
@@ -332,7 +338,7 @@ def put_root(backend: Backend, root: Root) -> bool:
     content = sealed_root(root)
     # What was put before the root has told in which state the bucket is.
     recheck_put_if_absent(backend)
-    stands = _put(backend, root, content)
+    stands = _put_content(backend, root, content)
     if stands:
         _keep_copy(backend, root.seq, content)
         _check_was_alone(backend, root)
@@ -350,7 +356,7 @@ def _check_was_alone(backend: Backend, root: Root) -> None:
         ) from e
 
 
-def _put(backend: Backend, root: Root, content: bytes) -> bool:
+def _put_content(backend: Backend, root: Root, content: bytes) -> bool:
     key = root_key(root.seq)
     if len(content) > MAX_ROOT_BYTES:
         raise StoreError(
