@@ -17,6 +17,7 @@ from casnap.format.records import Row, Stats, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
+from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
 from casnap.storage.catalog.table import Table, check_free, replace_markers
 from casnap.storage.chunks.objects import Objects
@@ -175,6 +176,7 @@ class TakeCommit:
             )
             released.clear()
             released.update(self._unkept(table, row))
+            released.update(self._forgotten(table))
             if replaced_row is not None:
                 released[self.name] = replaced_row
             return {**dict.fromkeys(released), self.name: row}
@@ -219,6 +221,16 @@ class TakeCommit:
                 unknown[0],
             )
         return {verdict.name: verdict.row for verdict in verdicts if not verdict.kept}
+
+    def _forgotten(self, table: Table) -> dict[str, Row]:
+        """Return the snapshots that this take is to forget."""
+        forget = self.options.forget
+        rows = {name: row for name in forget if (row := table.get(name)) is not None}
+        return {
+            name: row
+            for name, row in rows.items()
+            if row.commit == forget[name] and not row.user_tags and not is_unmirrored(row)
+        }
 
     # --- the other ranks ---
 

@@ -29,6 +29,8 @@ class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 
     Attributes:
+        forget: The commits of snapshots that the same root forgets, by their full names; those that
+            are tagged, or not mirrored yet, stay. What rank 0 has counts.
         hooks: Called on the rank that commits.
     """
 
@@ -42,6 +44,7 @@ class TakeOptions:
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
+    forget: Mapping[str, bytes] = field(default_factory=dict)
     hooks: CommitHooks = field(default_factory=CommitHooks)
 
     def __post_init__(self) -> None:

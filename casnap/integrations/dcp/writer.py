@@ -21,6 +21,7 @@ from torch.futures import Future
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
+from casnap.integrations.dcp.rotation import deleted_folders, note_saved
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.integrations.notices import put_notices
 from casnap.ranks.joining import join_ranks, own_rank
@@ -183,13 +184,17 @@ class CasnapWriter(KeptStager, StorageWriter):
         assert path is not None
         comm = join_ranks(ranks, self._timeout, f"the dcp.save of {place.id!r}")
         opened, name = find_store_together(path, storage_options, store, comm)
-        allow_pickle = self._options.allow_pickle
+        options, leads, full = self._options, comm.rank == 0, opened.full_name(name)
+        if leads:
+            options = replace(options, forget=deleted_folders(opened, full))
         snapshot = opened.take_from(
             comm,
-            lambda: planned(comm, plan, planner, allow_pickle=allow_pickle),
+            lambda: planned(comm, plan, planner, allow_pickle=options.allow_pickle),
             name,
-            self._options,
+            options,
         )
+        if leads:
+            note_saved(opened, full, snapshot.row.commit)
         self.snapshot = self._save.snapshot = snapshot
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

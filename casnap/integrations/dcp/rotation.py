@@ -1,0 +1,121 @@
+"""Snapshots whose folders a loop of ``dcp.save`` deletes, as it rotates its checkpoints.
+
+A process knows the folders of the snapshots that it saved through DCP, and of those of earlier
+processes that it saw when it first saved beside them. A snapshot whose folder is gone when the next
+save begins is forgotten in the root of that save (``docs/decisions/0060-rotated-folders.md``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from casnap.errors import CasnapError
+from casnap.format.names import MARKER
+from casnap.integrations.notices import is_notice
+from casnap.storage.catalog.missing_folders import MissingFoldersChange
+from casnap.storage.catalog.table import Table, commit_in
+from casnap.store import Store
+
+_log = logging.getLogger("casnap")
+
+
+class RunFolder:
+    """The folder of a run, and the folders of its snapshots that this process knows.
+
+    Args:
+        store: The store.
+        run: The full name of the folder.
+    """
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._prefix = f"{run}/" if run else ""
+        self._path = Path(store.objects.backend.folder or "", run)
+        self._identity = _identity(self._path)
+        # Their commits and inodes, by their full names.
+        self._folders: dict[str, tuple[bytes, int]] = {}
+        store.read(self._see)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is still at its path: no other disk is mounted there, and it was not moved."""
+        return _identity(self._path) == self._identity
+
+    def note(self, name: str, commit: bytes) -> None:
+        """Note that a snapshot has its folder."""
+        self._folders[name] = commit, self._folder(name).stat().st_ino
+
+    def deleted(self, table: Table) -> dict[str, bytes]:
+        """Return the commits of the snapshots whose folders were deleted, by their names."""
+        with os.scandir(self._path) as entries:
+            there = {entry.name: entry.inode() for entry in entries}
+        inodes = set(there.values())
+        deleted = {}
+        for name, (commit, inode) in list(self._folders.items()):
+            if self._folder(name).name not in there:
+                row = table.get(name)
+                if row is None or row.commit != commit or inode in inodes:
+                    # It was forgotten, or its folder renamed.
+                    del self._folders[name]
+                else:
+                    deleted[name] = commit
+        return deleted
+
+    def _folder(self, name: str) -> Path:
+        return self._path / name.removeprefix(self._prefix)
+
+    def _see(self, table: Table) -> None:
+        """Note the folders of what earlier processes have saved by DCP."""
+        objects = self._store.objects
+        verdicts = MissingFoldersChange(objects, self._prefix.rstrip("/")).judge(table)
+        own = [v for v in verdicts if "/" not in v.name.removeprefix(self._prefix)]
+        for name, commit in ((v.name, v.row.commit) for v in own):
+            with suppress(OSError, CasnapError):
+                marker = objects.backend.read_marker(f"{name}/{MARKER}")
+                if commit_in(marker) == commit and is_notice(self._folder(name) / ".metadata"):
+                    self.note(name, commit)
+        if gone := sum(not verdict.kept for verdict in own):
+            uri = objects.backend.uri
+            text = (
+                "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
+            )
+            _log.warning(text, uri, gone, f"`casnap prune {uri} --missing-folders` forgets these")
+
+
+_runs: dict[str, RunFolder] = {}
+
+
+def _run_folder(store: Store, name: str) -> RunFolder | None:
+    """Return the folder that a snapshot is saved in; None where snapshots have no folders."""
+    objects, run = store.objects, name.rpartition("/")[0]
+    if objects.backend.folder is None or not objects.marks:
+        return None
+    key = f"{objects.backend.identity} {run}"
+    if key not in _runs or not _runs[key].is_same:
+        _runs[key] = RunFolder(store, run)
+    return _runs[key]
+
+
+def deleted_folders(store: Store, name: str) -> dict[str, bytes]:
+    """Return the commits of the snapshots beside a new one whose folders were deleted, by name."""
+    # What cannot be seen was not deleted.
+    with suppress(OSError, CasnapError):
+        folder = _run_folder(store, name)
+        return {} if folder is None else store.read(folder.deleted)
+    return {}
+
+
+def note_saved(store: Store, name: str, commit: bytes) -> None:
+    """Note that this process has saved a snapshot by DCP."""
+    with suppress(OSError, CasnapError):
+        folder = _run_folder(store, name)
+        if folder is not None:
+            folder.note(name, commit)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    info = path.stat()
+    return info.st_dev, info.st_ino
