@@ -122,14 +122,14 @@ class Preemption:
         if callable(before):
             before(number, frame)
 
-    def _agree(self, is_asked: bool, waited: float) -> tuple[bool, float]:
+    def _agree(self, is_asked: bool, seconds_waited: float) -> tuple[bool, float]:
         """Return whether any rank was asked to stop, and how long ago; only now and then."""
         self._left -= 1
         if self._left:
             return False, 0.0
         seconds = max((time.monotonic() - self._agreed_at) / self._steps, 1e-6)
         steps = max(1, min(int(self._every / seconds), 2 * self._steps, _MOST_STEPS))
-        any_asked, longest, most = self._most(float(is_asked), waited, -float(steps))
+        any_asked, longest, most = self._most(float(is_asked), seconds_waited, -float(steps))
         # All ranks count down from the same number.
         self._steps = self._left = int(-most)
         self._agreed_at = time.monotonic()

@@ -575,27 +575,27 @@ class Store:
         try:
             mirror_store = self._at_mirror()
             seq = 0 if mirror_store is None else mirror_store.objects.newest().seq
-            newest_there = None if mirror_store is None else mirror_store.latest(prefix)
+            mirrored = None if mirror_store is None else mirror_store.latest(prefix)
         except StoreError as e:
             if newest is None:
                 raise
             _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
             return newest
-        if newest is None and newest_there is None:
+        if newest is None and mirrored is None:
             folder = self._folder(prefix)
             if folder is not None and (hint := hint_in(folder)):
                 _log.warning("%s", hint)
-        if mirror_store is None or newest_there is None:
+        if mirror_store is None or mirrored is None:
             return newest
-        is_known = any(s.commit_id == newest_there.commit_id for s in snapshots)
+        is_known = any(s.commit_id == mirrored.commit_id for s in snapshots)
         if newest is not None and not is_known:
             named_row = (newest.name, newest.row)
             if is_newer_here(
-                self.objects, mirror_store.id, named_row, (newest_there.name, newest_there.row)
+                self.objects, mirror_store.id, named_row, (mirrored.name, mirrored.row)
             ):
                 return newest
-        self._note_returned(newest_there, seq)
-        return newest if is_known else newest_there
+        self._note_returned(mirrored, seq)
+        return newest if is_known else mirrored
 
     @property
     def mirror(self) -> Mirror | None:

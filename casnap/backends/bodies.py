@@ -154,11 +154,11 @@ class _Straight(asyncio.BufferedProtocol):
     @override
     def get_buffer(self, sizehint: int) -> memoryview:
         room = self._sink.room()
-        left = self._nbytes - self._sink.nbytes
+        remaining = self._nbytes - self._sink.nbytes
         self._is_aside = room is None
         if room is None:
-            self._aside = room = self._aside or memoryview(bytearray(min(left, _PIECE)))
-        return room[:left]
+            self._aside = room = self._aside or memoryview(bytearray(min(remaining, _PIECE)))
+        return room[:remaining]
 
     @override
     def buffer_updated(self, nbytes: int) -> None:

@@ -29,7 +29,7 @@ from casnap.storage.catalog.opening import locate, open_objects
 from casnap.storage.catalog.uris import snapshot_uri, store_uri
 from casnap.store import Store, store_of
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
-from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
+from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.selection import check_pair, choose
 
 EXAMPLES = """\
@@ -147,13 +147,11 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
         target = destination_store.make()
         check_pair(source_store.objects, target.objects)
 
-        def snapshots_to_copy() -> list[ChosenSnapshot]:
+        def jobs() -> list[CopyJob]:
             snapshots = choose(source_store.objects, source_store.prefix, name, rename)
             return [s._replace(target=target.full_name(s.target)) for s in snapshots]
 
-        return Pair(
-            source_store.objects, target.objects, snapshots_to_copy, CopyOptions(hooks=target.hooks)
-        )
+        return Pair(source_store.objects, target.objects, jobs, CopyOptions(hooks=target.hooks))
 
     names: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -252,14 +250,14 @@ def _destination(
         remote = store_uri(uri)
         if remote is not None and remote.name:
             return remote.store, remote.name
-        last = PurePosixPath(uri).name
-        if name is not None and last == PurePosixPath(name).name:
+        base_name = PurePosixPath(uri).name
+        if name is not None and base_name == PurePosixPath(name).name:
             # As of a take, the path is that of the snapshot, and its parent becomes the store.
             snapshot_place = snapshot_uri(uri)
             return (
-                (str(Path(uri).parent), last)
+                (str(Path(uri).parent), base_name)
                 if snapshot_place is None
-                else (snapshot_place.store, last)
+                else (snapshot_place.store, base_name)
             )
         return uri, None
 

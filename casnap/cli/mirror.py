@@ -23,11 +23,11 @@ def mirror(store: str | None, as_json: bool) -> None:
     objects = place.objects
     uri = objects.backend.uri
     root = objects.newest()
-    there = mirror_place(root, uri)
-    if there is None:
+    mirror_known = mirror_place(root, uri)
+    if mirror_known is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
     lacking, succeeded = unmirrored_in(objects.table(root)), succeeded_in(objects.table(root))
-    running = HostFiles(objects, there.uri).read()
+    running = HostFiles(objects, mirror_known.uri).read()
     status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())
     if as_json:
@@ -47,7 +47,7 @@ def mirror(store: str | None, as_json: bool) -> None:
         }
         document = {
             "store": uri,
-            "mirror": there.uri,
+            "mirror": mirror_known.uri,
             "snapshots": snapshots,
             "succeeded": list(succeeded),
         }
@@ -67,7 +67,7 @@ def mirror(store: str | None, as_json: bool) -> None:
     lag = (
         f"lacks {amount(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
     )
-    say(f"{there.uri} {lag}")
+    say(f"{mirror_known.uri} {lag}")
     if succeeded:
         say(
             f"{amount(len(succeeded), 'snapshot')} of runs that another store continues there stay "

@@ -131,8 +131,8 @@ class Stored(NamedTuple):
 class _Value:
     """Stands for a value that DCP takes as a whole."""
 
-    def __init__(self, stored: Stored) -> None:
-        self.stored = stored
+    def __init__(self, content: Stored) -> None:
+        self.stored = content
 
 
 class _List(list[Any]):
@@ -191,12 +191,12 @@ def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]
     entry = entries.get(path)
     if entry is None:
         raise DamagedError(f"{path} is missing from the snapshot", (path,))
-    stored = Stored(path, entry)
-    stand_in: Any = _Value(stored)
+    content = Stored(path, entry)
+    stand_in: Any = _Value(content)
     if isinstance(entry, TensorEntry):
         if not is_numpy(entry) and entry.quantization is None:
             stand_in = allocate(entry, "meta")
-            stand_in.stored = stored
+            stand_in.stored = content
     elif isinstance(entry, ContainerEntry) and entry.kind in _OPENED:
         spec = specs[path].content
         assert isinstance(spec, bytes)
@@ -204,7 +204,7 @@ def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]
         elements = build([_stand_in(f"{path}/{c}", entries, specs) for c in components])
         stand_in = dict(elements) if entry.kind != "list" else _List(elements)
         if entry.kind == "list":
-            stand_in.stored = stored
+            stand_in.stored = content
     return stand_in
 
 

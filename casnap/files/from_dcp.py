@@ -234,13 +234,13 @@ class _Values:
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:
         places = self._metadata.places
-        stored = places.get((name, offsets)) or places.get((name, None))
-        if stored is None:
+        file_range = places.get((name, offsets)) or places.get((name, None))
+        if file_range is None:
             raise RefusedError("the metadata do not say where it is")
-        file = self.folder.file(stored.file)
-        if stored.offset + stored.nbytes > len(file.view):
-            raise RefusedError(f"{stored.file} ends before it")
-        return file, stored.offset, stored.nbytes
+        file = self.folder.file(file_range.file)
+        if file_range.offset + file_range.nbytes > len(file.view):
+            raise RefusedError(f"{file_range.file} ends before it")
+        return file, file_range.offset, file_range.nbytes
 
     def _check_parts(self, name: str, tensor: _Tensor) -> None:
         """Check that the files hold nothing of a tensor that its boxes leave out."""

@@ -37,14 +37,14 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
     if not values:
         raise FileFormatError(f"{contents.label}: there is nothing to export at this path")
     sizes = {
-        name: stored.entry.data.nbytes if isinstance(stored.entry, TensorEntry) else 0
-        for name, stored in values.items()
+        name: content.entry.data.nbytes if isinstance(content.entry, TensorEntry) else 0
+        for name, content in values.items()
     }
     tensors = {
-        name: (stored.path, stored.entry)
-        for name, stored in values.items()
+        name: (content.path, content.entry)
+        for name, content in values.items()
         if isinstance(metadata.state_dict_metadata[name], TensorStorageMetadata)
-        and isinstance(stored.entry, TensorEntry)
+        and isinstance(content.entry, TensorEntry)
     }
     groups = shards_of(sizes, options.max_shard_size)
     files = {f"__0_{i}.distcp": names for i, names in enumerate(groups)}

@@ -96,16 +96,16 @@ class Grid:
             yield 0, 1
             return
         start = region.offsets[self.axis]
-        first, stop = start // self.step, -(-(start + region.sizes[self.axis]) // self.step)
+        first_row, stop = start // self.step, -(-(start + region.sizes[self.axis]) // self.step)
         leads = [0]
         for i in range(self.axis):
             axis = range(region.offsets[i], region.offsets[i] + region.sizes[i])
             leads = [lead * self.shape[i] + x for lead in leads for x in axis]
-        begin = end = leads[0] * self.rows + first
+        begin = end = leads[0] * self.rows + first_row
         for lead in leads:
-            if lead * self.rows + first != end:
+            if lead * self.rows + first_row != end:
                 yield begin, end
-                begin = lead * self.rows + first
+                begin = lead * self.rows + first_row
             end = lead * self.rows + stop
         yield begin, end
 

@@ -36,13 +36,13 @@ class FullIndex:
         self._of_pack = {pack: array("Q") for pack in self.packs}
         self.distinct, previous = 0, b""
         _, records = segment_records(content, "the index")
-        for i, (digest, number, offset, stored, raw, codec) in enumerate(records):
+        for i, (digest, number, offset, nbytes, raw, codec) in enumerate(records):
             digests += digest
             self.distinct += digest != previous
             previous = digest
             self._numbers.append(number)
             self._offsets.append(offset)
-            self._stored.append(stored)
+            self._stored.append(nbytes)
             self._raw.append(raw)
             self._codecs.append(codec)
             self._of_pack[self.packs[number]].append(i)

@@ -138,14 +138,14 @@ class Marks:
                 0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
                 for pack in packs
             ]
-            for digest, n, _, stored, _, _ in records:
+            for digest, n, _, stored_bytes, _, _ in records:
                 use = uses[n]
                 if part == 0:
-                    use.stored += stored
+                    use.stored += stored_bytes
                 count = use_counts.get(digest)
                 if count is not None:
                     use.needed += 1
-                    use.live += stored
+                    use.live += stored_bytes
                     number = numbers[n]
                     if count == 0:
                         use_counts[digest] = number
@@ -160,9 +160,9 @@ class Marks:
         newest: dict[bytes, PackId] = {}
         for digest, pack, _ in places:
             newest[digest] = max(pack, newest.get(digest, pack))
-        for digest, pack, stored in places:
+        for digest, pack, stored_bytes in places:
             if pack != newest[digest]:
-                self.uses[pack].live -= stored
+                self.uses[pack].live -= stored_bytes
 
     def _look_in_condemned(self, nowhere: set[bytes]) -> None:
         """Look in condemned packs for the digests that no live pack holds."""
@@ -182,17 +182,17 @@ class Marks:
         if not digests:
             return
         for packs, records in self._segments():
-            for digest, n, _, stored, _, _ in records:
+            for digest, n, _, stored_bytes, _, _ in records:
                 if digest in digests:
-                    yield digest, packs[n], stored
+                    yield digest, packs[n], stored_bytes
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
         """Yield the contents of some packs."""
         for listed, records in self._segments():
             if any(pack in packs for pack in listed):
-                for digest, n, _, stored, _, _ in records:
+                for digest, n, _, stored_bytes, _, _ in records:
                     if listed[n] in packs:
-                        yield digest, listed[n], stored
+                        yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
         """Return which of some digests are needed, and whether each is a node."""

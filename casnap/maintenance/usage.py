@@ -183,9 +183,9 @@ class _Walk:
     def unique(self, steps: int) -> list[int]:
         """Return the bytes of each step that no other step referred to."""
         unique = [0] * steps
-        for owner, stored in zip(self._owner, self._stored, strict=True):
+        for owner, stored_bytes in zip(self._owner, self._stored, strict=True):
             if owner >= 0:
-                unique[owner] += stored
+                unique[owner] += stored_bytes
         return unique
 
     def _number(self, references: list[bytes]) -> array[int]:

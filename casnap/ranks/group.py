@@ -199,7 +199,7 @@ class Group(Comm):
         self.fail(error)
         self.timeout = patience
         errors, self._errors = self._errors, {}
-        kinds = {sent.kind for sent in errors.values()}
+        kinds = {rank_error.kind for rank_error in errors.values()}
         self.ended = kinds != {type(error).__name__}
         return not self.ended
 

@@ -286,8 +286,8 @@ class Link:
             if newest and newest not in (name, self._name):
                 name = newest
                 self._set(f"{name}/came/{self.rank}", arrival)
-                first = self._arrival(name, 0)
-                leader = first.process if first is not None else None
+                arrival_of_leader = self._arrival(name, 0)
+                leader = arrival_of_leader.process if arrival_of_leader is not None else None
                 if leader is not None and leader.has_ended(arrival.process.host):
                     leader = None  # this may be a group that processes before these have left
                 continue

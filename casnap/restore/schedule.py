@@ -129,8 +129,8 @@ class _Windows:
         adds.append((reader, self._read_for([nbytes for _, nbytes in lists])))
         window = 0
         for i, nbytes in adds:
-            first = last_window[i] + (0 < used[i] > bounds[i] - nbytes)
-            window = max(window, first)
+            window_tried = last_window[i] + (0 < used[i] > bounds[i] - nbytes)
+            window = max(window, window_tried)
         for i, nbytes in adds:
             if last_window[i] < window:
                 last_window[i], used[i] = window, 0

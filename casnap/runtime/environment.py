@@ -24,9 +24,9 @@ def local_path(path: str | os.PathLike[str]) -> str:
     Every path that an argument gives goes through this before a file is looked at.
     """
     text = os.fspath(path)
-    plain = text.removeprefix("file://")
+    bare = text.removeprefix("file://")
     # Not by a Path, which makes "." of an empty one.
-    return os.path.expanduser(plain) if plain == text else plain  # noqa: PTH111
+    return os.path.expanduser(bare) if bare == text else bare  # noqa: PTH111
 
 
 def cache_folder() -> Path | None:
@@ -194,8 +194,8 @@ def _file_system_at(real_path: str) -> str:
         return ""
     best, kind = "", ""
     for line in lines:
-        left, _, right = line.partition(" - ")
-        mount = left.split()[4].replace("\\040", " ")
+        mount_fields, _, right = line.partition(" - ")
+        mount = mount_fields.split()[4].replace("\\040", " ")
         if len(mount) >= len(best) and real_path.startswith(mount.rstrip("/") + "/"):
             best, kind = mount, right.split()[0]
     return kind

@@ -201,8 +201,8 @@ def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
     piece is split. With uneven lengths the two are not the same.
     """
     if all(split.factor is None for split in splits.values()):
-        said = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
-        order = [i for entry in said for i in entry.mesh_dims]
+        shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
+        order = [i for entry in shard_order for i in entry.mesh_dims]
         return [splits[i] for i in order] if sorted(order) == list(splits) else splits.values()
     orders: dict[int, list[_Split]] = {}
     for split in reversed(splits.values()):
@@ -223,9 +223,9 @@ def _indices(shape: tuple[int, ...], splits: Iterable[_Split]) -> list[_Axis]:
         runs = axes[axis]
         length, pieces = sum(stop - start for start, stop in runs), list[_Run]()
         for piece in range(min(factor or 1, length)):
-            first, last = _chunk(length, factor or 1, piece)
-            start, stop = _chunk(last - first, shards, index)
-            pieces += _cut_runs(runs, first + start, first + stop)
+            start_index, stop_index = _chunk(length, factor or 1, piece)
+            start, stop = _chunk(stop_index - start_index, shards, index)
+            pieces += _cut_runs(runs, start_index + start, start_index + stop)
         axes[axis] = _joined(pieces)
     return axes
 
@@ -239,11 +239,14 @@ def _chunk(length: int, count: int, index: int) -> _Run:
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
     """Yield the runs of the indices from the start-th to the stop-th."""
     passed = 0
-    for first, last in runs:
-        begin, end = max(first, first + start - passed), min(last, first + stop - passed)
+    for run_start, run_stop in runs:
+        begin, end = (
+            max(run_start, run_start + start - passed),
+            min(run_stop, run_start + stop - passed),
+        )
         if begin < end:
             yield begin, end
-        passed += last - first
+        passed += run_stop - run_start
 
 
 def _joined(runs: Iterable[_Run]) -> _Axis:

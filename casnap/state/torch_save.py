@@ -298,10 +298,10 @@ class TensorPlace(NamedTuple):
         dtype, more = dtype_of(storage), args[6:]
         if name.endswith("_v3"):
             dtype_term = more.pop(0) if more and kind_of(more[0]) == "global" else Term("global")
-            found = TENSOR_DTYPES.get(dtype_term.name.removeprefix("torch."))
-            if found is None:
+            tensor_dtype = TENSOR_DTYPES.get(dtype_term.name.removeprefix("torch."))
+            if tensor_dtype is None:
                 raise RefusedError("a tensor is of no known type")
-            dtype = found
+            dtype = tensor_dtype
         metadata = more[0].parts if more and kind_of(more[0]) == "dict" else []
         return cls(storage, dtype, offset, shape, strides, metadata)
 

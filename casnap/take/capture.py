@@ -154,8 +154,8 @@ class Capture:
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
-            for first, stop in (*a.plan.joined, *a.plan.runs)
-            for cell in range(first, stop)
+            for first_cell, stop in (*a.plan.joined, *a.plan.runs)
+            for cell in range(first_cell, stop)
         )
         return sum(sizes) + sum(cells)
 
@@ -174,8 +174,8 @@ class Capture:
             for part in assignment.plan.sends:
                 yield piece_of_part(i, self._source(i, part.region), part)
         for i, assignment in self.assigned.items():
-            for first, stop in assignment.plan.runs:
-                yield from self._pieces_between(i, first, stop)
+            for first_cell, stop in assignment.plan.runs:
+                yield from self._pieces_between(i, first_cell, stop)
         leaves = self._whole_leaves()
         number, cell = self._starting_point(leaves, share) if share else (0, 0)
         parted = leaves[number : number + 1] if cell else []
@@ -205,16 +205,16 @@ class Capture:
             start -= nbytes
         return 0, 0
 
-    def _pieces_between(self, leaf: int, first: int, stop: int) -> Iterator[Piece]:
+    def _pieces_between(self, leaf: int, first_cell: int, stop: int) -> Iterator[Piece]:
         grid = self.assigned[leaf].grid
-        while first < stop:
+        while first_cell < stop:
             # The cells may lie in several boxes of this rank.
-            source = self._source(leaf, grid.region(first))
-            end = first + 1
+            source = self._source(leaf, grid.region(first_cell))
+            end = first_cell + 1
             while end < stop and _holds(source.region, grid.region(end)):
                 end += 1
-            yield from pieces_between(leaf, source, grid, first, end)
-            first = end
+            yield from pieces_between(leaf, source, grid, first_cell, end)
+            first_cell = end
 
     def _source(self, leaf: int, region: Region) -> HeldBox:
         """Return the source that holds a box."""

@@ -334,8 +334,8 @@ def _replicated(
     )
     grids = [grid_of_leaf(capture.leaves[i], chunk_size) for i in shared]
     runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for number, first, stop in replicated_runs(grids, comm.rank, comm.size):
-        runs[shared[number]].append((first, stop))
+    for number, first_cell, stop in replicated_runs(grids, comm.rank, comm.size):
+        runs[shared[number]].append((first_cell, stop))
     assigned = {
         i: Assignment(grid, RankPlan(runs[i])) for i, grid in zip(shared, grids, strict=True)
     }

@@ -138,8 +138,8 @@ class _Builder:
                 undecided[owner_of(keys[i], comm.size)].append(i)
         reports = comm.exchange_messages(self._reports(undecided), _Report)
         for report in reports:
-            for key, first, joined in report.cells:
-                self._cells[key][first] = joined
+            for key, first_cell, joined in report.cells:
+                self._cells[key][first_cell] = joined
         self._sharded = _sharded_entries(self._division, self._cells, self._put)
         answers = comm.all_to_all(_answers(reports, self._division))
         for leaves, answer in zip(undecided, answers, strict=True):
@@ -156,7 +156,7 @@ class _Builder:
         reports = [_Report([], []) for _ in undecided]
         for i, by_cell in self._digests.cells.items():
             cells = reports[owner_of(keys[i], len(reports))].cells
-            cells += [(keys[i], first, joined) for first, joined in _runs(by_cell)]
+            cells += [(keys[i], first_cell, joined) for first_cell, joined in _runs(by_cell)]
         for report, leaves in zip(reports, undecided, strict=True):
             for i in leaves:
                 report.undecided.append((keys[i], digest_of(encode(self._entry(i, digest_of)))))
@@ -239,37 +239,37 @@ def _sharded_entries(
 ) -> dict[str, Entry]:
     """Return the entries of the sharded tensors that this rank owns, by path."""
     entries: dict[str, Entry] = {}
-    first: dict[str, list[int]] = {}
+    first_cells: dict[str, list[int]] = {}
     for key, owned in division.owned.items():
         path, nbytes = owned.path, payload_of(owned.entry).nbytes
         payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put)
         entry = with_payload(owned.entry, payload)
         if entries.setdefault(path, entry) != entry:
             raise StateError(
-                f"{path} is one tensor on the ranks {first[path]}, and another on the ranks "
+                f"{path} is one tensor on the ranks {first_cells[path]}, and another on the ranks "
                 f"{owned.ranks}. {NAMING_ADVICE}"
             )
-        first.setdefault(path, owned.ranks)
+        first_cells.setdefault(path, owned.ranks)
     return entries
 
 
 def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
     """Yield runs of cells: the first one, and the digests of all."""
-    first, run = -1, list[bytes]()
+    first_cell, run = -1, list[bytes]()
     for cell in sorted(by_cell):
-        if run and cell != first + len(run):
-            yield first, b"".join(run)
+        if run and cell != first_cell + len(run):
+            yield first_cell, b"".join(run)
             run = []
         if not run:
-            first = cell
+            first_cell = cell
         run.append(by_cell[cell])
     if run:
-        yield first, b"".join(run)
+        yield first_cell, b"".join(run)
 
 
 def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: Put) -> Payload:
     """Return the payload of a tensor whose cells several ranks hashed."""
-    joined = b"".join(runs[first] for first in sorted(runs))
+    joined = b"".join(runs[first_cell] for first_cell in sorted(runs))
     inline = nbytes <= INLINE_BYTES
     if len(joined) != (nbytes if inline else count * DIGEST_SIZE):
         raise StateError(

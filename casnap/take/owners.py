@@ -260,10 +260,10 @@ def _check_shard_replicas(
     Raises:
         StateError: They do not; or boxes overlap without being the same, and cannot be compared.
     """
-    first: dict[Region, tuple[int, bytes]] = {}
+    first_seen: dict[Region, tuple[int, bytes]] = {}
     for rank, claim in holders:
         for box, sample in zip(claim.boxes, claim.samples, strict=True):
-            before, sample_before = first.setdefault(box, (rank, sample))
+            before, sample_before = first_seen.setdefault(box, (rank, sample))
             if sample_before != sample:
                 raise StateError(
                     f"{path}: ranks {before} and {rank} hold replicas of one part of it (offsets "
@@ -271,7 +271,7 @@ def _check_shard_replicas(
                     "as by a broadcast over that dimension of the mesh, or store value.to_local() "
                     "under a name of its own that per_rank= has"
                 )
-    if sum(box.numel for box in first) > prod(shape):
+    if sum(box.numel for box in first_seen) > prod(shape):
         raise StateError(
             f"{path}: its shards overlap without being the same, so it is not determined whose "
             "elements count; make it anew with shards that do not"

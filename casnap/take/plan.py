@@ -158,7 +158,7 @@ class _CellRuns:
 
     def __init__(self, runs: Sequence[tuple[_CellBytes, int, int]]) -> None:
         self._runs = runs
-        sizes = (cells.run(stop)[0] - cells.run(first)[0] for cells, first, stop in runs)
+        sizes = (cells.run(stop)[0] - cells.run(first_cell)[0] for cells, first_cell, stop in runs)
         self._starts = [0, *accumulate(sizes)]
 
     def share(self, part: int, parts: int) -> list[tuple[int, int, int]]:
@@ -172,9 +172,12 @@ class _CellRuns:
         low, high = (-(-n * total // parts) for n in (part, part + 1))
         runs = []
         for i in range(bisect_right(self._starts, low) - 1, bisect_left(self._starts, high)):
-            cells, first, stop = self._runs[i]
-            base = cells.run(first)[0] - self._starts[i]
-            begin, end = max(first, cells.since(base + low)), min(stop, cells.since(base + high))
+            cells, first_cell, stop = self._runs[i]
+            base = cells.run(first_cell)[0] - self._starts[i]
+            begin, end = (
+                max(first_cell, cells.since(base + low)),
+                min(stop, cells.since(base + high)),
+            )
             if begin < end:
                 runs.append((i, begin, end))
         return runs
@@ -235,14 +238,14 @@ class _TensorPlan:
     def _share_out(self, covered: Iterable[CoveredRun]) -> None:
         """Share out the cells that lie whole in a box among the ranks that hold the box."""
         by_box: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for first, stop, (box,) in covered:
-            by_box[box].append((first, stop))
+        for first_cell, stop, (box,) in covered:
+            by_box[box].append((first_cell, stop))
         for number, (box, runs) in enumerate(by_box.items()):
             ranks = _rotated(self._tiles[box][1], self._turn + number)
             if len(ranks) == 1:
                 self.ranks[ranks[0]].runs += runs
                 continue
-            line = _CellRuns([(self._cells, first, stop) for first, stop in runs])
+            line = _CellRuns([(self._cells, first_cell, stop) for first_cell, stop in runs])
             for i, rank in enumerate(ranks):
                 if share := line.share(i, len(ranks)):
                     self.ranks[rank].runs += [run[1:] for run in share]
@@ -250,29 +253,29 @@ class _TensorPlan:
             plan.runs.sort()
             self._loads[rank] += sum(self._nbytes(*run) for run in plan.runs)
 
-    def _nbytes(self, first: int, stop: int) -> int:
-        return self._cells.run(stop)[0] - self._cells.run(first)[0]
+    def _nbytes(self, first_cell: int, stop: int) -> int:
+        return self._cells.run(stop)[0] - self._cells.run(first_cell)[0]
 
-    def _plan_cut_cells(self, first: int, stop: int, boxes: tuple[int, ...]) -> None:
+    def _plan_cut_cells(self, first_cell: int, stop: int, boxes: tuple[int, ...]) -> None:
         """Plan which ranks put cells together that the same boxes cut."""
         holders = {rank for box in boxes for rank in self._tiles[box][1]}
-        most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first) // len(holders)))
-        while first < stop:
-            end = min(stop, first + max(1, most), self._grid.lead_stop(first))
-            region = self._grid.region(first, end)
+        most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first_cell) // len(holders)))
+        while first_cell < stop:
+            end = min(stop, first_cell + max(1, most), self._grid.lead_stop(first_cell))
+            region = self._grid.region(first_cell, end)
             parts = ((region.intersect(self._tiles[box][0]), box) for box in boxes)
             self._plan_joint(
-                first, end, [_Held(part, self._tiles[box][1]) for part, box in parts if part]
+                first_cell, end, [_Held(part, self._tiles[box][1]) for part, box in parts if part]
             )
-            first = end
+            first_cell = end
 
-    def _plan_joint(self, first: int, stop: int, parts: list[_Held]) -> None:
+    def _plan_joint(self, first_cell: int, stop: int, parts: list[_Held]) -> None:
         """Plan which rank puts some cells together, from which parts."""
         bytes_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
             for rank in ranks:
                 bytes_by_rank[rank] += region.numel
-        owner = self._joiner(bytes_by_rank, self._nbytes(first, stop))
+        owner = self._joiner(bytes_by_rank, self._nbytes(first_cell, stop))
         givers = set[int]()
         for region, ranks in parts:
             source = owner
@@ -280,9 +283,9 @@ class _TensorPlan:
                 near = self._near(ranks, owner)
                 source = min(_rotated(near, self._turn), key=self._sent.__getitem__)
                 self._sent[source] += region.numel
-            self.ranks[source].sends.append(SentPart(first, owner, region))
+            self.ranks[source].sends.append(SentPart(first_cell, owner, region))
             givers.add(source)
-        self.ranks[owner].joined.append((first, stop))
+        self.ranks[owner].joined.append((first_cell, stop))
         self.ranks[owner].givers.append(sorted(givers))
 
     def _near(self, ranks: list[int], owner: int) -> list[int]:
@@ -316,9 +319,10 @@ def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
         runs: Sorted: first cell, one past the last, and number.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
-        return [(first, stop, (i,)) for first, stop, i in runs]
+        return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]
     edges = sorted(
-        [(stop, False, i) for _, stop, i in runs] + [(first, True, i) for first, _, i in runs]
+        [(stop, False, i) for _, stop, i in runs]
+        + [(first_cell, True, i) for first_cell, _, i in runs]
     )
     spans: list[CoveredRun] = []
     covering: set[int] = set()

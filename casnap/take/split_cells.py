@@ -162,8 +162,13 @@ class SplitCells:
     def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
         """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the givers."""
         for i, (grid, plan) in self._assigned.items():
-            for (first, stop), ranks in zip(plan.joined, plan.givers, strict=True):
-                yield i, first, [grid.cell_bytes(cell) for cell in range(first, stop)], ranks
+            for (first_cell, stop), ranks in zip(plan.joined, plan.givers, strict=True):
+                yield (
+                    i,
+                    first_cell,
+                    [grid.cell_bytes(cell) for cell in range(first_cell, stop)],
+                    ranks,
+                )
 
     # --- threads that hash ---
 
@@ -298,16 +303,16 @@ class SplitCells:
         """Open this rank's next joints, as far as there is room; return what to tell each rank."""
         new_joints: list[list[_JointPlace]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
-            leaf, first, sizes, givers = self._next
+            leaf, first_cell, sizes, givers = self._next
             nbytes = sum(sizes)
             with self._lock:
                 self._bytes_in_use += nbytes
                 at = self._ring.take(nbytes)
             view = memoryview(bytearray(nbytes)) if at is None else self._room[at : at + nbytes]
             place = _JointPlace(
-                self._keys[leaf], first, first + len(sizes), -1 if at is None else at
+                self._keys[leaf], first_cell, first_cell + len(sizes), -1 if at is None else at
             )
-            self._open[place.key, first] = _Joint(leaf, place, sizes, view)
+            self._open[place.key, first_cell] = _Joint(leaf, place, sizes, view)
             for rank in givers:
                 new_joints[rank].append(place)
             self._next = next(self._to_open, None)

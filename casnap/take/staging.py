@@ -94,30 +94,30 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
 
 
 def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
-    first, start, sizes, total = 0, 0, list[int](), 0
+    first_cell, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
         if sizes and total + size > PIECE_BYTES:
-            yield Piece(number, first, sizes, view[start : start + total], owner)
-            first, start, sizes, total = first + len(sizes), start + total, [], 0
+            yield Piece(number, first_cell, sizes, view[start : start + total], owner)
+            first_cell, start, sizes, total = first_cell + len(sizes), start + total, [], 0
         sizes.append(size)
         total += size
     if sizes:
-        yield Piece(number, first, sizes, view[start:], owner)
+        yield Piece(number, first_cell, sizes, view[start:], owner)
 
 
 def pieces_between(
-    number: int, source: HeldBox, grid: Grid, first: int, stop: int | None = None
+    number: int, source: HeldBox, grid: Grid, first_cell: int, stop: int | None = None
 ) -> Iterator[Piece]:
     """Yield the bytes of some cells, which all lie in the source, in runs of about 8 MiB."""
     stop = grid.count if stop is None else stop
     if isinstance(source.content, bytes):
-        start = sum(grid.cell_bytes(i) for i in range(first))
-        for i in range(first, stop):
+        start = sum(grid.cell_bytes(i) for i in range(first_cell))
+        for i in range(first_cell, stop):
             n = grid.cell_bytes(i)
             yield Piece(number, i, [n], memoryview(source.content)[start : start + n])
             start += n
         return
-    for begin, sizes, region in _blocks(grid, first, stop):
+    for begin, sizes, region in _blocks(grid, first_cell, stop):
         yield _piece(number, begin, sizes, source, region)
 
 
@@ -130,19 +130,21 @@ def piece_of_part(number: int, source: HeldBox, part: SentPart) -> Piece:
     return Piece(number, part.first, [block.nbytes], view, block, part=part)
 
 
-def _piece(number: int, first: int, sizes: list[int], source: HeldBox, region: Region) -> Piece:
+def _piece(
+    number: int, first_cell: int, sizes: list[int], source: HeldBox, region: Region
+) -> Piece:
     content = source.content
     assert isinstance(content, torch.Tensor)
     block = content[region.within(source.region)].contiguous()
     if not block.is_cpu:
-        return _from_device(number, first, sizes, block)
-    return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
+        return _from_device(number, first_cell, sizes, block)
+    return Piece(number, first_cell, sizes, view_at(block.data_ptr(), block.nbytes), block)
 
 
-def _blocks(grid: Grid, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
+def _blocks(grid: Grid, first_cell: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
     """Yield runs of cells that form a box: the first cell, the bytes of each, and the box."""
-    begin, sizes, box = first, list[int](), Region((), ())
-    for i in range(first, stop):
+    begin, sizes, box = first_cell, list[int](), Region((), ())
+    for i in range(first_cell, stop):
         region, nbytes = grid.region(i), grid.cell_bytes(i)
         joined = _joined(box, region) if sizes else None
         if joined is not None and sum(sizes) + nbytes <= PIECE_BYTES:
@@ -177,7 +179,7 @@ def _joined(box: Region, following: Region) -> Region | None:
 _pinned = Pool(MAX_CHUNK_SIZE, 4)
 
 
-def _from_device(number: int, first: int, sizes: list[int], block: torch.Tensor) -> Piece:
+def _from_device(number: int, first_cell: int, sizes: list[int], block: torch.Tensor) -> Piece:
     """Begin to copy a contiguous block from a device into pinned memory."""
     slot = _pinned.take()
     try:
@@ -188,7 +190,7 @@ def _from_device(number: int, first: int, sizes: list[int], block: torch.Tensor)
         _pinned.release(slot)
         raise
     view = slot.view[: block.nbytes]
-    return Piece(number, first, sizes, view, block, ready, lambda: _pinned.release(slot))
+    return Piece(number, first_cell, sizes, view, block, ready, lambda: _pinned.release(slot))
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:

@@ -18,7 +18,7 @@ from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.objects import Objects
-from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
+from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
@@ -32,7 +32,7 @@ _MOST_SEEN = 1 << 19
 def copy_snapshots(
     source: Objects,
     destination: Objects | None,
-    snapshots: Sequence[ChosenSnapshot],
+    snapshots: Sequence[CopyJob],
     options: CopyOptions | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
@@ -56,7 +56,7 @@ def copy_snapshots(
     """
     started = time.monotonic()
     copy = _Copy(source, destination, options or CopyOptions(), progress)
-    copy.run(sorted(snapshots, key=lambda chosen: (chosen.row.seq, chosen.name)))
+    copy.run(sorted(snapshots, key=lambda job: (job.row.seq, job.name)))
     copy.report.seconds = time.monotonic() - started
     return copy.report
 
@@ -83,17 +83,17 @@ class _Copy:
         self.report.dry_run = options.dry_run
         # Nodes that were seen in this copy; and each with the copied snapshot that it is part of.
         self._seen: set[bytes] = set()
-        self._owners: dict[bytes, ChosenSnapshot] = {}
+        self._owners: dict[bytes, CopyJob] = {}
 
-    def run(self, snapshots: Sequence[ChosenSnapshot]) -> None:
+    def run(self, snapshots: Sequence[CopyJob]) -> None:
         """Copy them all."""
         todo = self._absent(snapshots)
-        self._tally.bytes.total = sum(chosen.row.stats.logical_bytes for chosen in todo)
-        for chosen in todo:
-            with self._tally.dealing_with(chosen.row.stats.logical_bytes):
-                self._copy(chosen)
+        self._tally.bytes.total = sum(job.row.stats.logical_bytes for job in todo)
+        for job in todo:
+            with self._tally.dealing_with(job.row.stats.logical_bytes):
+                self._copy(job)
 
-    def _absent(self, snapshots: Sequence[ChosenSnapshot]) -> list[ChosenSnapshot]:
+    def _absent(self, snapshots: Sequence[CopyJob]) -> list[CopyJob]:
         """Return the snapshots that the destination lacks.
 
         Raises:
@@ -105,56 +105,54 @@ class _Copy:
         destination.check_writable("copy snapshots into", dry_run=self._options.dry_run)
 
         def look(table: Table, seq: int) -> list[bool]:
-            placements = (
-                placement_in(table, chosen, destination.backend, seq) for chosen in snapshots
-            )
+            placements = (placement_in(table, job, destination.backend, seq) for job in snapshots)
             return [placement is None for placement in placements]
 
         presence = destination.current(
             lambda root: look(destination.table(root), root.seq + 1), destination.recent
         )
         pairs = list(zip(snapshots, presence, strict=True))
-        self.report.present += [chosen.target for chosen, is_there in pairs if is_there]
-        return [chosen for chosen, is_there in pairs if not is_there]
+        self.report.present += [job.target for job, is_there in pairs if is_there]
+        return [job for job, is_there in pairs if not is_there]
 
-    def _copy(self, chosen: ChosenSnapshot) -> None:
+    def _copy(self, job: CopyJob) -> None:
         try:
-            with Contents(self._source, chosen.name, chosen.row).reading():
-                self._copy_unfenced(chosen)
+            with Contents(self._source, job.name, job.row).reading():
+                self._copy_unfenced(job)
         except SnapshotNotFoundError as e:
             if not self._options.skip_gone:
                 raise
             _log.warning("%s", e)
             self._forget()
-            self.report.gone.append(chosen.name)
+            self.report.gone.append(job.name)
 
-    def _copy_unfenced(self, chosen: ChosenSnapshot) -> None:
+    def _copy_unfenced(self, job: CopyJob) -> None:
         for tries in count(1):
             try:
-                self._try(chosen)
+                self._try(job)
             except FencedError as e:
                 assert self._destination is not None
                 self._destination.announces_at_once = True
                 self._forget()
                 if tries == _TRIES:
                     raise FencedError(
-                        f"{chosen.target} is not copied: collectors without grace deleted what it "
+                        f"{job.target} is not copied: collectors without grace deleted what it "
                         f"relied on, {tries} times; copy again, and give `casnap gc` a --grace"
                     ) from e
-                _log.info("%s: a collector went past the copy, which starts again", chosen.target)
+                _log.info("%s: a collector went past the copy, which starts again", job.target)
             except StorageFullError as e:
                 self._forget()
                 if tries == _TRIES:
                     raise
-                self._options.hooks.on_full(e, lambda: chosen.row.stats.logical_bytes)
+                self._options.hooks.on_full(e, lambda: job.row.stats.logical_bytes)
             else:
                 return
 
-    def _try(self, chosen: ChosenSnapshot) -> None:
+    def _try(self, job: CopyJob) -> None:
         if len(self._seen) > _MOST_SEEN:
             self._forget()
-        tree = SourceTree(self._source, chosen, self._seen, self._owners)
-        snapshot_copy = SnapshotCopy(self._source, chosen, tree, self._options, self._tally)
+        tree = SourceTree(self._source, job, self._seen, self._owners)
+        snapshot_copy = SnapshotCopy(self._source, job, tree, self._options, self._tally)
         if self._options.dry_run:
             snapshot_copy.look(self._destination)
         else:
@@ -162,10 +160,10 @@ class _Copy:
             if not snapshot_copy.copy(self._destination):
                 # Another process has copied it meanwhile.
                 self._forget()
-                self.report.present.append(chosen.target)
+                self.report.present.append(job.target)
                 return
-        self._owners.update(dict.fromkeys(tree.nodes, chosen))
-        self.report.copied.append(chosen.target)
+        self._owners.update(dict.fromkeys(tree.nodes, job))
+        self.report.copied.append(job.target)
 
     def _forget(self) -> None:
         self._seen.clear()

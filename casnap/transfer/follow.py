@@ -24,7 +24,7 @@ from casnap.errors import (
 from casnap.runtime.progress import Progress
 from casnap.storage.chunks.objects import Objects
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
+from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
 
 _log = logging.getLogger("casnap")
 _random = random.SystemRandom()
@@ -48,7 +48,7 @@ class Pair:
 
     source: Objects
     destination: Objects
-    choose: Callable[[], Iterable[ChosenSnapshot]]
+    choose: Callable[[], Iterable[CopyJob]]
     options: CopyOptions = field(default_factory=CopyOptions)
 
 
@@ -76,7 +76,7 @@ class Follower:
         self,
         pair: Pair,
         progress: Progress | None = None,
-        explain: Callable[[ChosenSnapshot, CasnapError], str | None] = lambda _, error: str(error),
+        explain: Callable[[CopyJob, CasnapError], str | None] = lambda _, error: str(error),
     ) -> None:
         self._pair = pair
         self._progress = progress
@@ -85,7 +85,7 @@ class Follower:
         self._retry_at = 0.0
         self.refused: dict[str, Refusal] = {}
 
-    def look(self) -> Iterator[tuple[ChosenSnapshot, CopyReport]]:
+    def look(self) -> Iterator[tuple[CopyJob, CopyReport]]:
         """Copy the snapshots that are new, and yield each with its report."""
         pair = self._pair
         root = pair.source.newest()
@@ -93,25 +93,25 @@ class Follower:
         if root.commit == self._seen_root and not is_retry:
             return
         names: set[str] = set()
-        for chosen in pair.choose():
-            names.add(chosen.name)
-            refusal = self.refused.get(chosen.name)
-            if refusal is not None and refusal.commit == chosen.row.commit and not is_retry:
+        for job in pair.choose():
+            names.add(job.name)
+            refusal = self.refused.get(job.name)
+            if refusal is not None and refusal.commit == job.row.commit and not is_retry:
                 continue
             try:
                 report = copy_snapshots(
-                    pair.source, pair.destination, [chosen], pair.options, self._progress
+                    pair.source, pair.destination, [job], pair.options, self._progress
                 )
             except SnapshotNotFoundError:
                 # It was deleted meanwhile.
                 continue
             except (SnapshotExistsError, DamagedError, MirrorError) as e:
-                reason = self._explain(chosen, e)
+                reason = self._explain(job, e)
                 if reason is not None:
-                    self._refuse(chosen, reason)
+                    self._refuse(job, reason)
                 continue
-            self.refused.pop(chosen.name, None)
-            yield chosen, report
+            self.refused.pop(job.name, None)
+            yield job, report
         self.refused = {
             name: reason_refused for name, reason_refused in self.refused.items() if name in names
         }
@@ -121,12 +121,12 @@ class Follower:
         """Try what was refused again at the next look."""
         self._retry_at = 0.0
 
-    def _refuse(self, chosen: ChosenSnapshot, reason: str) -> None:
-        refusal = Refusal(chosen.row.commit, reason)
-        if self.refused.get(chosen.name) != refusal:
+    def _refuse(self, job: CopyJob, reason: str) -> None:
+        refusal = Refusal(job.row.commit, reason)
+        if self.refused.get(job.name) != refusal:
             uri = self._pair.destination.backend.uri
-            _log.warning("%s is not copied to %s: %s", chosen.name, uri, reason)
-        self.refused[chosen.name] = refusal
+            _log.warning("%s is not copied to %s: %s", job.name, uri, reason)
+        self.refused[job.name] = refusal
         self._retry_at = time.monotonic() + _RETRY_REFUSED
 
 
@@ -198,23 +198,23 @@ class ContinuousCopy:
     def _look(self) -> Iterator[CopyReport]:
         if self._follower is None:
             self._follower = self._open_follower()
-        for chosen, report in self._follower.look():
-            self._copied.setdefault(chosen.target, set()).add(chosen.row.commit)
+        for job, report in self._follower.look():
+            self._copied.setdefault(job.target, set()).add(job.row.commit)
             if report.copied:
                 yield report
 
     def _open_follower(self) -> Follower:
         pair = self._open_pair()
 
-        def new() -> Iterator[ChosenSnapshot]:
+        def new() -> Iterator[CopyJob]:
             try:
-                snapshots = sorted(pair.choose(), key=lambda chosen: chosen.row.seq)
+                snapshots = sorted(pair.choose(), key=lambda job: job.row.seq)
             except SnapshotNotFoundError:
                 return  # there is nothing yet
-            for chosen in snapshots:
-                commits = frozenset(self._copied.get(chosen.target, ()))
-                if chosen.row.commit not in commits:
-                    yield chosen._replace(replaces=commits)
+            for job in snapshots:
+                commits = frozenset(self._copied.get(job.target, ()))
+                if job.row.commit not in commits:
+                    yield job._replace(replaces=commits)
 
         return Follower(Pair(pair.source, pair.destination, new, pair.options), self._progress)
 

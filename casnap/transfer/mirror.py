@@ -61,7 +61,7 @@ from casnap.transfer.mirror_report import (
     MirrorOptions,
     MirrorStatus,
 )
-from casnap.transfer.report import ChosenSnapshot, CopyOptions
+from casnap.transfer.report import CopyJob, CopyOptions
 from casnap.transfer.selection import check_pair
 from casnap.transfer.succession import SucceededError, Succession
 
@@ -294,10 +294,10 @@ class Mirror:
         settled = time.monotonic()
         any_copied = False
         try:
-            for chosen, report in self._follower.look():
+            for job, report in self._follower.look():
                 if report.copied:
-                    self._say_continued(destination, chosen)
-                commits[chosen.name] = chosen.row.commit
+                    self._say_continued(destination, job)
+                commits[job.name] = job.row.commit
                 any_copied = True
                 if time.monotonic() - settled > _SETTLE:
                     self._settle(commits)
@@ -308,7 +308,7 @@ class Mirror:
                 self._settle(commits)
         return any_copied
 
-    def _choose(self, destination: Destination) -> Iterator[ChosenSnapshot]:
+    def _choose(self, destination: Destination) -> Iterator[CopyJob]:
         """Yield what the mirror lacks."""
         lacking = self.lacking()
         for name, row in lacking.items():
@@ -320,9 +320,9 @@ class Mirror:
                 self._source, destination.objects, target, row, self.how.retention
             )
             self._succession = succession
-            yield ChosenSnapshot(name, target, row, place=succession.place, prune=succession.prune)
+            yield CopyJob(name, target, row, place=succession.place, prune=succession.prune)
 
-    def _say_continued(self, destination: Destination, chosen: ChosenSnapshot) -> None:
+    def _say_continued(self, destination: Destination, job: CopyJob) -> None:
         """Say that this store continues the run of another one, and what that replaced."""
         succession = self._succession
         if succession is None or not (succession.predecessor or succession.replaced):
@@ -334,7 +334,7 @@ class Mirror:
             self._source.backend.uri,
             run,
             destination.objects.backend.uri,
-            chosen.name,
+            job.name,
             f", which replaces {replaced:.1000} of another branch" if replaced else "",
         )
 
@@ -359,27 +359,25 @@ class Mirror:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
 
-    def _explain(
-        self, destination: Destination, chosen: ChosenSnapshot, error: CasnapError
-    ) -> str | None:
+    def _explain(self, destination: Destination, job: CopyJob, error: CasnapError) -> str | None:
         """Say why a snapshot cannot be copied; None if it never will be."""
         if isinstance(error, SucceededError):
-            run = chosen.name.rpartition("/")[0]
+            run = job.name.rpartition("/")[0]
             if run not in self._succeeded:
                 _log.error("%s", error)
             self._succeeded.setdefault(run, (str(error), time.time()))
-            self._given_up[chosen.name] = chosen.row.commit
+            self._given_up[job.name] = job.row.commit
             return None
         objects, source = destination.objects, self._source
-        row = objects.current(lambda root: objects.table(root).get(chosen.target))
+        row = objects.current(lambda root: objects.table(root).get(job.target))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
         origin = origin_of(row)
         origin_text = f"copied from the store {origin}" if origin else "not copied by a mirror"
         return (
-            f"{objects.backend.uri} holds another snapshot {chosen.target!r} (commit "
+            f"{objects.backend.uri} holds another snapshot {job.target!r} (commit "
             f"{row.commit.hex()}, {origin_text}) than {source.backend.uri} (commit "
-            f"{chosen.row.commit.hex()}, the store {source.config.store_id}). Neither is "
+            f"{job.row.commit.hex()}, the store {source.config.store_id}). Neither is "
             "overwritten. Take it under another name, or delete the one that you do not need; two "
             "runs that use one mirror need names of their own, or a folder each, as in "
             "mirror='s3://bucket/ckpts//node1'"

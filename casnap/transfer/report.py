@@ -26,7 +26,7 @@ class Placement(NamedTuple):
     gone: Mapping[str, Row]
 
 
-class ChosenSnapshot(NamedTuple):
+class CopyJob(NamedTuple):
     """A snapshot to copy.
 
     Attributes:

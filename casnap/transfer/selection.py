@@ -11,12 +11,10 @@ from casnap.format.records import Row
 from casnap.storage.catalog.settings import codec_of
 from casnap.storage.catalog.table import Table, snapshots_in
 from casnap.storage.chunks.objects import Objects
-from casnap.transfer.report import ChosenSnapshot
+from casnap.transfer.report import CopyJob
 
 
-def choose(
-    source: Objects, prefix: str, name: str | None, rename: str | None
-) -> list[ChosenSnapshot]:
+def choose(source: Objects, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:
     """Return the snapshots that are meant, each with its full name and what it is called there.
 
     Args:
@@ -46,7 +44,7 @@ def choose(
     matches = source.current(lambda root: look(source.table(root)))
     inner_start = len(prefix) + 1 if prefix else 0
     return [
-        ChosenSnapshot(
+        CopyJob(
             full,
             _renamed(full[inner_start:], inner, rename),
             # Notes of casnap's own are about that store alone.

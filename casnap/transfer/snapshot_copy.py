@@ -25,7 +25,7 @@ from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 from casnap.storage.commits.commit import Change, publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer import unfinished
-from casnap.transfer.report import ChosenSnapshot, CopyOptions, Placement
+from casnap.transfer.report import CopyJob, CopyOptions, Placement
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
@@ -41,20 +41,18 @@ Planned = dict[Digest, "Place | None"]
 """What to send, with its places in the source."""
 
 
-def placement_in(
-    table: Table, chosen: ChosenSnapshot, backend: Backend, seq: int
-) -> Placement | None:
+def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Placement | None:
     """Return how a snapshot is placed in a table; None if it was copied already.
 
     Raises:
         SnapshotExistsError: Its name is taken by another one, or by a file.
     """
-    row = table.get(chosen.target)
-    if row is not None and row.commit == chosen.row.commit:
+    row = table.get(job.target)
+    if row is not None and row.commit == job.row.commit:
         return None
-    placement = chosen.placement(table, seq)
-    check_path_is_free(backend, chosen.target)
-    check_free(table, chosen.target, overwrite=chosen.target in placement.gone, uri=backend.uri)
+    placement = job.placement(table, seq)
+    check_path_is_free(backend, job.target)
+    check_free(table, job.target, overwrite=job.target in placement.gone, uri=backend.uri)
     return placement
 
 
@@ -67,7 +65,7 @@ class SnapshotCopy:
 
     Args:
         source: The store to read from.
-        chosen: The snapshot.
+        job: The snapshot.
         tree: Its tree.
         options: How to copy.
         tally: Counts what is done.
@@ -76,13 +74,13 @@ class SnapshotCopy:
     def __init__(
         self,
         source: Objects,
-        chosen: ChosenSnapshot,
+        job: CopyJob,
         tree: SourceTree,
         options: CopyOptions,
         tally: Tally,
     ) -> None:
         self._source = source
-        self._chosen = chosen
+        self._job = job
         self._tree = tree
         self._options = options
         self._tally = tally
@@ -149,8 +147,8 @@ class SnapshotCopy:
             self._found = bytearray()
             self._count_would(planned)
         for digests in _batches([digest_in(node) for node in self._tree.nodes]):
-            there = zip(digests, reuse_at(digests), strict=True)
-            lacking = [digest for digest, place in there if place is None]
+            digest_places = zip(digests, reuse_at(digests), strict=True)
+            lacking = [digest for digest, place in digest_places if place is None]
             places = self._source.index.find(self._source.recent_view(), lacking)
             self._count_would(dict(zip(lacking, places, strict=True)))
 
@@ -175,7 +173,7 @@ class SnapshotCopy:
                 continue
         except _CopiedMeanwhileError:
             return False
-        replace_markers(destination, self._chosen.target, row, self._gone)
+        replace_markers(destination, self._job.target, row, self._gone)
         self._options.hooks.on_release(list(self._gone.values()))
         self._options.hooks.on_commit()
         return True
@@ -234,7 +232,7 @@ class SnapshotCopy:
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             self._placement(transaction, table, seq)
-            return unfinished.with_parts(transaction, table, seq, self._chosen, parts)
+            return unfinished.with_parts(transaction, table, seq, self._job, parts)
 
         self._publish(transaction, change, len(sizes))
         self._parts |= parts
@@ -242,24 +240,24 @@ class SnapshotCopy:
     def _finish(self, transaction: Transaction, chunks: int) -> Row:
         """Write the tree, and commit the snapshot."""
         nodes = self._put_nodes(transaction)
-        chosen, keeper = self._chosen, unfinished.name_of(self._chosen)
-        contents = Contents(self._source, chosen.name, chosen.row)
+        job, keeper = self._job, unfinished.name_of(self._job)
+        contents = Contents(self._source, job.name, job.row)
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
         new_rows: list[Row] = []
-        notes = self._options.hooks.notes(chosen.target)
+        notes = self._options.hooks.notes(job.target)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             placement = self._placement(transaction, table, seq)
             self._check_kept(transaction, table)
             stats = msgspec.structs.replace(
-                chosen.row.stats,
+                job.row.stats,
                 new_bytes=self._new_bytes + transaction.new_packs.stored_bytes,
             )
             new_rows.append(
                 msgspec.structs.replace(
-                    chosen.row,
-                    manifest=transaction.ref(Digest(chosen.row.manifest.digest)),
+                    job.row,
+                    manifest=transaction.ref(Digest(job.row.manifest.digest)),
                     seq=seq,
                     stats=stats,
                     metadata=metadata,
@@ -268,10 +266,10 @@ class SnapshotCopy:
                 )
             )
             self._gone = dict(placement.gone)
-            if chosen.prune is not None:
-                self._gone |= chosen.prune(table, placement.gone, new_rows[-1])
+            if job.prune is not None:
+                self._gone |= job.prune(table, placement.gone, new_rows[-1])
             changes: dict[str, Row | None] = dict.fromkeys(self._gone)
-            changes[chosen.target] = new_rows[-1]
+            changes[job.target] = new_rows[-1]
             if table.get(keeper) is not None:
                 changes[keeper] = None
             return changes
@@ -304,7 +302,7 @@ class SnapshotCopy:
         self._tally.count_sent(chunks, transaction.new_packs.stored_bytes)
 
     def _placement(self, transaction: Transaction, table: Table, seq: int) -> Placement:
-        placement = placement_in(table, self._chosen, transaction.objects.backend, seq)
+        placement = placement_in(table, self._job, transaction.objects.backend, seq)
         if placement is None:
             raise _CopiedMeanwhileError
         return placement
@@ -315,13 +313,11 @@ class SnapshotCopy:
         Raises:
             FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
         """
-        parts = unfinished.parts_of(
-            transaction.objects, table.get(unfinished.name_of(self._chosen))
-        )
+        parts = unfinished.parts_of(transaction.objects, table.get(unfinished.name_of(self._job)))
         stand = self._parts.items() <= parts.items()
-        for name, chosen in self._tree.shared_with.items():
+        for name, job in self._tree.shared_with.items():
             row = table.get(name)
-            stand &= row is not None and row.manifest.digest == chosen.row.manifest.digest
+            stand &= row is not None and row.manifest.digest == job.row.manifest.digest
         if not stand:
             raise FencedError(COLLECTED)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from casnap.format.digest import Digest
 from casnap.storage.catalog.references import MANIFEST, is_node, walk
 from casnap.storage.chunks.objects import Objects
-from casnap.transfer.report import ChosenSnapshot
+from casnap.transfer.report import CopyJob
 
 
 class SourceTree:
@@ -15,7 +15,7 @@ class SourceTree:
 
     Args:
         source: The store.
-        chosen: The snapshot.
+        job: The snapshot.
         seen: References to nodes that were visited before; new ones are added.
         owners: The copied snapshot that each of these is part of.
 
@@ -27,16 +27,16 @@ class SourceTree:
     def __init__(
         self,
         source: Objects,
-        chosen: ChosenSnapshot,
+        job: CopyJob,
         visited: set[bytes],
-        owners: dict[bytes, ChosenSnapshot],
+        owners: dict[bytes, CopyJob],
     ) -> None:
         self._source = source
-        self._ref = chosen.row.manifest
+        self._ref = job.row.manifest
         self._seen = visited
         self._owners = owners
         self.nodes: list[bytes] = []
-        self.shared_with: dict[str, ChosenSnapshot] = {}
+        self.shared_with: dict[str, CopyJob] = {}
 
     def chunks(self) -> Iterator[Digest]:
         """Walk the tree, and yield the digests of its chunks; one may come several times.

@@ -17,12 +17,12 @@ from casnap.format.tree import build
 from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.transaction import Transaction
-from casnap.transfer.report import ChosenSnapshot
+from casnap.transfer.report import CopyJob
 
 
-def name_of(chosen: ChosenSnapshot) -> str:
+def name_of(job: CopyJob) -> str:
     """Return the name of the row that keeps what was sent of a snapshot."""
-    return UNFINISHED + chosen.row.commit.hex()
+    return UNFINISHED + job.row.commit.hex()
 
 
 def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
@@ -54,11 +54,11 @@ def with_parts(
     transaction: Transaction,
     table: Table,
     seq: int,
-    chosen: ChosenSnapshot,
+    job: CopyJob,
     parts: dict[str, bytes],
 ) -> dict[str, Row | None]:
     """Return the change of the table that adds some parts."""
-    name = name_of(chosen)
+    name = name_of(job)
     every = {**parts_of(transaction.objects, table.get(name)), **parts}
     manifest = encode(Manifest(every, {"0": {}}))
     row = Row(
@@ -68,6 +68,6 @@ def with_parts(
         time=time.time(),
         world_size=1,
         stats=Stats(entries=len(every)),
-        metadata={"copying": chosen.target},
+        metadata={"copying": job.target},
     )
     return {name: row}

@@ -11,7 +11,7 @@ from casnap.backends import Backend
 from casnap.format.names import UNFINISHED
 from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
+from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
 from tests.support.faults import CHUNK, app_state, assert_equal, content, take
 
 Place = Store | str | Path | Backend
@@ -34,7 +34,7 @@ def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) ->
     """Copy all snapshots, and commit what was sent after each few chunks."""
     here, there = opened(source).objects, opened(destination).objects
     table = here.table(here.newest())
-    chosen = [ChosenSnapshot(name, name, row) for name, row in snapshots_in(table)]
+    chosen = [CopyJob(name, name, row) for name, row in snapshots_in(table)]
     options = CopyOptions(part_bytes=part_bytes, skip_gone=True)
     return copy_snapshots(here, there, chosen, options)
 

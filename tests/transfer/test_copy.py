@@ -24,7 +24,7 @@ from casnap.errors import (
 )
 from casnap.format.records import pack_key
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.report import ChosenSnapshot, CopyOptions
+from casnap.transfer.report import CopyJob, CopyOptions
 from tests.support.bitwise import assert_same
 from tests.support.copies import assert_copied, copy_in_parts, filled, opened, unfinished
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take
@@ -213,7 +213,7 @@ def interrupted(
         if done > after:
             raise _StopError
 
-    chosen = [ChosenSnapshot("step_0", "step_0", source.row("step_0"))]
+    chosen = [CopyJob("step_0", "step_0", source.row("step_0"))]
     options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
     with pytest.raises(_StopError):
         copy_snapshots(source.objects, opened(path).objects, chosen, options, stop)
@@ -314,7 +314,7 @@ def test_an_abandoned_copy_is_dropped_by_the_collector(
 
 def test_a_snapshot_that_was_deleted_at_the_source(source: Store, tmp_path: Path) -> None:
     """It is an error if it is meant alone, and passed over among others."""
-    chosen = [ChosenSnapshot(s.name, s.name, s.row) for s in source.snapshots()]
+    chosen = [CopyJob(s.name, s.name, s.row) for s in source.snapshots()]
     source.delete("step_1")
     source.gc(grace=0, repack=0.9)
     with pytest.raises(SnapshotNotFoundError, match="step_1 was deleted or replaced"):

@@ -25,7 +25,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
-from casnap.transfer.report import ChosenSnapshot, CopyOptions
+from casnap.transfer.report import CopyJob, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
 from tests.support.faults import (
@@ -321,9 +321,9 @@ def follower(here: Any, there: Any) -> ContinuousCopy:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
         objects = source.objects
 
-        def chosen() -> list[ChosenSnapshot]:
+        def chosen() -> list[CopyJob]:
             rows = list(snapshots_in(objects.table(objects.newest())))
-            return [ChosenSnapshot(name, name, row) for name, row in rows]
+            return [CopyJob(name, name, row) for name, row in rows]
 
         return Pair(objects, target.objects, chosen, CopyOptions(part_bytes=CHUNK))
 

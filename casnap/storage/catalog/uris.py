@@ -102,8 +102,8 @@ def joined(store: str, name: str, *, is_view: bool = False) -> str:
 
 def _uri(store: str, name: str) -> Uri:
     scheme, _, place = store.partition("://")
-    parent, _, last = place.rpartition("/")
-    return Uri(store, name, (f"{scheme}://{parent}" if parent else "", last))
+    parent, _, base_name = place.rpartition("/")
+    return Uri(store, name, (f"{scheme}://{parent}" if parent else "", base_name))
 
 
 def _check(scheme: str, place: str) -> None:
