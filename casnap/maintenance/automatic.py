@@ -32,6 +32,8 @@ _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
 # counts, up to so many seconds: so they keep up where a run begins with many small takes.
 _SHARE, _SAVED = 20.0, 20.0
+# A pack of which no more than about half is needed is copied: of two equal tensors one.
+_REPACK = 0.51
 # At a remote place, where each costs requests, the next collection begins after so many seconds.
 _REMOTE_REST = 3600.0
 # After a failure, so many seconds.
@@ -61,6 +63,8 @@ class AutomaticCollector:
         # known. And the bytes that snapshots needed then.
         self._released = math.inf
         self._needed = 0
+        # The bytes that it condemned, for the next one to free.
+        self._waiting = 0
         # The bytes of the last state that was let go, and of one that is taken.
         self._state = 0
         self._counted = 0
@@ -195,7 +199,8 @@ class AutomaticCollector:
                 has_grace = backend.costly_requests or grace_of(root) is not None
                 if not has_grace and until is None:
                     until = root.seq
-                options = GcOptions(condemned_until=None if has_grace else until)
+                until = None if has_grace else until
+                options = GcOptions(condemned_until=until, repack=_REPACK)
                 report = self._collect(objects, options, progress)
         except _ExitError:
             return False
@@ -219,8 +224,9 @@ class AutomaticCollector:
 
     def _is_due(self, objects: Objects) -> bool:
         """Whether a collection is worth it, and the process has done enough else since the last."""
-        # So what was let go, and what waits since the last time, are at most half of what is kept.
-        if not self._released or self._released < min(self._state, self._needed / 4):
+        # What waits counts too: of packs that were copied it may be as much as what is kept.
+        to_free = self._released + self._waiting
+        if not self._released or to_free < min(self._state, self._needed / 4):
             return False
         if self._ready_at is None:
             self._ready_at = time.monotonic()
@@ -244,7 +250,7 @@ class AutomaticCollector:
             raise
         with self._lock:
             self._freed += report.freed_bytes
-        self._needed = report.live_bytes
+        self._needed, self._waiting = report.live_bytes, report.waiting_bytes
         self._condemned_until = objects.newest().seq
         self.last_report = report
         return report

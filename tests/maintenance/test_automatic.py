@@ -6,8 +6,10 @@ import errno
 import fcntl
 import itertools
 import os
+import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -178,6 +180,27 @@ def test_adapters_on_a_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         store.take(state, f"step_{step}", retention=Retention(keep_last=3))
     needed = STATE + 3 * (128 << 10)
     assert nbytes_of(tmp_path / "run/casnap-store/packs") <= 1.5 * needed
+
+
+def test_a_state_that_changes_little_by_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is still needed of mostly dead packs is copied, beside takes that rely on it."""
+    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    store = Store(tmp_path / "run", chunk_size=64 << 10)
+    state = {f"w{i}": dense(i, 64 << 10) for i in range(128)}
+    pick = random.Random(1)
+    sizes = []
+    for step in range(400):
+        for name in pick.sample(sorted(state), 2):
+            state[name] = state[name] + 1
+        store.take({"s": StateDict(**state)}, f"step_{step}", retention=Retention(keep_last=3))
+        if step >= 100 and step % 10 == 0:
+            sizes.append(nbytes_of(tmp_path / "run/casnap-store/packs"))
+    needed = STATE + 4 * (64 << 10)
+    assert statistics.median(sizes) <= 1.5 * needed
+    assert max(sizes) <= 2 * needed
+    assert store.check(data=True).ok
 
 
 def test_small_states_one_after_the_other(tmp_path: Path) -> None:

@@ -54,6 +54,36 @@ def test_a_take_takes_back_what_was_condemned_after_it_began(path: Path) -> None
     assert_tidy(path)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_take_leaves_a_pack_whose_chunks_were_copied(path: Path, asynchronous: bool) -> None:
+    """If takes under way rescued it, a run of takes would copy it again and again."""
+    store = Store(path, chunk_size=CHUNK)
+    weights = torch.randn(20 * CHUNK // 4)
+    part = StateDict(w=weights[: 5 * CHUNK // 4].clone())
+    store.take({"m": StateDict(w=weights)}, "whole")
+    store.take({"m": part}, "part")
+    store.delete("whole")
+    done: list[Any] = []
+
+    def collect() -> None:
+        if not done:
+            done.append(None)
+            done.append(Store(path).gc())
+
+    with backend_faults(0, collect, names=["put_if_absent"]):
+        if asynchronous:
+            snapshot = store.async_take({"m": part}, "again").wait()
+        else:
+            snapshot = store.take({"m": part}, "again")
+    assert done[1].repacked_packs >= 1
+    assert snapshot.stats.new_bytes < 5 * CHUNK
+    assert len(store.objects.newest().condemned) == done[1].waiting_packs
+    store.gc(grace=0)
+    assert torch.equal(snapshot.read_object("m/w"), part["w"])
+    assert store.check(data=True).ok
+    assert_tidy(path)
+
+
 @pytest.mark.usefixtures("unannounced")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_take_that_the_fence_has_passed_goes_on(path: Path, asynchronous: bool) -> None:

@@ -302,6 +302,8 @@ class Take(Writer):
         copied = self._relying_on_copies(m, me) if self.rebases else []
         if copied:
             turn.model.happened.add("relied on a copy")
+            if any(p in contents(m).condemned for p, _ in me.relied - copied[0].relied):
+                turn.model.happened.add("left a condemned pack")
             for other in copied:
                 yield from self._draft(turn, m, other, f"{said}, finds copies", changes)
             return
@@ -337,13 +339,17 @@ class Take(Writer):
         return next((str(p) for p, _ in sorted(me.relied) if p not in listed), "")
 
     def _relying_on_copies(self, m: Root, me: Process) -> list[Process]:
-        """Return the process as it relies on live places of what was in packs that are gone."""
+        """Return the process as it relies on live places of what was in packs that are not live.
+
+        A condemned pack of which something is in no live one is rescued instead.
+        """
         c = contents(m)
-        gone = {(p, d) for p, d in me.relied if p not in c.digests}
-        choices = [[(p, d) for p in c.places(d, condemned=False)] for _, d in sorted(gone)]
-        if not gone or not all(choices):
+        rescued = {p for p, d in me.relied if p in c.digests and not c.places(d, condemned=False)}
+        left = {(p, d) for p, d in me.relied if p not in c.live | rescued}
+        choices = [[(p, d) for p in c.places(d, condemned=False)] for _, d in sorted(left)]
+        if not left or not all(choices):
             return []
-        return [me._replace(relied=(me.relied - gone) | {*chosen}) for chosen in product(*choices)]
+        return [me._replace(relied=(me.relied - left) | {*chosen}) for chosen in product(*choices)]
 
     def after_segment(self, turn: Turn) -> str:
         own = turn.me.own

@@ -146,7 +146,7 @@ HOLDS = {
             "D": _DELETE,
         },
         7,
-        _REBASES | {"relied on a copy"},
+        _REBASES | {"relied on a copy", "left a condemned pack"},
     ),
     "subtrees taken over": Scenario(
         _HALF_USED,

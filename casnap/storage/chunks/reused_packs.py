@@ -93,20 +93,20 @@ class ReusedPacks:
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
     def confirm(self, latest: View) -> None:
-        """Rely on other places of what lies in packs that a newer root does not name.
+        """Rely on live packs, as a newer root has them, for what lies in packs that are not live.
+
+        If some of what a condemned pack is relied on for is in no live pack, it is rescued.
 
         Args:
             latest: The index as that root sees it.
 
         Raises:
-            FencedError: A digest is in no live pack any more.
+            FencedError: A digest is in no pack any more that the root names.
         """
         self._view = replace(latest, live=latest.live.without(self._lost))
-        missing_packs = latest.packs.lacking(self._digests)
-        lacking = self.reuse(
-            list(dict.fromkeys(split_digests(b"".join(self._digests[p] for p in missing_packs))))
-        )
-        if any(lacking):
-            raise FencedError(COLLECTED)
-        for pack in missing_packs:
-            del self._digests[pack]
+        for pack in latest.live.lacking(self._digests):
+            digests = list(dict.fromkeys(split_digests(bytes(self._digests[pack]))))
+            if not any(self.reuse(digests)):
+                del self._digests[pack]
+            elif pack not in latest.packs:
+                raise FencedError(COLLECTED)
