@@ -13,6 +13,7 @@ from casnap.cli.arguments import (
     snapshots_of,
     store_fields,
 )
+from casnap.cli.garbage import what_frees
 from casnap.cli.output import amount, emit, print_requests, progress_bars, say, size, table
 from casnap.maintenance.usage import disk_usage, usage
 
@@ -50,7 +51,7 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     total = f"{amount(len(snapshots), 'snapshot')} of {size(logical)}"
     say(f"{total}; {objects.backend.uri} takes up {size(disk.nbytes)}")
     if disk.waiting_bytes:
-        say(f"{size(disk.waiting_bytes)} of it wait to be freed; `casnap gc --grace 0` does it")
+        say(what_frees(objects, f"{size(disk.waiting_bytes)} of it", condemned=True))
     if disk.orphaned_bytes:
         say(f"{size(disk.orphaned_bytes)} of it are left over, or being written; see `casnap gc`")
     print_requests(place.requests)

@@ -1,4 +1,4 @@
-"""What becomes of the bytes of snapshots that a command has let go."""
+"""What becomes of bytes that no snapshot needs any more."""
 
 from __future__ import annotations
 
@@ -7,31 +7,47 @@ from casnap.maintenance.automatic import automatic_collector
 from casnap.maintenance.gc import DAY
 from casnap.runtime.environment import collects_by_itself
 from casnap.storage.catalog.settings import collects_unasked, grace_of
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.roots import read_root
 from casnap.store import Store
 
 
 def show_what_waits(place: Store) -> None:
-    """Print what was freed already, what waits, and for what."""
+    """Print, after a command has let snapshots go, what was freed, what waits, and for what."""
     objects = place.objects
-    root, uri = objects.newest(), objects.backend.uri
-    by_hand = f"`casnap gc {uri} --grace 0`"
-    if not collects_by_itself() or not collects_unasked(root):
-        say(f"{by_hand} frees the bytes; no process does so by itself here")
-        return
     collector = automatic_collector(objects)
     collector.wait()
     report = collector.last_report
-    if report is not None and not report.waiting_packs:
-        say(f"{size(report.freed_bytes)} freed")
+    if report is None:
+        say(what_frees(objects, "the bytes", condemned=False))
         return
-    waiting = "the bytes" if report is None else size(report.waiting_bytes)
-    freed = f"{size(report.freed_bytes)} freed; " if report and report.freed_bytes else ""
+    freed = f"{size(report.freed_bytes)} freed"
+    if report.waiting_packs:
+        waiting = what_frees(objects, size(report.waiting_bytes), condemned=True)
+        say(f"{freed}; {waiting}" if report.freed_bytes else waiting)
+    else:
+        say(freed)
+
+
+def what_frees(objects: Objects, waiting: str, *, condemned: bool) -> str:
+    """Return what frees bytes that no snapshot needs.
+
+    Args:
+        objects: The store.
+        waiting: How many.
+        condemned: Whether a collection has condemned them.
+    """
+    root, backend = objects.newest(), objects.backend
+    by_hand = f"`casnap gc {backend.uri} --grace 0`"
+    if not collects_by_itself() or not collects_unasked(root):
+        return f"{by_hand} frees {waiting}; no process does so by itself here"
     grace = grace_of(root)
-    if report is not None and grace is not None and report.waiting_until is not None:
-        event = f"a collection after {moment(report.waiting_until)}"
-    elif objects.backend.costly_requests or grace is not None:
+    if not backend.costly_requests and grace is None:
+        event = "the next collection, by a process that lets snapshots go"
+    elif condemned and root.condemned:
+        condemned_at = read_root(backend, max(root.condemned.values())).time
+        event = f"a collection after {moment(condemned_at + (DAY if grace is None else grace))}"
+    else:
         hours = (DAY if grace is None else grace) / 3600
         event = f"a collection, and {hours:g} hours after it another one that frees them"
-    else:
-        event = "the next collection, by a process that lets snapshots go"
-    say(f"{freed}{waiting} wait for {event}; {by_hand} frees them now")
+    return f"{waiting} wait for {event}; {by_hand} frees them now"

@@ -64,9 +64,9 @@ def gc(
 ) -> None:
     """Collect garbage: delete what no snapshot of a store needs.
 
-    Safe while runs take snapshots, and beside other collectors. A run condemns unreferenced packs,
-    and the first run after the grace deletes them, so that readers can finish. So run it
-    regularly. After an interruption, run it again.
+    Processes that let snapshots go do this by themselves. Safe while runs take snapshots, and
+    beside other collectors. A run condemns unreferenced packs, and the first run after the grace
+    deletes them, so that readers can finish. After an interruption, run it again.
     """
     place = open_whole_store(store)
     report = collect_garbage(place, GcOptions(grace=grace, repack=repack, dry_run=dry_run))

@@ -12,7 +12,7 @@ from casnap.cli.arguments import (
     snapshots_of,
     store_fields,
 )
-from casnap.cli.output import emit, moment, say, size, summary, table
+from casnap.cli.output import amount, emit, moment, say, size, summary, table
 from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.other_formats import hint_in
 
@@ -50,3 +50,5 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     ]
     header = ("NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA")
     table(header, rows, numbers={"LOGICAL", "NEW", "ENTRIES"})
+    if condemned := place.objects.recent().condemned:
+        say(f"{amount(len(condemned), 'pack')} of garbage to be freed; see `casnap du`", err=True)

@@ -590,7 +590,8 @@ def test_garbage_is_seen(tmp_path: Path) -> None:
     )
     parts = ("kept_bytes", "waiting_bytes", "orphaned_bytes")
     assert sum(usage[part] for part in parts) == usage["stored_bytes"] == on_disk
-    assert "wait to be freed" in invoke("du", path).stdout
+    assert "of it wait for the next collection" in invoke("du", path).stdout
+    assert "packs of garbage to be freed" in invoke("ls", path).stderr
     assert "frees it now" in invoke("gc", path).stdout
     report = document("gc", path)
     assert report["waiting_until_time"] > "2026"
