@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
-from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -216,7 +215,7 @@ def plan_sharded(
     for key, holders in _holders(claims).items():
         path, entry = holders[0][1].path, holders[0][1].entry
         assert isinstance(entry, TensorEntry)
-        _check_shard_replicas(path, entry.shape, holders)
+        _check_shard_replicas(path, holders)
         itemsize = itemsize_of(entry)
         boxes = [(rank, box) for rank, claim in holders for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
@@ -252,13 +251,11 @@ def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
     return holders
 
 
-def _check_shard_replicas(
-    path: str, shape: tuple[int, ...], holders: Sequence[tuple[int, ShardClaim]]
-) -> None:
+def _check_shard_replicas(path: str, holders: Sequence[tuple[int, ShardClaim]]) -> None:
     """Check that ranks that hold the same box of a tensor hold the same bytes in it.
 
     Raises:
-        StateError: They do not; or boxes overlap without being the same, and cannot be compared.
+        StateError: They do not.
     """
     first_seen: dict[Region, tuple[int, bytes]] = {}
     for rank, claim in holders:
@@ -271,11 +268,6 @@ def _check_shard_replicas(
                     "as by a broadcast over that dimension of the mesh, or store value.to_local() "
                     "under a name of its own that per_rank= has"
                 )
-    if sum(box.numel for box in first_seen) > prod(shape):
-        raise StateError(
-            f"{path}: its shards overlap without being the same, so it is not determined whose "
-            "elements count; make it anew with shards that do not"
-        )
 
 
 def _description(entry: Entry) -> str:

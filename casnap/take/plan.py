@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -95,7 +95,7 @@ def plan_tensor(
         itemsize: Bytes per element.
         chunk_size: The store's, in bytes.
         holders: Pairs of a rank and a box that it holds. A rank may hold several boxes; boxes may
-            be equal, overlap, or be empty.
+            be equal, or be empty.
         name: The name of the tensor, for messages.
         turn: Any number, such as a hash of the name. It chooses among ranks that could do the same
             equally well; 0 chooses the lowest.
@@ -109,7 +109,7 @@ def plan_tensor(
         The plan of each rank that has something to do.
 
     Raises:
-        StateError: No rank holds some box, or a box lies outside the tensor.
+        StateError: No rank holds some box, boxes overlap, or one lies outside the tensor.
     """
     grid = grid_of(shape, itemsize, chunk_size)
     if not grid.count:
@@ -364,48 +364,16 @@ def _distinct_boxes(
 def _disjoint_boxes(
     shape: tuple[int, ...], holders_of: dict[Region, list[int]], name: str
 ) -> list[tuple[Region, list[int]]]:
-    """Return disjoint boxes that cover the tensor, sorted, each with the ranks that hold it.
+    """Return the boxes, sorted, each with the ranks that hold it.
 
     Raises:
-        StateError: No rank holds some part of the tensor.
+        StateError: No rank holds some part of the tensor, or boxes overlap.
     """
-    tiles = list(holders_of.items())
     if not cover_once(shape, holders_of):
-        # Boxes overlap, or one is missing. No sharding of torch does that, so this may be slow. The
-        # largest boxes stay whole.
-        tiles, before = [], list[Region]()
-        for box, ranks in sorted(holders_of.items(), key=lambda h: (-h[0].numel, h[0].offsets)):
-            tiles += [(uncovered, ranks) for uncovered in _without([box], before)]
-            before.append(box)
-        if sum(box.numel for box, _ in tiles) != prod(shape):
-            box = _without([Region.whole(shape)], holders_of)[0]
-            raise StateError(
-                f"{name}: of shape {shape}, no rank holds the box at offsets {box.offsets} of "
-                f"sizes {box.sizes}; all ranks of its mesh must take part, each with all that it "
-                "holds"
-            )
-    return sorted(tiles, key=lambda tile: tile[0].offsets)
-
-
-def _without(boxes: list[Region], others: Iterable[Region]) -> list[Region]:
-    """Return the parts of some boxes that lie in none of the others."""
-    for hole in others:
-        boxes = [part for box in boxes for part in _subtracted(box, hole)]
-    return boxes
-
-
-def _subtracted(box: Region, hole: Region) -> Iterator[Region]:
-    """Yield disjoint boxes that cover a box without another."""
-    common = box.intersect(hole)
-    if common is None:
-        yield box
-        return
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for axis, (o, n) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        for start, stop in ((offsets[axis], o), (o + n, offsets[axis] + sizes[axis])):
-            if start < stop:
-                yield Region(
-                    (*offsets[:axis], start, *offsets[axis + 1 :]),
-                    (*sizes[:axis], stop - start, *sizes[axis + 1 :]),
-                )
-        offsets[axis], sizes[axis] = o, n
+        held = sum(box.numel for box in holders_of)
+        raise StateError(
+            f"{name}: of shape {shape}, the ranks hold {held:,} of {prod(shape):,} elements, not "
+            "each once; all ranks of its mesh must take part, each with all that it holds, and "
+            "shards overlap only if they are the same"
+        )
+    return sorted(holders_of.items(), key=lambda tile: tile[0].offsets)

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
@@ -197,13 +196,7 @@ class _Take:
             return
         telling = PendingTake(self._objects.config.store_id, self._name, tell)
         telling.error_seen = True
-        try:
-            telling.start()
-        except UnavailableError:
-            # No thread can be started.
-            background.wait_for_last()
-            with suppress(BaseException):
-                tell()
+        telling.start()
 
     # --- storing ---
 

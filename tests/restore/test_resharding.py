@@ -397,9 +397,10 @@ def refused(path: str, what: str) -> tuple[str, str]:
         value = torch.ones(6, 4) if rank else value
     elif what == "another shape":
         value = distribute_tensor(torch.ones(6 + rank, 4), mesh, [Shard(0)], src_data_rank=None)
-    elif what == "not held":
+    elif what in ("not held", "overlapping"):
+        rows, start = (2, rank * 3) if what == "not held" else (4, rank * 2)
         value = DTensor.from_local(
-            LocalShardsWrapper([torch.ones(2, 4)], [(rank * 3, 0)]),
+            LocalShardsWrapper([torch.ones(rows, 4)], [(start, 0)]),
             mesh,
             [Shard(0)],
             shape=torch.Size((6, 4)),
@@ -417,7 +418,8 @@ def refused(path: str, what: str) -> tuple[str, str]:
         ("partial", "redistribute it first"),
         ("plain on one", "is sharded, but not on rank 1"),
         ("another shape", "all ranks must hold pieces of one tensor"),
-        ("not held", r"no rank holds the box at offsets \(2, 0\)"),
+        ("not held", "the ranks hold 16 of 24 elements"),
+        ("overlapping", "shards overlap only if they are the same"),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_all_ranks(

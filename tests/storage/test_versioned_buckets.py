@@ -61,20 +61,6 @@ def test_no_commit_is_lost_once_versioning_is_switched_on(
     assert store_in(bucket, create=False).check(data=True).ok
 
 
-def test_versioning_that_is_switched_on_with_the_commit(
-    bucket: Bucket, proxy: ForgetfulProxy
-) -> None:
-    """The put of the root is the first that tells. Then the take does not count as done."""
-    store = store_in(bucket, proxy.url)
-    take(store, 0)
-    proxy.switches_at = "/roots/0/2"
-    with pytest.raises(StoreError, match=r"roots/0/2 was put while versioning .* changed"):
-        take(store, 1)
-    with pytest.raises(StoreError, match="put-if-absent"):
-        take(store, 2)
-    assert _names(bucket) == {"step_0", "step_1"}
-
-
 def test_the_verdict_is_told(
     bucket: Bucket, proxy: ForgetfulProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,12 +21,10 @@ class ForgetfulProxy(FaultyProxy):
     Attributes:
         keeps_versions: Whether the bucket says that it keeps versions. Then all conditional puts
             win.
-        switches_at: A key whose put finds versioning switched on.
     """
 
     def __init__(self, server: Server) -> None:
         self.keeps_versions = False
-        self.switches_at = ""
         self._client = server.client()
         self._one = threading.Lock()
         forever: dict[str, Any] = {"times": None}
@@ -43,8 +41,6 @@ class ForgetfulProxy(FaultyProxy):
 
     def _put(self, exchange: Exchange) -> Answer:
         path = exchange.path.partition("?")[0]
-        if self.switches_at and path.endswith(self.switches_at):
-            self.keeps_versions = True
         if not self.keeps_versions:
             return exchange.go()
         exchange.body()  # before the lock: a client may take its time

@@ -72,7 +72,7 @@ def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
 
 
 def recheck_put_if_absent(backend: Backend) -> None:
-    """Check, right before or after a root is put, what :func:`check_put_if_absent` has checked.
+    """Check, right before a root is put, what :func:`check_put_if_absent` has checked.
 
     It costs nothing unless the last put told that the bucket begins, or ceases, to keep versions.
 

@@ -341,19 +341,7 @@ def put_root(backend: Backend, root: Root) -> bool:
     stands = _put_content(backend, root, content)
     if stands:
         _keep_copy(backend, root.seq, content)
-        _check_was_alone(backend, root)
     return stands
-
-
-def _check_was_alone(backend: Backend, root: Root) -> None:
-    """Check that a root was put in a state of the bucket in which no other could be put over it."""
-    try:
-        recheck_put_if_absent(backend)
-    except StoreError as e:
-        raise StoreError(
-            f"{backend.uri}/{root_key(root.seq)} was put while versioning of the bucket changed; "
-            f"it may stand in place of another writer's commit, or be overwritten by one: {e}"
-        ) from e
 
 
 def _put_content(backend: Backend, root: Root, content: bytes) -> bool:
