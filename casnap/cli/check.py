@@ -163,8 +163,8 @@ def _print_counts(uri: str, report: CheckReport) -> None:
     if leftover_bytes:
         say(
             f"{amount(report.orphans, 'object')} and {amount(report.temporary, 'temporary file')} "
-            f"of {size(leftover_bytes)} are left over, or being written; `casnap gc` frees "
-            "what is left over"
+            f"of {size(leftover_bytes)} are left over, or being written; collections free what "
+            "is left over"
         )
     if report.orphan_segments:
         segments = amount(report.orphan_segments, "object")

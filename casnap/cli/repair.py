@@ -58,8 +58,8 @@ def repair(
     """Repair a damaged store as far as possible; exit with status 1 if anything stays lost.
 
     Reads every byte. Rebuilds lost parts of the index from the packs, and copies whole chunks
-    out of damaged packs. Looks for lost chunks in --from: other casnap stores. Nothing is deleted:
-    `casnap gc` does that later.
+    out of damaged packs. Looks for lost chunks in --from: other casnap stores. Nothing is deleted;
+    a later collection does that.
     """
     made_anew = False
     try:

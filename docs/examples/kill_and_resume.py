@@ -130,7 +130,7 @@ def main() -> None:
     print(f'\n>>> Store("{args.folder}")["{snapshot.name}"]["model/blocks.0.up.weight"][0, :4]')
     print(handle[0, :4])
 
-    print("\n6. Look at the store. Retention has deleted some snapshots; gc frees their bytes.")
+    print("\n6. Look at the store. Retention has deleted some snapshots; gc frees what waits.")
     casnap("gc", args.folder, "--grace", "0")
     casnap("ls", args.folder)
     casnap("du", args.folder)

@@ -156,7 +156,19 @@ def test_a_folder_that_was_renamed(tmp_path: Path) -> None:
     assert steps(folder) == [0, 2, 3]
     shutil.rmtree(folder / "best")
     save(folder, 4, keep=9)
-    assert steps(folder) == [0, 2, 3, 4]
+    assert steps(folder) == [2, 3, 4]
+
+
+def test_a_new_folder_with_the_inode_of_a_deleted_one(tmp_path: Path) -> None:
+    """A file system may use numbers again."""
+    folder = tmp_path / "run"
+    for step in range(3):
+        save(folder, step, keep=9)
+    (folder / "step_0").rename(folder / "step_3")
+    for path in (folder / "step_3").iterdir():
+        path.unlink()
+    save(folder, 3, keep=9)
+    assert steps(folder) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -377,7 +377,7 @@ def test_what_is_left_over(store: Path) -> None:
     assert report.ok
     assert (report.orphans, report.orphan_bytes) == (1, 1000)
     assert (report.temporary, report.temporary_bytes) == (1, 50)
-    assert "`casnap gc` frees" in invoke("check", store).stdout
+    assert "collections free what is left over" in invoke("check", store).stdout
 
 
 # --- lies -------------------------------------------------------------------------------------

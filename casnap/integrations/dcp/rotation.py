@@ -51,21 +51,27 @@ class RunFolder:
     def deleted(self, table: Table) -> dict[str, bytes]:
         """Return the commits of the snapshots whose folders were deleted, by their names."""
         with os.scandir(self._path) as entries:
-            there = {entry.name: entry.inode() for entry in entries}
-        inodes = set(there.values())
-        deleted = {}
+            names = {entry.inode(): entry.name for entry in entries}
+        there, deleted = set(names.values()), {}
         for name, (commit, inode) in list(self._folders.items()):
             if self._folder(name).name not in there:
                 row = table.get(name)
-                if row is None or row.commit != commit or inode in inodes:
-                    # It was forgotten, or its folder renamed.
+                if row is None or row.commit != commit:
+                    # It was forgotten.
                     del self._folders[name]
-                else:
+                elif inode not in names or self._marked(names[inode]) != commit:
                     deleted[name] = commit
         return deleted
 
     def _folder(self, name: str) -> Path:
         return self._path / name.removeprefix(self._prefix)
+
+    def _marked(self, last: str) -> bytes | None:
+        """Return the commit that the marker in a folder names, if there is one."""
+        with suppress(OSError, CasnapError):
+            key = f"{self._prefix}{last}/{MARKER}"
+            return commit_in(self._store.objects.backend.read_marker(key))
+        return None
 
     def _see(self, table: Table) -> None:
         """Note the folders of what earlier processes have saved by DCP."""
@@ -73,10 +79,9 @@ class RunFolder:
         verdicts = MissingFoldersChange(objects, self._prefix.rstrip("/")).judge(table)
         own = [v for v in verdicts if "/" not in v.name.removeprefix(self._prefix)]
         for name, commit in ((v.name, v.row.commit) for v in own):
-            with suppress(OSError, CasnapError):
-                marker = objects.backend.read_marker(f"{name}/{MARKER}")
-                if commit_in(marker) == commit and is_notice(self._folder(name) / ".metadata"):
-                    self.note(name, commit)
+            folder = self._folder(name)
+            if self._marked(folder.name) == commit and is_notice(folder / ".metadata"):
+                self.note(name, commit)
         if gone := sum(not verdict.kept for verdict in own):
             uri = objects.backend.uri
             text = (
