@@ -16,11 +16,11 @@ _DIRECT_WRITE_BYTES = 256 << 10
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
     """Write to a file; whole pages of a large aligned view around the page cache."""
-    written = 0
+    position = 0
     if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
-        written = _write_direct(fd, view, offset)
-    while written < len(view):
-        written += os.pwrite(fd, view[written:], offset + written)
+        position = _write_direct(fd, view, offset)
+    while position < len(view):
+        position += os.pwrite(fd, view[position:], offset + position)
 
 
 def _write_direct(fd: int, view: memoryview, offset: int) -> int:
@@ -33,18 +33,18 @@ def _write_direct(fd: int, view: memoryview, offset: int) -> int:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError:
         return 0
-    written = 0
+    position = 0
     try:
-        while written < nbytes:
-            written += os.pwrite(direct, view[written:nbytes], offset + written)
-            if written % PAGE:
+        while position < nbytes:
+            position += os.pwrite(direct, view[position:nbytes], offset + position)
+            if position % PAGE:
                 break
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(direct)
-    return written
+    return position
 
 
 def read_file(path: str, most: int) -> tuple[bytes, os.stat_result]:

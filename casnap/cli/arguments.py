@@ -174,7 +174,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{hint}")
 
 
-def second_snapshot(path: str, first: Snapshot) -> Snapshot:
+def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
     """Return the snapshot at a path, or of a name beside the first snapshot or in its store.
 
     Raises:
@@ -185,19 +185,19 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
     try:
         if store_uri(path) is not None:
             return open_snapshot(path)
-        if elsewhere or first.store.objects.backend.folder:
+        if elsewhere or neighbour.store.objects.backend.folder:
             return Snapshot(path)
     except CasnapError as e:
         if elsewhere:
             raise
         error = e
-    sibling = f"{first.name.rpartition('/')[0]}/{path}".strip("/")
+    sibling = f"{neighbour.name.rpartition('/')[0]}/{path}".strip("/")
     for name in dict.fromkeys((sibling, path)):
-        if name in first.store:
-            return first.store[name]
+        if name in neighbour.store:
+            return neighbour.store[name]
     if isinstance(error, SnapshotNotFoundError):
         raise error
-    return first.store[sibling]
+    return neighbour.store[sibling]
 
 
 def store_fields(store: Store) -> dict[str, Any]:

@@ -127,10 +127,10 @@ def show(place: Store, report: GcReport) -> None:
     packs, segments = amount(r.deleted_packs, "pack"), amount(r.deleted_segments, "segment")
     say(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
     if r.refused:
-        files, first = amount(len(r.refused), "file"), min(r.refused)
+        files, example = amount(len(r.refused), "file"), min(r.refused)
         say(
             f"{files} could not be deleted: only their owners may do that, by running gc; "
-            f"such as {r.refused[first]}"
+            f"such as {r.refused[example]}"
         )
     print_warnings(r.warnings)
     if r.waiting_packs:

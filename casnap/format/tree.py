@@ -264,10 +264,10 @@ class Tree(Generic[V]):
         level, end = (1, None) if claim is None else (claim.depth + 1, claim.end)
         if level > self._shape.levels:
             raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
-        ends = [*(first for first, _, _ in children[1:]), end]
+        ends = [*(first_key for first_key, _, _ in children[1:]), end]
         self._claims.update(
-            (d, _Claim(first, count, end, level))
-            for (first, d, count), end in zip(children, ends, strict=False)
+            (d, _Claim(first_key, count, end, level))
+            for (first_key, d, count), end in zip(children, ends, strict=False)
         )
 
     def node(self, digest: Digest) -> LeafNode[V] | Branch:
@@ -374,8 +374,8 @@ class Tree(Generic[V]):
         if not children:
             self._merge(levels, [], todo)
         for i, child in enumerate(children):
-            last = i == len(children) - 1
-            stop = len(todo) if last else bisect_left(todo, children[i + 1][0], key=_first)
+            is_last = i == len(children) - 1
+            stop = len(todo) if is_last else bisect_left(todo, children[i + 1][0], key=_first)
             own_items, todo = todo[:stop], todo[stop:]
             if not own_items and levels.closed_to(level):
                 levels.add_node(child, level)

@@ -155,9 +155,9 @@ class CasnapTrainerMixin(_Base):
                 file.unlink()
         for path in sorted(staged.rglob("*")):
             if path.is_file() and path.name not in (*_MODEL, *_ADAPTER):
-                put = folder / path.relative_to(staged)
-                put.parent.mkdir(parents=True, exist_ok=True)
-                put.write_bytes(path.read_bytes())
+                target = folder / path.relative_to(staged)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
         files = (path for path in sorted(folder.iterdir()) if path.is_file())
         return {p.name: p.read_bytes() for p in files if p.name not in (MARKER, _UNFINISHED)}
 

@@ -560,12 +560,12 @@ class Survey:
             return [self._add_damage("malformed", "", message, digest)]
         return self.damages_of(digest, places)
 
-    def _try_read(self, read: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
+    def _try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
         """Return the result of reading from the trees, and the damages that this met."""
         self._uncached.asked = []
         result, error = None, None
         try:
-            result = read()
+            result = attempt()
         except DamagedError as e:
             error = e
         damages = [d for digest in self._uncached.asked for d in self.damages_of(digest)]

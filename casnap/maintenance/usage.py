@@ -62,10 +62,10 @@ def usage(
     # Neighbours share most, so put the snapshots of one run side by side.
     order = sorted(by_commit.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
     walk, sizes = _Walk(objects, view), {}
-    for done, contents in enumerate(order):
+    for index, contents in enumerate(order):
         if progress is not None:
-            progress("reading snapshots", done, len(order))
-        sizes[contents.name, contents.row.commit] = (done, walk.step(contents.row))
+            progress("reading snapshots", index, len(order))
+        sizes[contents.name, contents.row.commit] = (index, walk.step(contents.row))
     unique = walk.unique(len(order))
     usages = []
     for contents in snapshots:

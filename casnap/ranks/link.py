@@ -166,24 +166,24 @@ class Link:
             LinkFailedError: The store does not answer.
         """
         given_up = threading.Event()
-        done: Future[T] = Future()
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                done.set_result(work(given_up))
+                answer.set_result(work(given_up))
             except BaseException as e:  # noqa: BLE001 - raised by result
-                done.set_exception(e)
+                answer.set_exception(e)
 
         # The store answers one question at a time: while one is open, no other can be asked.
         wait([self._question], seconds)
         if self._question.done():
-            self._question = done
+            self._question = answer
             threading.Thread(target=run, name="casnap-link", daemon=True).start()
-            wait([done], seconds)
+            wait([answer], seconds)
         given_up.set()
-        if not done.done():
+        if not answer.done():
             raise LinkFailedError(self._failure_of_silence())
-        return done.result()
+        return answer.result()
 
     def _failure_of_silence(self) -> Failure:
         """Return why the store may not answer: the dead ranks of this host, if there are any.

@@ -148,11 +148,11 @@ class Ring:
         """Return the start of a free run; None if none is long enough."""
         start = 0  # of memory that is not in use, the same part again: its pages are there
         if self._taken:
-            start, first = self._end, self._taken[0]
-            if start > first and start + nbytes > self._nbytes:
+            start, oldest = self._end, self._taken[0]
+            if start > oldest and start + nbytes > self._nbytes:
                 start = 0
             # A run never ends where the first one begins: a full ring would look like an empty one.
-            if start <= first <= start + nbytes:
+            if start <= oldest <= start + nbytes:
                 return None
         if start + nbytes > self._nbytes:
             return None

@@ -120,14 +120,14 @@ class Facts:
 
 
 def gather(
-    objects: Objects, snapshots: Sequence[Contents], last: int, progress: Progress | None = None
+    objects: Objects, snapshots: Sequence[Contents], most: int, progress: Progress | None = None
 ) -> Facts:
     """Gather what a report on some snapshots shows.
 
     Args:
         objects: The store.
         snapshots: The snapshots, in the order of their commits.
-        last: How many snapshots of each run to compare with the one before.
+        most: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
 
     Raises:
@@ -139,7 +139,7 @@ def gather(
         facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
         by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, facts))
     newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
-    runs = [_run(folder, by_folder[folder], last, progress) for folder in newest[:_MOST_RUNS]]
+    runs = [_run(folder, by_folder[folder], most, progress) for folder in newest[:_MOST_RUNS]]
     # A dry run counts what is needed, and changes nothing.
     live = collect(objects, GcOptions(grace=0, dry_run=True), progress).live_bytes
     return Facts(
@@ -187,10 +187,10 @@ def _metrics(contents: Contents) -> dict[str, float]:
 def _run(
     folder: str,
     snapshots: list[tuple[Contents, SnapshotFacts]],
-    last: int,
+    most: int,
     progress: Progress | None,
 ) -> Run:
-    compared = [contents for contents, _ in snapshots[-last - 1 :]]
+    compared = [contents for contents, _ in snapshots[-most - 1 :]]
     sizes = _sizes(compared[-1])
     changes = _changes(compared, sizes, progress)
     return Run(folder, [facts for _, facts in snapshots], changes, sizes)

@@ -253,10 +253,10 @@ def _filling(number: int, target: memoryview) -> _Move:
     return _Move(number, len(target), len(target), _copy_to(target), target)
 
 
-def _copy_to(target: memoryview, first: int = 0) -> Sink:
+def _copy_to(target: memoryview, offset: int = 0) -> Sink:
     def sink(raw: memoryview) -> None:
         if raw is not target:  # else it was read straight into its place
-            buffers.copy(target, raw[first : first + len(target)])
+            buffers.copy(target, raw[offset : offset + len(target)])
 
     return sink
 
@@ -284,16 +284,16 @@ def _moves(
         common = cell.intersect(region)
         assert common is not None
         bytes_kept, nbytes = common.numel * itemsize, cell.numel * itemsize
-        run, first = None, common.start_in(cell)
+        run, start_in_cell = None, common.start_in(cell)
         if flat is not None and (start := common.start_in(region)) is not None:
             run = flat[start * itemsize : start * itemsize + bytes_kept]
-        if run is None or first is None:
+        if run is None or start_in_cell is None:
             sink = _elements_to(entry, target[common.within(region)], cell, common.within(cell))
             yield _Move(number, nbytes, bytes_kept, sink)
         elif bytes_kept == nbytes:
             yield _filling(number, run)
         else:
-            yield _Move(number, nbytes, bytes_kept, _copy_to(run, first * itemsize))
+            yield _Move(number, nbytes, bytes_kept, _copy_to(run, start_in_cell * itemsize))
 
 
 def _elements_to(

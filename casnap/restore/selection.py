@@ -67,13 +67,13 @@ class Selection:
 
 
 def _move(axis: range, offset: int, size: int) -> tuple[slice, slice] | None:
-    first = max(0, -(-(offset - axis.start) // axis.step))
-    last = min(len(axis), -(-(offset + size - axis.start) // axis.step))
-    if first >= last:
+    start_index = max(0, -(-(offset - axis.start) // axis.step))
+    end_index = min(len(axis), -(-(offset + size - axis.start) // axis.step))
+    if start_index >= end_index:
         return None
-    start = axis[first] - offset
-    stop = axis[last - 1] - offset + 1
-    return slice(start, stop, axis.step), slice(first, last)
+    start = axis[start_index] - offset
+    stop = axis[end_index - 1] - offset + 1
+    return slice(start, stop, axis.step), slice(start_index, end_index)
 
 
 def select(shape: tuple[int, ...], index: Index | None) -> Selection:

@@ -177,11 +177,8 @@ class _SharedFetch:
             parts: list[Sequence[memoryview | bytes]] = []
 
             def read(i: int) -> None:
-                digests = read_alone[
-                    i * len(read_alone) // schedule.windows : (i + 1)
-                    * len(read_alone)
-                    // schedule.windows
-                ]
+                begin, end = (n * len(read_alone) // schedule.windows for n in (i, i + 1))
+                digests = read_alone[begin:end]
                 digests += requests[i][self._comm.rank]
                 parts.append(self._read_for_all(digests, requested[i], i))
 

@@ -100,6 +100,6 @@ def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for part in parts:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
     for tensors in by_storage.values():
-        first = min(tensors, key=torch.Tensor.data_ptr)
+        lowest = min(tensors, key=torch.Tensor.data_ptr)
         stop = max(end_address(part) for part in tensors)
-        yield first.as_strided(((stop - first.data_ptr()) // first.itemsize,), (1,))
+        yield lowest.as_strided(((stop - lowest.data_ptr()) // lowest.itemsize,), (1,))

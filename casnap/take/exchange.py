@@ -47,7 +47,7 @@ class _Head(NamedTuple):
     """The beginning of a rank's message.
 
     Attributes:
-        last: Whether it has hashed everything.
+        is_last: Whether it has hashed everything.
         asks: Whether it offers something, to any rank.
         load: The bytes that it was given to write so far.
         idle: The seconds for which it has not gone on.
@@ -55,7 +55,7 @@ class _Head(NamedTuple):
         offered: How many offers follow.
     """
 
-    last: bool
+    is_last: bool
     asks: bool
     load: int
     idle: float
@@ -285,7 +285,7 @@ class Exchange:
                     self._whole_cells.extend(cells)
                     self._all_parts_came = over
                     self._changed.notify_all()
-            if all(message.head.last for message in received):
+            if all(message.head.is_last for message in received):
                 return
 
     def _collect_offers(self, urgent: bool) -> tuple[list[_Offer], bool]:

@@ -99,7 +99,7 @@ class Hasher:
             return False
         if piece.ready is not None:
             piece.ready()
-        cells[piece.first] = bytes(piece.view)
+        cells[piece.first_cell] = bytes(piece.view)
         return True
 
     def _note(self, pieces: list[Piece], digests: list[Digest]) -> None:
@@ -109,10 +109,10 @@ class Hasher:
             stop = start + len(piece.sizes)
             of_piece = digests[start:stop]
             if piece.leaf in by_cell:
-                cells = range(piece.first, piece.first + len(of_piece))
+                cells = range(piece.first_cell, piece.first_cell + len(of_piece))
                 by_cell[piece.leaf].update(zip(cells, of_piece, strict=True))
             elif piece.leaf in runs:
-                at, joined = piece.first * DIGEST_SIZE, b"".join(of_piece)
+                at, joined = piece.first_cell * DIGEST_SIZE, b"".join(of_piece)
                 runs[piece.leaf][at : at + len(joined)] = joined
             else:
                 [only[piece.leaf]] = of_piece

@@ -241,10 +241,10 @@ def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
     for rank, of_rank in enumerate(claims):
         for claim in of_rank.sharded:
             holders[claim.key].append((rank, claim))
-            first_rank, first = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
-            if claim.entry != first:
+            first_rank, first_entry = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
+            if claim.entry != first_entry:
                 raise StateError(
-                    f"{claim.path} is {_description(first)} on rank {first_rank}, but "
+                    f"{claim.path} is {_description(first_entry)} on rank {first_rank}, but "
                     f"{_description(claim.entry)} on rank {rank}; all ranks must hold pieces of "
                     f"one tensor. {NAMING_ADVICE}"
                 )

@@ -34,12 +34,12 @@ class SentPart(Struct, frozen=True, array_like=True, gc=False):
     """The part of some cells that one box holds, for the rank that puts these cells together.
 
     Attributes:
-        first: The first of these cells.
+        first_cell: The first of these cells.
         to: That rank; it may be the one that holds the box.
         region: Where the part lies in the tensor.
     """
 
-    first: int
+    first_cell: int
     to: int
     region: Region
 

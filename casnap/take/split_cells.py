@@ -46,13 +46,13 @@ class _JointPlace(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         key: The key of the leaf.
-        first: The first cell.
+        first_cell: The first cell.
         stop: One past the last.
         at: Where it lies in its rank's shared memory; -1 if not there.
     """
 
     key: bytes
-    first: int
+    first_cell: int
     stop: int
     at: int
 
@@ -62,14 +62,14 @@ class _Part(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         key: The key of the leaf.
-        first: The first cell of the joint.
+        first_cell: The first cell of the joint.
         nbytes: The length of the part.
         region: Where it lies in the tensor, if its bytes follow in the message;
             None if they are in place.
     """
 
     key: bytes
-    first: int
+    first_cell: int
     nbytes: int
     region: Region | None
 
@@ -78,13 +78,13 @@ class _Message(msgspec.Struct, array_like=True):
     """What goes before the bytes of parts.
 
     Attributes:
-        last: Whether the sender will give no more parts.
+        is_last: Whether the sender will give no more parts.
         opened: The joints that the sender takes parts of from now on, in order, if the receiver has
             parts of them.
         parts: The parts, in order.
     """
 
-    last: bool
+    is_last: bool
     opened: list[_JointPlace]
     parts: list[_Part]
 
@@ -210,9 +210,9 @@ class SplitCells:
         box, places = self._outbox[rank], self._places[rank]
         if not box:
             return None
-        joint = self._keys[box[0].leaf], box[0].first
+        joint = self._keys[box[0].leaf], box[0].first_cell
         # All parts of the joints before that one have been given.
-        while places and (places[0].key, places[0].first) != joint:
+        while places and (places[0].key, places[0].first_cell) != joint:
             places.popleft()
         return places[0] if places else None
 
@@ -254,12 +254,12 @@ class SplitCells:
             if piece.ready is not None:
                 piece.ready()
             region, nbytes = piece.part.region, len(piece.view)
-            part = _Part(place.key, place.first, nbytes, None)
+            part = _Part(place.key, place.first_cell, nbytes, None)
             if rank == self._rank:
                 self._fill(part, region, piece.view)
                 continue
             if memory is not None and place.at >= 0:
-                outer = self._grids[place.key].region(place.first, place.stop)
+                outer = self._grids[place.key].region(place.first_cell, place.stop)
                 _copy(memory[place.at :], outer, region, piece.view)
             else:
                 part.region = region
@@ -281,7 +281,7 @@ class SplitCells:
                 continue  # that rank has all its cells
             start = _HEAD.size + _HEAD.unpack_from(content)[0]
             message = decoder(_Message).decode(content[_HEAD.size : start])
-            self._lasts[rank] = message.last
+            self._lasts[rank] = message.is_last
             self._places[rank] += message.opened
             for part in message.parts:
                 if part.region is None:
@@ -322,15 +322,15 @@ class SplitCells:
         self, part: _Part, region: Region | None = None, content: memoryview | None = None
     ) -> None:
         """Note that a part has come, or copy it to its place; whole cells are to be hashed."""
-        joint = self._open[part.key, part.first]
+        joint = self._open[part.key, part.first_cell]
         place = joint.place
         if region is not None and content is not None:
-            outer = self._grids[place.key].region(place.first, place.stop)
+            outer = self._grids[place.key].region(place.first_cell, place.stop)
             _copy(joint.view, outer, region, content)
         joint.missing -= part.nbytes
         if joint.missing:
             return
-        del self._open[part.key, part.first]
+        del self._open[part.key, part.first_cell]
 
         def done() -> None:
             with self._lock:
@@ -339,7 +339,7 @@ class SplitCells:
                     self._ring.free(place.at)
 
         self._whole.append(
-            Piece(joint.leaf, place.first, joint.sizes, joint.view, joint, done=done)
+            Piece(joint.leaf, place.first_cell, joint.sizes, joint.view, joint, done=done)
         )
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     Attributes:
         leaf: The number of the leaf.
-        first: The number of the first chunk.
+        first_cell: The number of the first chunk.
         sizes: The bytes of each chunk.
         view: The bytes of all chunks, one after the other.
         owner: Keeps the memory alive.
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     """
 
     leaf: int
-    first: int
+    first_cell: int
     sizes: Sequence[int]
     view: Raw
     owner: object = None
@@ -127,7 +127,7 @@ def piece_of_part(number: int, source: HeldBox, part: SentPart) -> Piece:
     # Copied at once, also from a GPU: many parts wait to be sent.
     block = source.content[part.region.within(source.region)].contiguous().cpu()
     view = view_at(block.data_ptr(), block.nbytes)
-    return Piece(number, part.first, [block.nbytes], view, block, part=part)
+    return Piece(number, part.first_cell, [block.nbytes], view, block, part=part)
 
 
 def _piece(

@@ -31,7 +31,7 @@ from casnap.maintenance import automatic
 from tests.support.cli_calls import document, invoke
 from tests.support.damaged import damage_everywhere, forget_cache
 from tests.support.faults import in_child, start, wait
-from tests.support.garbage import collecting
+from tests.support.garbage import collecting, forget_collectors, wait_for_collectors
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
@@ -47,12 +47,6 @@ def turned_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CASNAP_GC", "auto")
     yield
     wait_for_collectors()
-
-
-def wait_for_collectors() -> None:
-    for collector in list(automatic._collectors.values()):
-        if collector._worker is not None:
-            collector._worker.wait()
 
 
 def dense(step: int, nbytes: int = STATE) -> torch.Tensor:
@@ -132,7 +126,7 @@ def test_a_nearly_full_disk_whose_garbage_cannot_be_collected(
         wait_for_collectors()
         damage_everywhere(disk / "run", store.row("step_1").manifest.digest)
         forget_cache(cache_dir)
-        automatic._collectors.clear()
+        forget_collectors()
         store = Store(disk / "run")
         with caplog.at_level("WARNING", "casnap"):
             store.take({"s": StateDict(v=dense(1), w=dense(2))}, "other")
@@ -246,7 +240,7 @@ def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Store(path).take({"s": StateDict(w=dense(step))}, f"step_{step}")
 
     def said(*arguments: object) -> str:
-        automatic._collectors.clear()
+        forget_collectors()
         return invoke(*arguments).stdout.splitlines()[-1]
 
     by_hand = f"`casnap gc {path} --grace 0` frees them now"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.backends.base import Target
+from casnap.backends import LocalBackend
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
@@ -43,6 +42,7 @@ from tests.support.damaged import (
     record_of,
 )
 from tests.support.faults import CHUNK, elsewhere, files
+from tests.support.faulty import Call, Fault, FaultyBackend
 from tests.support.forger import Forger
 
 Hurts = set[tuple[str, str]]
@@ -240,21 +240,15 @@ def test_a_damage_that_nothing_needs(store: Path) -> None:
 def test_what_the_storage_refuses(store: Path) -> None:
     """One chunk that cannot be read does not make its neighbours bad."""
     digest, place = record_of(store, FROZEN)
-    from casnap.backends import LocalBackend
+    sector = place.offset + 4096
 
-    real = LocalBackend.read_into
+    def refuse(call: Call) -> object:
+        if any(at <= sector < at + len(target) for at, target in call.arguments[0]):
+            raise BackendError(f"{call.key}: Input/output error")
+        return call.go()
 
-    def read_into(
-        self: LocalBackend, key: str, targets: Sequence[Target], **how: bool
-    ) -> list[int]:
-        sector = place.offset + 4096
-        if key == pack_key(place.pack) and any(at <= sector < at + len(t) for at, t in targets):
-            raise BackendError(f"{key}: Input/output error")
-        return real(self, key, targets, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalBackend, "read_into", read_into)
-        [damage] = check(store, data=True).damages
+    fault = Fault(refuse, "read_into", pack_key(place.pack), times=None)
+    [damage] = Store(FaultyBackend(LocalBackend(store), fault)).check(data=True).damages
     assert (damage.kind, damage.digest) == ("unreadable", digest.hex())
 
 

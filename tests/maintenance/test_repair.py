@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import stack
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.backends.base import Target
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
 from casnap.format.records import CONFIG_KEY, PackId, pack_key, root_key
@@ -53,6 +52,7 @@ from tests.support.damaged import (
     repair,
 )
 from tests.support.faults import CHUNK, backend_faults, elsewhere, files, in_child
+from tests.support.faulty import Call, Fault, FaultyBackend, fail
 
 # --- what is saved ----------------------------------------------------------------------------
 
@@ -286,40 +286,27 @@ def test_a_newest_root_that_has_a_copy(
     assert Store(store).objects.newest().seq == 4
 
 
-def test_what_may_not_be_read_is_not_given_up(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_read_is_not_given_up(store: Path) -> None:
     _, place = record_of(store, FROZEN)
-    real = LocalBackend.size
-
-    def size(self: LocalBackend, key: str) -> int:
-        if key == pack_key(place.pack):
-            raise BackendError(f"{key}: Permission denied") from PermissionError()
-        return real(self, key)
-
-    monkeypatch.setattr(LocalBackend, "size", size)
+    fault = Fault(fail(), "size", pack_key(place.pack), times=None)
     root = Store(store).objects.newest()
     with pytest.raises(BackendError, match="Make it readable"):
-        repair(store)
+        Store(FaultyBackend(LocalBackend(store), fault)).repair()
     assert Store(store).objects.newest() == root
 
 
-def test_what_cannot_be_read_now_is_not_given_up(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_now_is_not_given_up(store: Path) -> None:
     """Too many open files, a server that does not answer: that passes, and nothing was lost."""
-    real = LocalBackend.read_into
     before = files(store)
 
-    def read_into(
-        self: LocalBackend, key: str, targets: Sequence[Target], **how: bool
-    ) -> list[int]:
-        if key.startswith("packs/") and any(f.function == "read_places" for f in stack()):
-            raise BackendError(f"/missing/cut off/{key}: Too many open files")
-        return real(self, key, targets, **how)
+    def refuse(call: Call) -> object:
+        if any(f.function == "read_places" for f in stack()):
+            raise BackendError(f"/missing/cut off/{call.key}: Too many open files")
+        return call.go()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalBackend, "read_into", read_into)
-        with pytest.raises(BackendError, match=r"Too many open files.*Make it readable"):
-            repair(store)
+    fault = Fault(refuse, "read_into", "packs/*", times=None)
+    with pytest.raises(BackendError, match=r"Too many open files.*Make it readable"):
+        Store(FaultyBackend(LocalBackend(store), fault)).repair()
     assert files(store) == before
     assert repair(store).ok
 

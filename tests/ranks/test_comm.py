@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from casnap.errors import DamagedError, MismatchError, StateError, UnavailableError
 from casnap.ranks import group as groups
-from casnap.ranks import joining, processes
-from casnap.ranks import link as links
+from casnap.ranks import link as link_module
+from casnap.ranks import processes
 from casnap.ranks.comm import Comm, SingleProcess
 from casnap.ranks.joining import join
+from tests.support.links import forget_links, links
 from tests.support.ranks import World
 from tests.support.yard import OnPurposeError, Seen, Yard, heard_of, talk, watch
 
@@ -112,7 +113,7 @@ def err(failing: list[int], at: int, error: BaseException) -> tuple[Seen, str, S
 
 
 def group_name() -> str:
-    (link,) = (x for x in joining._links.values() if x.size == dist.get_world_size())
+    (link,) = (x for x in links() if x.size == dist.get_world_size())
     return link._name
 
 
@@ -220,7 +221,7 @@ def test_what_has_ended_is_over(world: Worlds) -> None:
 
 
 def err_while_others_are_busy(folder: str) -> tuple[Seen, Seen]:
-    links.PATIENCE = groups.PATIENCE = 0.5
+    link_module.PATIENCE = groups.PATIENCE = 0.5
     yard = Yard(folder)
 
     def strike(i: int, comm: Comm) -> None:
@@ -382,7 +383,7 @@ def begin_anew(port: int) -> list[list[bytes]]:
         heard.append(talk(60, 2))
         if i == 1:
             # What is left in the store of an older group is not taken for a newer one.
-            joining._links.clear()
+            forget_links()
             heard.append(talk(60, 2))
     return heard
 
@@ -403,7 +404,7 @@ def fork_in_between() -> list[bytes]:
         comm.all_gather(b"")
         pid = os.fork()
         if pid == 0:
-            fine = not joining._links
+            fine = not links()
             os._exit(0 if fine else 1)
         assert os.waitpid(pid, 0)[1] == 0
         comm.all_gather(b"")

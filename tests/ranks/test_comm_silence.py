@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from casnap.ranks import group as groups
-from casnap.ranks import joining
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
 from casnap.ranks.processes import Process
 from tests.support.faults import kill, stop
+from tests.support.links import forget_links
 from tests.support.ranks import RankDied, World
 from tests.support.yard import SOON, Seen, Yard, heard_of, nothing_hangs, talk, watch
 
@@ -61,7 +61,7 @@ def beside(
 
 def start_with(operations: int) -> None:
     """Begin with a new group, or in one that has served some operations."""
-    joining._links.clear()
+    forget_links()
     dist.barrier()
     for _ in range(operations):
         talk(60)

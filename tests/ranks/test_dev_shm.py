@@ -21,8 +21,8 @@ from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
 from casnap.errors import RankError
-from casnap.ranks import joining
 from tests.support.launched import launched
+from tests.support.links import forget_links, links
 from tests.support.mounts import needs_root
 from tests.support.ranks import RankDied, World
 
@@ -81,18 +81,12 @@ def test_ranks_share_memory_all_the_same(
         snapshot.restore(found, read_once=True)
         assert torch.equal(found["m"]["cut"].to_local(), state["m"]["cut"].to_local())
         assert torch.equal(found["m"]["same"], numbers())
-        assert all(link.shared is not None and link.shared.by_all for link in _links())
+        assert all(link.shared is not None and link.shared.by_all for link in links())
         assert not (os.listdir(SHM) if how != "none" else [])  # noqa: PTH208
         dist.destroy_process_group()
 
     assert launched(2, work) == [0, 0]
     assert Store(disk_path / "store").check(data=True).ok
-
-
-def _links() -> list[joining.Link]:
-    links = list(joining._links.values())
-    assert links
-    return links
 
 
 # --- ranks that are killed ----------------------------------------------------------------------
@@ -108,7 +102,7 @@ def zeros() -> StateDict:
 
 def killed_while_others_read(path: str, folder: str, killed: tuple[int, ...]) -> str:
     """Restore what all ranks want; some are killed when all have read some chunks into memory."""
-    joining._links.clear()
+    forget_links()
     rank, yard = dist.get_rank(), Path(folder)
     # Several threads read; a count gives each number to one of them.
     read, chunks = LocalBackend._read_each, count(1)

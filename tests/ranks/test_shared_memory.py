@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store, release_memory
-from casnap.ranks import joining, processes
+from casnap.ranks import processes
 from casnap.ranks.joining import join
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
 from casnap.take import exchange
+from tests.support.links import forget_links, links
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -118,7 +119,7 @@ def shards(fill: bool) -> dict[str, StateDict]:
 def take_and_restore(path: str, case: str) -> list[bool]:
     """Take, take again and restore; return which ranks could read the memory of this one."""
     rank = dist.get_rank()
-    joining._links.clear()
+    forget_links()
     with ExitStack() as stack:
 
         def patch(owner: Any, name: str, value: Any) -> None:
@@ -138,9 +139,9 @@ def take_and_restore(path: str, case: str) -> list[bool]:
         again.restore(found, read_once=True)
     for name, value in shards(fill=True)["m"].items():
         assert torch.equal(found["m"][name].to_local(), value.to_local())
-    (link,) = (link for link in joining._links.values() if link.size == 4)
+    (link,) = (link for link in links() if link.size == 4)
     assert link.shared is not None
-    joining._links.clear()
+    forget_links()
     return link.shared.readers
 
 

@@ -15,6 +15,7 @@ from casnap.backends.base import Target
 from casnap.errors import BackendError, DamagedError
 from casnap.runtime.buffers import address_of
 from tests.support.bitwise import assert_same
+from tests.support.faulty import Fault, FaultyBackend, fail
 from tests.support.remote import RemoteDouble
 
 CHUNK = 128 << 10
@@ -163,7 +164,7 @@ def spoil(packs: Path, begin: bytes) -> None:
             pack.write_bytes(content)
 
 
-def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monkeypatch):
+def test_a_pack_that_is_cut_off_or_cannot_be_read(store, tmp_path):
     x = taken(store, torch.randn(100, 5000))
     pack = max(
         (tmp_path / "store/casnap-store/packs").rglob("*"),
@@ -175,14 +176,10 @@ def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monk
         restored(store, torch.zeros_like(x))
     pack.write_bytes(whole)
 
-    def unreadable(*_: object) -> None:
-        raise BackendError("an input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "filled", unreadable)
-        patch.setattr(backend, "read_into", unreadable)
-        with pytest.raises(BackendError, match="input/output"):
-            restored(store, torch.zeros_like(x))
+    unreadable = Fault(fail(), "read_into", times=None)
+    faulty = Store(FaultyBackend(LocalBackend(tmp_path / "store"), unreadable))
+    with pytest.raises(BackendError, match="on purpose"):
+        restored(faulty, torch.zeros_like(x))
     assert_same(restored(store, torch.zeros_like(x)), x)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from casnap import RNGState, Snapshot, StateDict, Store
+from casnap import RNGState, StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from tests.support.bitwise import assert_same
+from tests.support.reads import counted
 from tests.support.written import write
 
 CHUNK = 64 << 10
@@ -26,7 +27,7 @@ def blocks() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("lazy") / "store", chunk_size=CHUNK)
+    return Store(tmp_path_factory.mktemp("lazy") / "store", chunk_size=CHUNK).make()
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +102,13 @@ def test_a_handle_on_what_is_no_tensor(snapshot):
     assert (own.rank, own.is_global, own.is_sharded) == (0, False, False)
 
 
-def test_a_part_reads_only_its_chunks(store, snapshot, monkeypatch):
-    opened = Snapshot(snapshot.path)
+def test_a_part_reads_only_its_chunks(snapshot):
+    opened, backend = counted(snapshot)
     handle = opened["extra/big"]
     handle[0]  # the tree is known from here on
-    read = []
-    backend = opened.contents.objects.backend
-    through = backend.read_into
-
-    def counted(key, targets, **options):
-        lengths = through(key, targets, **options)
-        read.extend(lengths)
-        return lengths
-
-    monkeypatch.setattr(backend, "read_into", counted)
+    backend.reads.clear()
     assert_same(handle[-1], torch.arange(60_000).reshape(300, 200)[-1].clone())
-    assert sum(read) <= CHUNK + 8192
+    assert 0 < backend.nbytes <= CHUNK + 8192
     assert handle.nbytes > 6 * CHUNK
 
 
@@ -176,21 +168,13 @@ def test_paths_that_are_none(snapshot, wrong):
         snapshot.read_objects(wrong)
 
 
-def test_neighbours_are_read_together(snapshot, monkeypatch):
-    opened = Snapshot(snapshot.path)
+def test_neighbours_are_read_together(snapshot):
+    opened, backend = counted(snapshot)
     opened.read_object("model/0.attn.bias")
-    calls = []
-    backend = opened.contents.objects.backend
-    through = backend.read_into
-
-    def counted(key, targets, **options):
-        calls.append(key)
-        return through(key, targets, **options)
-
-    monkeypatch.setattr(backend, "read_into", counted)
+    backend.reads.clear()
     tensor = opened.read_objects("model/*")
     assert len(tensor) == 12
-    assert len(calls) <= 3
+    assert 0 < len(backend.reads) <= 3
 
 
 # --- ranks ----------------------------------------------------------------------------------------

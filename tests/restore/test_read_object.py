@@ -15,6 +15,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.state.tensors import TENSOR_DTYPES
 from tests.support.bitwise import assert_same, noise, raw
+from tests.support.reads import counted
 from tests.support.warm import run_python
 
 CHUNK = 64 << 10
@@ -303,21 +304,6 @@ def test_into_what_is_no_tensor(snapshot):
 # --- no more than is needed -------------------------------------------------------------------
 
 
-def count_reads(monkeypatch, snapshot):
-    """Note key, offset and bytes of whatever is read through a snapshot from now on."""
-    calls = []
-    backend = snapshot.store.objects.backend
-    through = backend.read_into
-
-    def counted(key, targets, **options):
-        lengths = through(key, targets, **options)
-        calls.extend((key, at, n) for (at, _), n in zip(targets, lengths, strict=True))
-        return lengths
-
-    monkeypatch.setattr(backend, "read_into", counted)
-    return calls
-
-
 @pytest.mark.parametrize(
     ("path", "index", "chunks"),
     [
@@ -331,37 +317,34 @@ def count_reads(monkeypatch, snapshot):
     ],
     ids=str,
 )
-def test_only_chunks_that_hold_something_wanted_are_read(
-    snapshot, monkeypatch, path, index, chunks
-):
-    opened = Store(snapshot.store.uri)[snapshot.name]
+def test_only_chunks_that_hold_something_wanted_are_read(snapshot, path, index, chunks):
+    opened, backend = counted(snapshot)
     opened.read_object(path, index=0)  # the tree is known from here on
-    process = count_reads(monkeypatch, opened)
+    backend.reads.clear()
     opened.read_object(path, index=index)
-    assert all(key.startswith("packs/") for key, _, _ in process)
+    assert all(key.startswith("packs/") for key, _, _ in backend.reads)
     # From the page that a chunk begins in to the end of the one that it ends in.
-    assert sum(n for _, _, n in process) <= chunks * (CHUNK + 2 * PAGE)
+    assert (chunks > 0) <= backend.nbytes <= chunks * (CHUNK + 2 * PAGE)
 
 
-def test_a_repeated_chunk_is_read_once(store, monkeypatch):
-    store.take({"s": StateDict(x=torch.zeros(64, 16384))}, "zeros", overwrite=True)
-    opened = Store(store.uri)["zeros"]
+def test_a_repeated_chunk_is_read_once(store):
+    state = {"s": StateDict(x=torch.zeros(64, 16384))}
+    opened, backend = counted(store.take(state, "zeros", overwrite=True))
     opened.read_object("0/s/x", index=0)
-    process = count_reads(monkeypatch, opened)
+    backend.reads.clear()
     assert not opened.read_object("0/s/x").any()
-    assert sum(n for _, _, n in process) <= CHUNK + 2 * PAGE
+    assert 0 < backend.nbytes <= CHUNK + 2 * PAGE
 
 
-def test_one_of_many_entries(tmp_path, monkeypatch):
+def test_one_of_many_entries(tmp_path):
     """Of a tree of some hundred nodes a read looks at a list and a leaf."""
     tensors = torch.arange(20_000 * 20, dtype=torch.int64).reshape(20_000, 20)
     state = StateDict({f"layer.{i}": t for i, t in enumerate(tensors)})
-    Snapshot.take(tmp_path / "store/step_1", {"s": state})
-    snapshot = Snapshot(tmp_path / "store/step_1")
-    reads = count_reads(monkeypatch, snapshot)
+    snapshot, backend = counted(Snapshot.take(tmp_path / "store/step_1", {"s": state}))
+    backend.reads.clear()
     for i in (0, 777, 19_999):
         assert_same(snapshot.read_object(f"0/s/layer.{i}"), tensors[i].clone())
-    assert len(reads) < 20
+    assert 0 < len(backend.reads) < 20
     assert len(snapshot.get_manifest()) == 20_001
 
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from casnap import Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.backends.base import Target
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
@@ -34,8 +33,9 @@ from casnap.storage.chunks.objects import Objects
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from tests.support.examples import FEW
-from tests.support.faulty import FaultyBackend
+from tests.support.links import forget_links
 from tests.support.ranks import World
+from tests.support.reads import CountingBackend
 
 CHUNK = 256 << 10
 
@@ -125,20 +125,6 @@ class Watched(Objects):
         super().fetch(wants, how)
 
 
-class Counting(FaultyBackend):
-    """A backend that notes which bytes of packs were read, and how often."""
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
-        self.reads: list[tuple[str, int, int]] = []
-
-    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        lengths = super().read_into(key, targets)
-        if key.startswith("packs/"):
-            self.reads += [(key, at, n) for (at, _), n in zip(targets, lengths, strict=True)]
-        return lengths
-
-
 def put(objects: Objects, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
 
@@ -163,7 +149,7 @@ class Chunks:
     """
 
     def __init__(self, backend: Backend, codec: Codec = Codec.RAW) -> None:
-        self.backend = Counting(backend)
+        self.backend = CountingBackend(backend)
         self.fetched: list[Digest] = []
         store = Store(self.backend, chunk_size=CHUNK).make()
         sizes = [CHUNK, 100, CHUNK, 65, 4000, CHUNK // 2, CHUNK, CHUNK, 777, CHUNK] * 3
@@ -456,10 +442,10 @@ def memory_of_others() -> int:
 
 
 def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> Any:
-    joining._links.clear()
+    forget_links()
     gc.collect()
     before = memory_of_others()
-    backend = Counting(LocalBackend(Path(folder)))
+    backend = CountingBackend(LocalBackend(Path(folder)))
     got: list[bytes] = []
 
     def sink(raw: memoryview) -> None:
@@ -475,8 +461,12 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
         wants = [Want(Digest(d), n, sink, "w") for d, n in numbers]
         fetch_shared(comm, Objects(backend), wants, window=3 * CHUNK)
     shared = memory_of_others() - before
-    joining._links.clear()
-    return sorted(map(digest_of, got)), sum(n for _, _, n in backend.reads), shared
+    forget_links()
+    return (
+        sorted(map(digest_of, got)),
+        sum(n for key, _, n in backend.reads if key.startswith("packs/")),
+        shared,
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -39,6 +39,7 @@ from tests.support.faults import (
     stop,
     system_faults,
 )
+from tests.support.garbage import wait_for_collectors
 from tests.support.sweep import sweep
 
 KEEP = Retention(keep_last=2)
@@ -56,12 +57,6 @@ def turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
     # These states cost no more processor time than a collection.
     monkeypatch.setattr(automatic, "_SHARE", 0.0)
     monkeypatch.setattr(automatic, "_FAILURE_REST", 0.0)
-
-
-def wait_for_collectors() -> None:
-    for collector in list(automatic._collectors.values()):
-        if collector._worker is not None:
-            collector._worker.wait()
 
 
 def steps_of(path: Path, run: str) -> list[int]:

@@ -19,8 +19,8 @@ from casnap import StateDict, Store
 from casnap.backends.base import Target
 from casnap.backends.local import LocalBackend
 from casnap.errors import RankError
-from casnap.ranks import joining
 from casnap.ranks.group import Group
+from tests.support.links import forget_links
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -67,10 +67,10 @@ def flipping_in_memory() -> Iterator[list[int]]:
 @contextmanager
 def by_sockets() -> Iterator[None]:
     """Let this rank share no memory."""
-    joining._links.clear()
+    forget_links()
     with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
         yield
-    joining._links.clear()
+    forget_links()
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:

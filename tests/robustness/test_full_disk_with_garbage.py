@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
-from casnap.maintenance import automatic
 from casnap.runtime.buffers import Pool
 from casnap.storage.log.roots import release_reserve
 from casnap.take import staging
 from tests.support.cli_calls import invoke
+from tests.support.garbage import forget_collectors, wait_for_collectors
 from tests.support.mounts import ext4, tmpfs
 from tests.support.ranks import World
 
@@ -50,12 +50,6 @@ def disk_with_garbage(tmp_path: Path) -> Iterator[Path]:
         store.prune(Retention(keep_last=1))
         wait_for_collectors()
         yield disk
-
-
-def wait_for_collectors() -> None:
-    for collector in list(automatic._collectors.values()):
-        if collector._worker is not None:
-            collector._worker.wait()
 
 
 class Filling:
@@ -205,7 +199,7 @@ def full_disk(tmp_path: Path, file_system: str, *, condemned: bool) -> Iterator[
         patch.setenv("CASNAP_GC", "auto")
         fill(disk / "fill")
         assert store.objects.backend.free_bytes() == 0
-        automatic._collectors.clear()
+        forget_collectors()
         yield disk
 
 

@@ -13,9 +13,9 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.maintenance.automatic import automatic_collector
 from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import document, failure, invoke
+from tests.support.garbage import wait_for_collectors
 from tests.support.object_stores import store_in
 from tests.support.servers import Bucket
 
@@ -196,10 +196,8 @@ def test_collections_by_themselves_obey_the_grace(
     monkeypatch.setenv("CASNAP_GC", "auto")
     store = Store(tmp_path / "s", chunk_size=CHUNK)
     store.configure(gc=86400)
-    collector = automatic_collector(store.objects)
     for n in range(4):
         store.take(state(n), "a", overwrite=True)
-        while collector._worker is not None and not collector._worker.ended:
-            collector._worker.wait()
+        wait_for_collectors()
     assert len(store.objects.newest().condemned) > 2
     assert torch.equal(store["a"].read_object("s/x"), torch.full((CHUNK,), 3))

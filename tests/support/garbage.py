@@ -11,8 +11,21 @@ from typing import Any
 from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
+from casnap.maintenance import automatic
 from casnap.storage.chunks.objects import Objects
 from tests.support.faults import files
+
+
+def wait_for_collectors() -> None:
+    """Wait until no collection goes on in the background of this process."""
+    for collector in list(automatic._collectors.values()):
+        while collector._worker is not None and not collector._worker.ended:
+            collector._worker.wait()
+
+
+def forget_collectors() -> None:
+    """Have this process know as little of what garbage there is as a new one."""
+    automatic._collectors.clear()
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class Ranks:
         parts = defaultdict(list)
         for rank, todo in plan.items():
             for sent in todo.sends:
-                parts[sent.first, sent.to].append(sent.region)
+                parts[sent.first_cell, sent.to].append(sent.region)
                 assert self.bytes_of(rank, sent.region)
             for first, stop in todo.runs:
                 for i in range(first, stop):
@@ -128,11 +128,13 @@ def assert_right(plan, ranks):
     # What is sent to a rank arrives as it was.
     for rank, todo in plan.items():
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(todo), type=RankPlan) == todo
-        assert [send.first for send in todo.sends] == sorted(send.first for send in todo.sends)
+        assert [send.first_cell for send in todo.sends] == sorted(
+            send.first_cell for send in todo.sends
+        )
         assert todo.runs == sorted(todo.runs)
         assert todo.joined == sorted(todo.joined)
         for (first, _), givers in zip(todo.joined, todo.givers, strict=True):
-            sent = {(s.first, s.to, giver) for giver in plan for s in plan[giver].sends}
+            sent = {(s.first_cell, s.to, giver) for giver in plan for s in plan[giver].sends}
             assert givers == [r for r in sorted(plan) if (first, rank, r) in sent]
 
 
@@ -159,7 +161,7 @@ def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
                 if other == rank and (common := box.intersect(whole))
             )
             assert held > 0
-            own = [s for s in todo.sends if (s.first, s.to) == (first, rank)]
+            own = [s for s in todo.sends if (s.first_cell, s.to) == (first, rank)]
             assert sum(sent.region.numel for sent in own) == held
 
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store
 from casnap.errors import RankError
-from casnap.ranks import joining
 from casnap.runtime.buffers import Pool
 from casnap.take import exchange, split_cells, staging
+from tests.support.links import forget_links
 from tests.support.ranks import World
 
 CHUNK, TENSORS = 64 << 10, 50
@@ -39,7 +39,7 @@ def state_of_this_rank() -> StateDict:
 
 @contextmanager
 def little_room() -> Iterator[None]:
-    joining._links.clear()
+    forget_links()
     little = [
         (exchange, "SHARED_BYTES", 2 * CHUNK),
         (exchange, "SLOT_BYTES", 4 * CHUNK),
@@ -53,7 +53,7 @@ def little_room() -> Iterator[None]:
         for owner, name, value in little:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    joining._links.clear()
+    forget_links()
 
 
 def take(path: str) -> None:

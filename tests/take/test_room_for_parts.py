@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store
-from casnap.ranks import joining
 from casnap.runtime.buffers import Pool
 from casnap.take import exchange, plan, split_cells, staging
+from tests.support.links import forget_links
 from tests.support.ranks import World
 
 CHUNK, TENSORS, LONG = 64 << 10, 200, 40
@@ -33,7 +33,7 @@ def tensor(i: int) -> torch.Tensor:
 
 def take(path: str, axis: int, how: str) -> int:
     """Take with little room; return the most bytes of cells that lay in memory at once."""
-    joining._links.clear()
+    forget_links()
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     state = StateDict()
@@ -68,7 +68,7 @@ def take(path: str, axis: int, how: str) -> int:
             store.async_take({"m": state}, "a", max_staging_bytes=1).wait()
         else:
             store.take({"m": state}, "a", threads=1 if how == "one thread" else None)
-    joining._links.clear()
+    forget_links()
     return most
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.backends.base import Target
-from casnap.ranks import joining
 from tests.support import bitwise
-from tests.support.faulty import FaultyBackend
+from tests.support.links import forget_links, links
 from tests.support.ranks import World
+from tests.support.reads import CountingBackend
 from tests.support.sharded import training
 
 Worlds = Callable[[int], World]
@@ -353,19 +352,6 @@ def test_a_rank_is_counted_within_its_group(world: Worlds, tmp_path: Path) -> No
 # --- each byte is read once -----------------------------------------------------------------------
 
 
-class Counting(FaultyBackend):
-    """Notes which runs are read."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(LocalBackend(Path(folder)))
-        self.reads: list[tuple[str, int, int]] = []
-
-    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        lengths = super().read_into(key, targets)
-        self.reads += [(key, at, n) for (at, _), n in zip(targets, lengths, strict=True)]
-        return lengths
-
-
 def save(folder: str, layout: str) -> None:
     Store(folder).take({"train": training(layout, 1)}, layout)
 
@@ -373,7 +359,7 @@ def save(folder: str, layout: str) -> None:
 def reads_of(
     folder: str, name: str, layout: str, read_once: bool | None, hosts: bool = False
 ) -> list[tuple[str, int, int]]:
-    backend = Counting(folder)
+    backend = CountingBackend(LocalBackend(Path(folder)))
     snapshot, given = Store(backend)[name], training(layout, 2)
     snapshot.contents.manifest  # noqa: B018 - to open a snapshot is not to restore it
     backend.reads.clear()
@@ -433,22 +419,23 @@ ROWS = 3 * 4 * CHUNK // 4
 
 def read_by_default(folder: str, case: str) -> tuple[int, bool]:
     """Restore; return how many bytes this rank has read, and whether it shared memory for that."""
-    joining._links.clear()
+    forget_links()
     whole, target = torch.arange(float(ROWS)), torch.zeros(ROWS)
     if case == "shards":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         target = distribute_tensor(target, mesh, [Shard(0)], src_data_rank=None)
         whole = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     # The device and inode of a copy are others.
-    backend = Counting(f"{folder}-copy" if case == "copies" and dist.get_rank() == 1 else folder)
+    of_copy = case == "copies" and dist.get_rank() == 1
+    backend = CountingBackend(LocalBackend(Path(f"{folder}-copy" if of_copy else folder)))
     with pytest.MonkeyPatch.context() as patch:
         if case not in ("little", "copies"):
             patch.setattr("casnap.restore.shared_reads._WORTH_SHARING", target.nbytes)
         if case == "no memory" and dist.get_rank() == 1:
             patch.delattr(os, "memfd_create")
         Store(backend)["s"].restore({"m": StateDict(w=target)})
-    shared = any(link.shared is not None for link in joining._links.values())
-    joining._links.clear()
+    shared = any(link.shared is not None for link in links())
+    forget_links()
     assert torch.equal(target, whole)
     return sum(n for key, _, n in backend.reads if key.startswith("packs/")), shared
 

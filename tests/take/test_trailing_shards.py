@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store
 from casnap.errors import RankError
-from casnap.ranks import joining
 from casnap.take.split_cells import SplitCells
 from tests.support.bitwise import raw
+from tests.support.links import forget_links
 from tests.support.ranks import RankDied, World
 
 Worlds = Callable[[int], World]
@@ -88,7 +88,7 @@ def sharded(layout: str) -> dict[str, StateDict]:
 
 def take_in(path: str, layouts: tuple[str, ...], how: str) -> list[int]:
     """Take in some layouts; return the new bytes of each."""
-    joining._links.clear()
+    forget_links()
     new = []
     with ExitStack() as stack:
         if how == "sockets":
@@ -105,7 +105,7 @@ def take_in(path: str, layouts: tuple[str, ...], how: str) -> list[int]:
                 new.append(pending.wait().stats.new_bytes)
             else:
                 new.append(store.take(sharded(layout), name).stats.new_bytes)
-    joining._links.clear()
+    forget_links()
     return new
 
 
@@ -147,7 +147,7 @@ def test_what_ranks_stored_first_is_whole(
 
 def die_meanwhile(path: str) -> None:
     """Take in columns; rank 1 dies when it puts cells together."""
-    joining._links.clear()
+    forget_links()
     calls, fill = count(), SplitCells._fill
 
     def filling(self: SplitCells, *args: Any) -> None:
