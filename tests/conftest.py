@@ -155,14 +155,6 @@ def _cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _collectors_are_not_slow() -> Iterator[None]:
-    """Ignore the low priority of collectors: beside other load they would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "setpriority", lambda *_: None)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def _mirrors_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stop the mirrors of a test: another one might find what they log of a folder that is gone."""

@@ -31,7 +31,7 @@ from casnap.storage.chunks.objects import Objects
 _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
 # counts, up to so many seconds: so they keep up where a run begins with many small takes.
-_SHARE, _SAVED = 20.0, 20.0
+_SHARE, _SAVED = 20.0, 2.0
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
 _REPACK = 0.51
 # At a remote place, where each costs requests, the next collection begins after so many seconds.

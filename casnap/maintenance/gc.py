@@ -13,10 +13,10 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from casnap.backends.base import as_exclusive
 from casnap.errors import (
@@ -31,7 +31,7 @@ from casnap.maintenance.marks import Marks
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.runtime.threads import Crew, gently, run_shielded
+from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.settings import grace_of
 from casnap.storage.catalog.table import drop_stale_copies
 from casnap.storage.chunks.index import View
@@ -42,7 +42,6 @@ from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
-T = TypeVar("T")
 _SKEW = 60.0
 
 
@@ -111,7 +110,7 @@ class GcReport:
         warnings: Rules of the bucket that can hurt the store, or keep what was deleted.
         seconds: How long it took.
         processor_seconds: How much time of a processor it took, besides that of the threads that
-            copy.
+            copy and delete.
     """
 
     dry_run: bool = False
@@ -213,18 +212,6 @@ class _Collector:
         self._lacks_space = False
         self.report = GcReport(dry_run=options.dry_run)
 
-    def _gently(self, work: Callable[[], T]) -> T:
-        """Do some work at low priority; add its processor time to the report's."""
-
-        def timed_work() -> T:
-            began = time.thread_time()
-            try:
-                return work()
-            finally:
-                self.report.processor_seconds += time.thread_time() - began
-
-        return gently(timed_work)
-
     def run(self) -> None:
         began = time.thread_time()
         try:
@@ -260,7 +247,7 @@ class _Collector:
             )
 
     def _collect(self) -> None:
-        self._files = self._gently(lambda: StoredFiles(self._objects, self._objects.recent()))
+        self._files = StoredFiles(self._objects, self._objects.recent())
         while True:
             try:
                 self._objects.current(self._mark_and_condemn, self._objects.recent)
@@ -270,7 +257,7 @@ class _Collector:
                 continue
         if self.report.copied_bytes:
             # The copies came with new segments, which may be merged away again.
-            self._files = self._gently(lambda: StoredFiles(self._objects, self._objects.recent()))
+            self._files = StoredFiles(self._objects, self._objects.recent())
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:
@@ -284,9 +271,7 @@ class _Collector:
     def _mark_and_condemn(self, root: Root) -> None:
         """Mark what is needed; condemn the packs that hold none of it."""
         view = self._objects.index.view(root)
-        # Marking has low priority. The race for the next root has not.
-        forgotten = self._options.forgotten
-        marks = self._gently(lambda: Marks(self._objects, root, self._progress, forgotten))
+        marks = Marks(self._objects, root, self._progress, self._options.forgotten)
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -305,10 +290,9 @@ class _Collector:
         if sparse:
             total = sum(marks.uses[pack].live for pack in sparse)
             counter = ProgressCounter(self._progress, "copying", total)
-            copies = repack(self._objects, marks, view, sparse, counter.add)
             try:
-                while (copies_of_batch := self._gently(lambda: next(copies, None))) is not None:
-                    copied_to |= copies_of_batch
+                for copies in repack(self._objects, marks, view, sparse, counter.add):
+                    copied_to |= copies
             except StorageFullError:
                 # Packs that are wholly dead can still be condemned.
                 self._lacks_space = True
@@ -412,7 +396,7 @@ class _Collector:
         if segments is None:
             if rewriting is not None:
                 rewriting.discard(self._objects)
-            rewriting = self._gently(lambda: rewrite_segments(self._objects, view, going))
+            rewriting = rewrite_segments(self._objects, view, going)
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -18,9 +17,6 @@ from casnap.runtime.typing import override
 
 T = TypeVar("T")
 U = TypeVar("U")
-# A thread of this priority gets a thirtieth of a busy core: other work hardly feels it, and it
-# still releases its locks soon.
-_NICE = 15
 NO_THREADS = (
     "no more threads can be started: the process exits, or a limit is reached (ulimit -u, "
     "pids.max of its control group, memory)"
@@ -283,22 +279,6 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
         with Crew() as crew:
             crew.run(partial(work, SharedItems(enumerate(window), crew)), min(at_once, len(window)))
         yield from ((item, results[i]) for i, item in enumerate(window))
-
-
-def gently(work: Callable[[], T]) -> T:
-    """Do some work on a thread of low priority, and return its result.
-
-    The threads that it starts have low priority too.
-    """
-
-    def gentle(_crew: Crew) -> T:
-        if sys.platform == "linux":
-            # Only Linux has a priority for each thread.
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        return work()
-
-    return run_shielded(gentle)
 
 
 class SharedItems(Generic[T]):

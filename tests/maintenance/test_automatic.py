@@ -298,13 +298,12 @@ def test_short_processes(tmp_path: Path) -> None:
     for step in range(5):
         store.take({"s": StateDict(w=dense(step))}, f"step_{step}")
     code = """
-        import os, sys
+        import sys
         from casnap.cli import cli
         from casnap.maintenance import automatic
 
         # As on a machine that has nothing else to do.
         automatic._LAST_SECONDS = 60.0
-        os.setpriority = lambda *_: None
         cli(["rm", sys.argv[1], "--yes"])
         """
     for step in range(4):

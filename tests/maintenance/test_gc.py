@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -177,19 +174,6 @@ def test_a_collection_with_nothing_to_do_changes_nothing(path: Path) -> None:
         assert (report.condemned_packs, report.deleted_packs, report.fence) == (0, 0, None)
         assert report.snapshots == 2
     assert files(path) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
-def test_a_collector_lets_others_go_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(os, "setpriority", lambda *given: lowered.append(given))
-    take(path, 0)
-    assert lowered == []
-    Store(path).gc(grace=0)
-    assert lowered
-    for kind, thread, nice in lowered:
-        assert (kind, nice) == (os.PRIO_PROCESS, 15)
-        assert thread != threading.main_thread().native_id
 
 
 def test_a_dry_run_changes_nothing(path: Path) -> None:
