@@ -319,7 +319,7 @@ class Snapshot:
         two more.
 
         ``max_staging_bytes`` bounds the memory for the copies of all pending takes together, which
-        is kept for the next take; at least a few blocks of 64 MiB are used. If the states are
+        is kept for the next take; at least four blocks of 64 MiB are used. If the states are
         larger, this blocks until enough of them has been stored.
 
         ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.

@@ -172,6 +172,7 @@ def _copy_into(contents: Contents, path: str, value: Any, out: torch.Tensor) -> 
         copy = torch.as_tensor(value)
         if out.layout is not torch.strided or not overlaps_itself(out):
             fill(out, copy)
+            synchronize([out])
             return out
         remaining = fill_shared_memory([(out, copy)])
     except (TypeError, ValueError, RuntimeError) as e:

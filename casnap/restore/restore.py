@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,8 +100,22 @@ def restore(
             text = _what_failed(state, e, states[:i], states[i:], targets)
             cause = e if isinstance(e, CasnapError) else MismatchError()
             raise retold(cause, f"{contents.label}: {text}") from e
+    with without_torch_modes():
+        synchronize(_on_devices(states, targets))
     comm.all_gather(b"")
     return report
+
+
+def _on_devices(
+    states: Iterable[KeyState], targets: Mapping[str, Shards]
+) -> Iterator[torch.Tensor]:
+    """Yield tensors of all devices that the states lie on."""
+    for shards in targets.values():
+        yield from shards.tensors
+    for state in states:
+        # One without moments gets new ones, where its parameters are.
+        if isinstance(state.stateful, torch.optim.Optimizer):
+            yield from (p for group in state.stateful.param_groups for p in group["params"])
 
 
 @collector_paused()

@@ -113,13 +113,17 @@ class Pool:
 
     def shrink(self) -> int:
         """Give the memory of free slots back to the system; return how many bytes."""
-        with self._changed:
-            free, self._free = self._free, []
-            self._made -= len(free)
-        for slot in free:
-            if slot.unpin is not None:
-                slot.unpin()
-        return len(free) * self.slot_bytes
+        nbytes = 0
+        while True:
+            with self._changed:
+                if not self._free:
+                    return nbytes
+                # Unpinned while it is still here: an interrupt must not lose one that is pinned.
+                if (unpin := self._free[-1].unpin) is not None:
+                    unpin()
+                self._free.pop()
+                self._made -= 1
+            nbytes += self.slot_bytes
 
 
 _pools: dict[tuple[int, int], Pool] = {}

@@ -6,14 +6,20 @@ or the one that another backend registers. A device without streams is waited fo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
+
+_log = logging.getLogger("casnap")
+# Of cudaHostRegister: pinned for all devices.
+_PORTABLE = 1
 
 
 def _module_of(device: torch.device) -> Any:
@@ -55,7 +61,7 @@ def pin(slot: Slot, device: torch.device) -> None:
     """Register a slot as pinned memory, so that the driver copies directly from and to it.
 
     Only CUDA and ROCm can register memory that is there already. The drivers of other devices copy
-    through memory of their own.
+    through memory of their own; so does CUDA's if the memory cannot be pinned.
 
     Args:
         slot: The slot.
@@ -63,12 +69,27 @@ def pin(slot: Slot, device: torch.device) -> None:
             device torch would also initialise the first one.
     """
     module = _module_of(device)
-    if slot.unpin is None and hasattr(module, "cudart"):
-        address = buffers.address_of(slot.view)
-        with module.device(device):
-            runtime = module.cudart()
-            module.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
+    if slot.unpin is not None or not hasattr(module, "cudart"):
+        return
+    address = buffers.address_of(slot.view)
+    with module.device(device):
+        runtime = module.cudart()
+        # Set before: the driver would copy into freed memory if it were never unregistered.
         slot.unpin = partial(runtime.cudaHostUnregister, address)
+        if int(runtime.cudaHostRegister(address, len(slot.view), _PORTABLE)):
+            slot.unpin = _do_nothing  # and so it is not tried again
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # the next kernel of this thread gets the error again
+            _log_pageable(device.type)
+
+
+def _do_nothing() -> None:
+    """Stand for the end of what has not begun."""
+
+
+@cache
+def _log_pageable(kind: str) -> None:
+    _log.warning("%s: the driver pins no more memory; copies from and to the host are slow", kind)
 
 
 _side_streams: dict[torch.device, Any] = {}
@@ -83,7 +104,7 @@ def begin_copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]
         source: A tensor on a device. It must stay alive for as long.
 
     Returns:
-        What waits until the copy has ended; None if it has.
+        What waits until the copy has ended; None if it has, as after an error.
     """
     device = source.device
     module = _module_of(device)
@@ -95,9 +116,13 @@ def begin_copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]
     stream = _side_streams[device]
     # The copy reads what the caller's stream is still to write.
     stream.wait_stream(module.current_stream(device))
-    with module.stream(stream):
-        target.copy_(source, non_blocking=True)
-        event = module.Event()
-        event.record(stream)
+    try:
+        with module.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = module.Event()
+            event.record(stream)
+    except BaseException:
+        stream.synchronize()  # the copy may have begun
+        raise
     wait: Callable[[], None] = event.synchronize
     return wait

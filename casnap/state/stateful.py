@@ -85,8 +85,9 @@ class RNGState:
                 "torch": torch.get_rng_state(),
                 "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
             }
-            if (name := _accelerator()) and (module := getattr(torch, name)).is_initialized():
-                state[name] = tuple(module.get_rng_state_all())
+            name, module = _accelerator()
+            if name and module.is_initialized():
+                state[name] = tuple(map(module.get_rng_state, range(module.device_count())))
             if sys.modules.get("numpy") is not None:
                 state["numpy"] = _numpy_state()
         return state
@@ -113,21 +114,24 @@ class RNGState:
                 )
             if "numpy" in state_dict:
                 _set_numpy_state(state_dict["numpy"])
-            if name := _accelerator():
-                module = getattr(torch, name)
-                states = zip(range(module.device_count()), state_dict.get(name, ()), strict=False)
-                for device, state in states:
+            name, module = _accelerator()
+            if states := state_dict.get(name):
+                for device, state in zip(range(module.device_count()), states, strict=False):
                     module.set_rng_state(state.cpu(), device)
             torch.set_rng_state(of_torch.cpu())
 
 
-def _accelerator() -> str:
-    """Return the kind of this host's accelerator, such as "cuda"; "" without random states."""
+def _accelerator() -> tuple[str, Any]:
+    """Return the kind of this torch's accelerator, and its module; "" without random states.
+
+    Whether there is one is not asked: after that, a forked child could not use CUDA.
+    """
     import torch
 
-    device = torch.accelerator.current_accelerator(check_available=True)
-    has_states = device is not None and hasattr(getattr(torch, device.type), "get_rng_state_all")
-    return device.type if device is not None and has_states else ""
+    device = torch.accelerator.current_accelerator()
+    name = "" if device is None else device.type
+    module = getattr(torch, name, None)
+    return (name, module) if hasattr(module, "is_initialized") else ("", None)
 
 
 def check_order(call: str, app_state: object, name: object) -> None:

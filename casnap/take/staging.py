@@ -176,21 +176,22 @@ def _joined(box: Region, following: Region) -> Region | None:
 
 
 # Not the pool that packs are written from: a thread that holds a piece may wait for that pool.
-_pinned = Pool(MAX_CHUNK_SIZE, 4)
+_pinned, _pinned_large = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _from_device(number: int, first_cell: int, sizes: list[int], block: torch.Tensor) -> Piece:
     """Begin to copy a contiguous block from a device into pinned memory."""
-    slot = _pinned.take()
+    pool = _pinned if block.nbytes <= PIECE_BYTES else _pinned_large
+    slot = pool.take()
     try:
         pin(slot, block.device)
         target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
         ready = begin_copy(target, block.reshape(-1).view(torch.uint8))
     except BaseException:
-        _pinned.release(slot)
+        pool.release(slot)
         raise
     view = slot.view[: block.nbytes]
-    return Piece(number, first_cell, sizes, view, block, ready, lambda: _pinned.release(slot))
+    return Piece(number, first_cell, sizes, view, block, ready, lambda: pool.release(slot))
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
@@ -215,6 +216,7 @@ def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list
 # --- copies for async takes -------------------------------------------------------------------
 
 _BLOCK_BYTES = 64 << 20
+_LEAST_BLOCKS = 4
 # Seconds for which a thread waits for a copy before it looks for other work.
 _LOOK = 0.02
 _kept = Pool(_BLOCK_BYTES, None)
@@ -268,13 +270,13 @@ class StagedCopies:
     a later copy needs its memory.
 
     Args:
-        max_bytes: The most memory to use, at least a few blocks of 64 MiB; None for no bound.
+        max_bytes: The most memory to use, at least four blocks of 64 MiB; None for no bound.
         threads: The most threads that copy; None for one a core.
     """
 
     def __init__(self, max_bytes: int | None, threads: int | None = None) -> None:
         self._threads = threads
-        _kept.limit = None if max_bytes is None else max(2 * cores(), max_bytes // _BLOCK_BYTES)
+        _kept.limit = None if max_bytes is None else max(_LEAST_BLOCKS, max_bytes // _BLOCK_BYTES)
         self._when_full: Callable[[], None] = lambda: None
         # All copies in order, how many of them were drawn, and what frees those that were read.
         self._copies: list[Piece] = []

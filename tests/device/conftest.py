@@ -16,5 +16,7 @@ def late() -> Iterator[None]:
     late_device.counts.clear()
     late_device.module.free_bytes = None
     late_device.module.is_prompt = False
+    late_device.module.runtime.free_bytes = None
     yield
     late_device.run_all()
+    assert not late_device.errors

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.support.late_device import counts, module
+from tests.support.late_device import counts, errors, module, run_all, under_way
 
 N = 1000
 
@@ -21,7 +21,7 @@ def numbers() -> torch.Tensor:
 @contextmanager
 def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     runtime = module.cudart()
-    runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)
     try:
         yield tensor
     finally:
@@ -123,9 +123,47 @@ def test_memory_runs_out() -> None:
     assert torch.empty(N, device="late").nbytes == 4 * N
 
 
-def test_slots_are_pinned_by_their_address() -> None:
+def test_memory_is_pinned_by_its_address_for_one_device_or_all() -> None:
     memory = ctypes.create_string_buffer(64)
-    module.cudart().cudaHostRegister(ctypes.addressof(memory), 64, 0)
-    assert module.cudart().holds(torch.frombuffer(memory, dtype=torch.uint8, offset=8))
-    assert not module.cudart().holds(numbers())
-    assert module.cudart().cudaHostUnregister(ctypes.addressof(memory)) == 0
+    address, part = ctypes.addressof(memory), torch.frombuffer(memory, dtype=torch.uint8, offset=8)
+    runtime = module.cudart()
+    for flags, devices in ((0, [True, False]), (1, [True, True])):
+        runtime.cudaHostRegister(address, 64, flags)
+        assert [runtime.holds(part, device) for device in range(2)] == devices
+        assert not runtime.holds(numbers(), 0)
+        assert runtime.cudaHostUnregister(address) == 0
+
+
+def test_memory_that_is_unpinned_during_a_copy() -> None:
+    x = numbers().to("late")
+    with pinned(torch.zeros(N)) as out:
+        out.copy_(x, non_blocking=True)
+        module.cudart().cudaHostUnregister(out.data_ptr())
+        run_all()
+    assert errors
+    errors.clear()
+
+
+def test_the_kernel_after_a_failed_registration_gets_its_error() -> None:
+    x = numbers().to("late")
+    module.cudart().free_bytes = 0
+    assert module.cudart().cudaHostRegister(numbers().data_ptr(), 4, 1) != 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        x.add_(1)
+    assert torch.equal(x.add_(1).cpu(), numbers() + 1)
+
+
+def test_conjugated_and_negated_views() -> None:
+    x = torch.complex(numbers(), numbers())
+    y = x.to("late")
+    assert torch.equal(y.conj().cpu().resolve_conj(), x.conj().resolve_conj())
+    assert torch.equal(y.conj().imag.clone().cpu(), -numbers())
+
+
+def test_work_that_is_under_way() -> None:
+    x, side = numbers().to("late"), module.Stream("late")
+    with module.stream(side):
+        x.add_(1)
+    assert under_way() == 1
+    run_all()
+    assert under_way() == 0

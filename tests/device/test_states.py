@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from casnap import RNGState, Snapshot, StateDict, Store
+from casnap import RNGState, Snapshot, StateDict, Store, release_memory
 from casnap.errors import CasnapError
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.take import staging
@@ -21,7 +22,7 @@ from tests.support.late_device import counts, module
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ROWS = 3000
-TARGET, SOURCE = "to host", "to device"
+TARGET, SOURCE, PAGEABLE = "to host", "to device", "pageable"
 
 
 @pytest.fixture(autouse=True, params=["late", "prompt"])
@@ -134,11 +135,11 @@ def test_a_module_and_its_optimizer_go_on_with_the_same_bits(tmp_path: Path) -> 
 
 
 def test_the_random_state_of_a_device(tmp_path: Path) -> None:
-    before = module.get_rng_state_all()
+    before = [module.get_rng_state(i) for i in range(2)]
     snapshot = Snapshot.take(tmp_path / "run" / "step", {"rng": RNGState()})
     module.manual_seed_all(99)
     snapshot.restore({"rng": RNGState()})
-    assert all(map(torch.equal, module.get_rng_state_all(), before))
+    assert all(torch.equal(module.get_rng_state(i), before[i]) for i in range(2))
 
 
 # --- streams and threads ----------------------------------------------------------------------
@@ -252,7 +253,12 @@ def test_each_byte_crosses_once(tmp_path: Path, how: str) -> None:
     assert (counts[SOURCE], counts[TARGET]) == (nbytes, 0)
 
 
-def test_an_async_take_stages_no_more_than_it_may(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cores", [2, 64])
+def test_an_async_take_stages_no_more_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    release_memory()
     x = torch.arange(36_000_000, device="late")
     pending = Snapshot.async_take(
         tmp_path / "run" / "step", {"s": StateDict(x=x)}, max_staging_bytes=256 << 20
@@ -267,10 +273,14 @@ def test_an_async_take_stages_no_more_than_it_may(tmp_path: Path) -> None:
 
 
 def test_slots_are_bounded(tmp_path: Path) -> None:
-    """However large a state is, it is staged in four slots, all of them pinned."""
-    x = torch.ones(60_000, 500, device="late")
-    taken(tmp_path / "run" / "step", {"x": x})
-    slots = list(module.cudart().registered.values())
+    """However large a state is, it is staged in four slots, all of them pinned, for each device."""
+    for device in ("late:0", "late:1"):
+        x = torch.ones(60_000, 500, device=device)
+        module.synchronize(device)
+        counts.clear()
+        taken(tmp_path / "run" / device, {"x": x})
+        assert counts[PAGEABLE] == 0
+    slots = [nbytes for nbytes, _ in module.cudart().registered.values()]
     assert slots.count(staging._pinned.slot_bytes) <= 4
 
 

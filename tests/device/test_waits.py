@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from casnap import Snapshot, StateDict
-from casnap.integrations.dcp import CasnapReader
+from casnap import Snapshot, StateDict, release_memory
+from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.take import staging
-from tests.support.late_device import Stream, module
+from tests.support.late_device import Stream, module, run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -75,6 +76,65 @@ def load_by_dcp(path: Path, out: torch.Tensor) -> None:
     dcp.load({"s": {"x": out}}, storage_reader=CasnapReader(path), no_dist=True)
 
 
+def read_of_numpy(path: Path) -> None:
+    """What is not read straight into its place is copied there by the thread of the caller."""
+    x = expected()
+    snapshot = Snapshot.take(path / "run" / "step", {"s": StateDict(x=x.numpy())})
+    with module.stream(Stream("late")):
+        out = torch.zeros_like(x, device="late")
+        snapshot.read_object("s/x", out)
+    with module.stream(Stream("late")):
+        assert torch.equal(out.cpu(), x)
+
+
+def load_of_an_overlap_by_dcp(path: Path) -> None:
+    x = expected()
+    where = path / "run" / "step"
+    dcp.save({"x": x, "y": x[:10]}, storage_writer=CasnapWriter(where), no_dist=True)
+    with module.stream(Stream("late")):
+        out = torch.zeros_like(x, device="late")
+        state = {"x": out, "y": out[:10]}
+        dcp.load(state, storage_reader=CasnapReader(where), no_dist=True)
+    with module.stream(Stream("late")):
+        assert torch.equal(out.cpu(), x)
+
+
+def restore_an_optimizer(path: Path) -> None:
+    """One without moments gets new ones from its own ``load_state_dict``."""
+
+    def made(device: str) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(expected().to(device))
+        weight.grad = expected().to(device)
+        return torch.optim.SGD([weight], momentum=0.9)
+
+    taken, live = made("cpu"), made("late")
+    taken.step()
+    snapshot = Snapshot.take(path / "run" / "step", {"optim": taken})
+    with module.stream(Stream("late")):
+        snapshot.restore({"optim": live})
+    [moments] = live.state.values()
+    with module.stream(Stream("late")):
+        assert torch.equal(moments["momentum_buffer"].cpu(), expected())
+
+
+def save_by_dcp(path: Path) -> None:
+    """As on CUDA: copies into pinned memory, and torch waits for those from the current device."""
+    state, writer, runtime = {"x": expected().to("late:1")}, CasnapWriter(path), module.cudart()
+    release_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch.accelerator, "synchronize", module.synchronize)
+        staged = writer.stage(state)
+        is_right = torch.equal(staged["x"], expected())
+        # Its memory is unpinned when it is freed.
+        run_all()
+        del staged, writer
+        gc.collect()
+    assert is_right
+
+
 def nothing(*_: object) -> None:
     """Stand for a wait that was forgotten."""
 
@@ -93,10 +153,14 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "take turned": take_turned,
     "restore": partial(filled, restore),
     # Few bytes are read into memory that is not pinned, and torch does not wait for a copy of that.
-    "restore little": partial(filled, restore, rows=200),
+    "load little": partial(filled, load, rows=200),
     "read": partial(filled, read),
+    "read of numpy": read_of_numpy,
     "load": partial(filled, load),
     "load by dcp": partial(filled, load_by_dcp),
+    "load of an overlap by dcp": load_of_an_overlap_by_dcp,
+    "restore an optimizer": restore_an_optimizer,
+    "save by dcp": save_by_dcp,
 }
 # What is left out, the scenario that notices it, and whether default streams are late or prompt.
 WAITS = [
@@ -105,10 +169,14 @@ WAITS = [
     ("casnap.take.staging.begin_copy", copy_without_wait, "take", LATE),
     ("casnap.take.staging._from_device", piece_without_owner, "take turned", PROMPT),
     ("casnap.restore.restore.synchronize", nothing, "restore", LATE),
+    ("casnap.restore.restore.synchronize", nothing, "restore an optimizer", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read", LATE),
+    ("casnap.restore.read_object.synchronize", nothing, "read of numpy", LATE),
     ("casnap.restore.load_into.synchronize", nothing, "load", LATE),
     ("casnap.integrations.dcp.load.synchronize", nothing, "load by dcp", LATE),
-    ("casnap.restore.loading.synchronize_workers", nothing, "restore little", LATE),
+    ("casnap.integrations.dcp.load.synchronize", nothing, "load of an overlap by dcp", LATE),
+    ("casnap.integrations.dcp.staging.synchronize", nothing, "save by dcp", LATE),
+    ("casnap.restore.loading.synchronize_workers", nothing, "load little", LATE),
 ]
 
 
@@ -118,7 +186,7 @@ def test_the_bytes_are_right(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "without", "name", "streams"), WAITS, ids=[wait[0] for wait in WAITS]
+    ("target", "without", "name", "streams"), WAITS, ids=[f"{wait[0]}, {wait[2]}" for wait in WAITS]
 )
 def test_without_one_of_its_waits_the_bytes_are_wrong(
     monkeypatch: pytest.MonkeyPatch,

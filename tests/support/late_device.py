@@ -6,6 +6,7 @@ it, is waited for, in the order of the queue, and not before. So who reads too e
 and who writes too early has them overwritten. Memory that is freed is written over by the stream
 that it was allocated on, as if somebody else had got it. With ``module.is_prompt`` the default
 streams run at once, and only the others late: then who gives memory back too early is punished.
+Who unpins memory of the host while a copy from or to it is under way is noted in ``errors``.
 
 torch lets a backend be written in Python (``torch.utils.backend_registration``). A process that has
 :func:`install`-ed this one has an accelerator until it ends.
@@ -30,7 +31,9 @@ _lock = threading.RLock()
 _here = threading.local()
 
 counts: Counter[str] = Counter()
-"""Bytes that crossed ``to host`` and ``to device``; how often somebody had to ``wait``."""
+"""Bytes that crossed ``to host`` and ``to device``, and ``pageable`` ones among them; how often
+somebody had to ``wait``, and was ``refused`` pinned memory."""
+errors: list[str] = []
 
 
 class Stream:
@@ -99,18 +102,35 @@ class _Runtime:
     """What casnap uses of ``cudart``: host memory that copies may read and write later."""
 
     def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
+        # Address → bytes, and the only device that it is pinned for; None for all.
+        self.registered: dict[int, tuple[int, int | None]] = {}
+        self.free_bytes: int | None = None
 
-    def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:  # noqa: N802
-        self.registered[address] = nbytes
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        pinned = sum(n for n, _ in self.registered.values())
+        if self.free_bytes is not None and pinned + nbytes > self.free_bytes:
+            counts["refused"] += 1
+            _here.last_error = "out of memory"
+            return 2
+        self.registered[address] = nbytes, None if flags & 1 else module.current_device()
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         return int(self.registered.pop(address, None) is None)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor, device: int) -> bool:
         address = tensor.data_ptr()
-        return any(at <= address < at + nbytes for at, nbytes in self.registered.items())
+        return any(
+            at <= address < at + nbytes and only in (None, device)
+            for at, (nbytes, only) in self.registered.items()
+        )
+
+
+def _check_last_error() -> None:
+    """Raise the last error of a call of the runtime in this thread, as each kernel does, once."""
+    error, _here.last_error = getattr(_here, "last_error", None), None
+    if error:
+        raise RuntimeError(f"late: {error}")
 
 
 class _Module:
@@ -179,21 +199,23 @@ class _Module:
     def cudart(self) -> _Runtime:
         return self.runtime
 
-    def check_error(self, error: int) -> None:
-        assert error == 0
-
     def manual_seed_all(self, seed: int) -> None:
         for generator in self._seeds.values():
             generator.manual_seed(seed)
 
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._seeds.values()]
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return self._seeds[_index(device)].get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         self._seeds[_index(device)].set_state(state)
 
 
 module = _Module()
+
+
+def under_way() -> int:
+    """Return how much work on streams other than the default ones has not taken effect."""
+    return sum(len(s._queue) for s in _streams if s not in module._default.values())
 
 
 def run_all() -> None:
@@ -286,9 +308,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor as one of the CPU, which keeps the memory alive."""
     memory = _memories[tensor.untyped_storage().data_ptr()]
     empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(
+    host = empty.set_(
         memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
+    host = host.conj() if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host
 
 
 def _is_late(value: object) -> bool:
@@ -298,27 +322,35 @@ def _is_late(value: object) -> bool:
 # --- operators --------------------------------------------------------------------------------
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold")
+# They only describe memory, so the kernels of the CPU do.
+_VIEWS = (
+    *("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold"),
+    *("set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),
+)
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
     from_host, to_host = not _is_late(source), not _is_late(target)
-    if from_host:
-        counts["to device"] += target.nbytes
-        stream, there = module.current_stream(target.device), _on_host(target)
-        pinned = module.runtime.holds(source)
+    if from_host or to_host:
+        host, late = (source, target) if from_host else (target, source)
+        stream, device = module.current_stream(late.device), late.device.index
+        pinned = module.runtime.holds(host, device)
+        counts["to device" if from_host else "to host"] += late.nbytes
+        counts["pageable"] += 0 if pinned else late.nbytes
         # The driver takes a copy of memory that is not pinned before the call returns.
-        here = source if pinned else source.clone()
-        stream.enqueue(lambda: there.copy_(here))
-        if pinned and not non_blocking:
-            stream.synchronize()
-    elif to_host:
-        counts["to host"] += source.nbytes
-        stream, there = module.current_stream(source.device), _on_host(source)
-        stream.enqueue(lambda: target.copy_(there))
-        if not (non_blocking and module.runtime.holds(target)):
+        here = source.clone() if from_host and not pinned else source
+        here, there = (_hosted(tensor) for tensor in (here, target))
+
+        def copy() -> None:
+            if pinned and not module.runtime.holds(host, device):
+                errors.append("memory was unpinned during a copy")
+            there.copy_(here)
+
+        stream.enqueue(copy)
+        if (pinned and not non_blocking) or (to_host and not pinned):
             stream.synchronize()
     else:
+        _check_last_error()  # a kernel does it
         stream, other = (module.current_stream(t.device) for t in (source, target))
         here, there = _on_host(source), _on_host(target)
         if stream is not other:
@@ -372,6 +404,7 @@ def _without_values(value: Any) -> Any:
 
 def _enqueue(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Have an operator run later on the stream of its tensors; return its results at once."""
+    _check_last_error()
     late = [value for value in _pytree.tree_leaves((args, kwargs)) if _is_late(value)]
     device = late[0].device if late else torch.device("late", module.current_device())
     stream = module.current_stream(device)
@@ -424,6 +457,9 @@ def install() -> None:
 
         aten.impl(name, view, "PrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    for view_of in ("Conjugate", "Negative"):
+        # It copies such views as they are; torch would clone them first, and so come back here.
+        aten.impl("_copy_from", torch.library.fallthrough_kernel, view_of)
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
     for overload in ("arange", "arange.start", "arange.start_step"):

@@ -91,6 +91,7 @@ class PlanLoad:
             if i in fresh:
                 part.target.copy_(fresh[i])
             planner.commit_tensor(part.item, part.target)
+        synchronize(part.target for part in parts)
         for item in objects:
             path = self._values[item.storage_index.fqn].path
             value = inflate(path, leaves, allow_pickle=self._allow_pickle)

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from casnap.runtime.buffers import on_release
 from casnap.runtime.fork import PerProcess
+from casnap.state.devices import synchronize
 from casnap.state.parts import path_of_parts
 
 
 def _new_stager() -> DefaultStager:
-    on_cuda = torch.cuda.is_available()
+    # Only where this process uses CUDA: else its first GPU would get a context for nothing.
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
 
 
@@ -98,6 +101,8 @@ class KeptStager:
             # The save before is not done, or has failed: then it is not known which are free.
             stager, self._stager = _new_stager(), None
         staged = stager.stage(state_dict)
+        # torch waits for the copies from the current device alone.
+        synchronize(tree_leaves(state_dict))
         assert isinstance(staged, dict)
         return staged
 
