@@ -20,7 +20,6 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StoreError,
 )
-from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
 from casnap.runtime.environment import local_path, threads_asked
@@ -46,9 +45,9 @@ from casnap.storage.catalog.retention import (
     prune,
 )
 from casnap.storage.catalog.settings import (
+    CODEC,
     change_settings,
-    codec_named,
-    codec_settings,
+    check_codec,
     gc_settings,
     settings_of,
 )
@@ -100,8 +99,9 @@ class Store:
             ``mirror``, the store is made at once. Until it is made, a path below it does not lead
             to it: call :meth:`make` before ``Snapshot.take`` of a path, or pass it ``store=``.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
-        codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
-            smaller). :meth:`configure` changes it.
+        codec: For a new store: how chunks are stored. With "auto", the default, takes store them as
+            they are, and :meth:`gc` makes what older snapshots hold smaller. With "zstd", takes
+            compress too. "raw": nothing is ever compressed. :meth:`configure` changes it.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -148,12 +148,11 @@ class Store:
     ) -> None:
         if threads is not None:
             check_count("threads", threads)
-        codec_of_new = Codec.RAW if codec is None else codec_named(codec)
         place = locate(uri, storage_options)
         opening = partial(
             open_objects,
             chunk_size=chunk_size,
-            codec=codec_of_new,
+            codec=None if codec is None else check_codec(codec),
             exclusive=exclusive,
             cache_bytes=cache_bytes,
             markers=markers,
@@ -858,7 +857,7 @@ class Store:
         Takes that begin after that obey them, in all processes. What is stored stays as it is.
 
         Args:
-            codec: How new chunks are stored: "raw", or "zstd" where that makes them smaller.
+            codec: How chunks are stored: "auto", "raw" or "zstd"; see :class:`Store`.
             mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
                 ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
             gc: "auto", the default, has each process that lets snapshots go collect their garbage
@@ -870,7 +869,7 @@ class Store:
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
-        new_settings = {} if codec is None else codec_settings(codec_named(codec))
+        new_settings = {} if codec is None else {CODEC: check_codec(codec)}
         new_settings |= {} if gc is None else gc_settings(gc)
         self.make()
         changed = False
@@ -885,6 +884,7 @@ class Store:
         *,
         grace: float | timedelta | None = None,
         repack: float = 0.5,
+        recode_after: int | None = 3,
         dry_run: bool = False,
         exclusive: bool = False,
         progress: Progress | None = None,
@@ -900,6 +900,9 @@ class Store:
                 After that the reader gets an error, and the take begins again. By default what the
                 store is set to (see :meth:`configure`), else 24 hours.
             repack: Copy the rest out of packs of which less than this share is needed (0: never).
+            recode_after: Store what all but so many of the newest snapshots of each folder hold as
+                how it differs from the snapshot before, or compressed, where that is smaller;
+                unless the codec of the store is "raw". None: not now.
             dry_run: Only report what would be done.
             exclusive: You make sure that no other process writes to this store. This is asked
                 only where the store's backend cannot keep two writers apart.
@@ -913,7 +916,13 @@ class Store:
         from casnap.maintenance.gc import GcOptions, collect
 
         seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
-        options = GcOptions(grace=seconds, repack=repack, dry_run=dry_run, exclusive=exclusive)
+        options = GcOptions(
+            grace=seconds,
+            repack=repack,
+            dry_run=dry_run,
+            exclusive=exclusive,
+            recode_after=recode_after,
+        )
         return collect(self.objects, options, progress)
 
     def diff(self, a: str, b: str) -> Diff:

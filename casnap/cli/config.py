@@ -9,7 +9,7 @@ import click
 from casnap.cli.arguments import open_store, writing_options
 from casnap.cli.option_types import duration_or_none
 from casnap.cli.output import emit, json_values, quote, safe, say
-from casnap.format.codec import Codec
+from casnap.storage.catalog.settings import CODECS
 
 SETTINGS = ("codec", "gc", "mirror")
 
@@ -21,8 +21,10 @@ SETTINGS = ("codec", "gc", "mirror")
 def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Show the settings of a store, or change them.
 
-    codec says how new chunks are stored: raw, or zstd (where that makes them smaller). A change
-    holds for later takes. Stored chunks stay as they are.
+    codec says how chunks are stored. With codec=auto, takes store them as they are, and `casnap gc`
+    stores what older snapshots hold as how it differs from the snapshot before, or compressed,
+    where that is smaller. With codec=zstd, takes compress too. With codec=raw, nothing is
+    compressed. A change holds for later takes and collections. Stored chunks stay as they are.
 
     gc=off has no process collect garbage by itself; gc=auto has each one that lets snapshots go do
     so in the background. gc=12h is as auto, and has all collections keep what no snapshot needs for
@@ -58,7 +60,7 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
 def _parsed(setting: str) -> tuple[str, str | float]:
     key, equals, value = setting.partition("=")
     if not equals or key not in SETTINGS:
-        codecs = ", ".join(f"codec={codec.name.lower()}" for codec in Codec)
+        codecs = ", ".join(f"codec={codec}" for codec in CODECS)
         raise click.UsageError(
             f"{quote(setting)} sets nothing; write {codecs}, gc=auto, gc=off, gc=24h or mirror=none"
         )

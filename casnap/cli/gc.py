@@ -53,12 +53,21 @@ grace_option = click.option(
     metavar="SHARE",
     help="Repack packs of which less than this share is needed (0: never).",
 )
+@click.option(
+    "--recode-after",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    metavar="COUNT",
+    help="Recode all but so many of the newest snapshots of each folder (0: none).",
+)
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 @writing_options
 def gc(
     store: str | None,
     grace: float | None,
     repack: float,
+    recode_after: int,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -69,7 +78,10 @@ def gc(
     deletes them, so that readers can finish. After an interruption, run it again.
     """
     place = open_whole_store(store)
-    report = collect_garbage(place, GcOptions(grace=grace, repack=repack, dry_run=dry_run))
+    report = collect_garbage(
+        place,
+        GcOptions(grace=grace, repack=repack, dry_run=dry_run, recode_after=recode_after or None),
+    )
     if as_json:
         emit({**store_fields(place), **garbage_fields(report)}, place)
     else:
@@ -96,6 +108,8 @@ _NUMBERS = (
     "condemned_packs",
     "rescued_packs",
     "repacked_packs",
+    "recoded_snapshots",
+    "recoded_chunks",
     "merged_segments",
     "deleted_packs",
     "deleted_segments",
@@ -112,9 +126,7 @@ def show(place: Store, report: GcReport) -> None:
     say(f"{uri}: {amount(r.snapshots, 'snapshot')} marked, {live_text} needed")
     if r.lost_chunks:
         say(f"{amount(r.lost_chunks, 'chunk')} known to be lost; see `casnap check`")
-    if r.repacked_packs:
-        packs = amount(r.repacked_packs, "pack")
-        say(f"{packs} {would}repacked: {size(r.copied_bytes)} copied")
+    _show_copies(r, would)
     if r.rescued_packs:
         say(f"{amount(r.rescued_packs, 'condemned pack')} {would}rescued")
     if r.condemned_packs:
@@ -143,3 +155,13 @@ def show(place: Store, report: GcReport) -> None:
             f"{waiting} when the grace is over: a gc after {moment(until)} frees all of it, "
             "--grace 0 frees it now"
         )
+
+
+def _show_copies(report: GcReport, would: str) -> None:
+    if report.recoded_chunks:
+        snapshots = amount(report.recoded_snapshots, "snapshot")
+        saved = f"{amount(report.recoded_chunks, 'chunk')} take up {size(report.saved_bytes)} less"
+        say(f"{snapshots} recoded: {saved}")
+    if report.repacked_packs:
+        packs = amount(report.repacked_packs, "pack")
+        say(f"{packs} {would}repacked: {size(report.copied_bytes)} copied")

@@ -15,7 +15,7 @@ from casnap.format.records import (
     serving_below,
 )
 from casnap.storage.catalog.location import locate_store
-from casnap.storage.catalog.settings import CODEC, change_settings
+from casnap.storage.catalog.settings import CODEC, CODECS, change_settings
 from casnap.storage.log.put_if_absent import check_put_if_absent
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -41,8 +41,8 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 )
 @click.option(
     "--codec",
-    type=click.Choice(["raw", "zstd"]),
-    help="How new chunks are stored; `casnap config` changes it later [raw].",
+    type=click.Choice(CODECS),
+    help="How chunks are stored; `casnap config` says more, and changes it later [auto].",
 )
 @writing_options
 def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -> None:

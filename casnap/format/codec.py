@@ -18,10 +18,16 @@ from casnap.errors import DamagedError, UnsupportedFormatError
 
 
 class Codec(enum.IntEnum):
-    """The numbers of the codecs, as in packs and segments."""
+    """The numbers of the codecs, as in packs and segments.
+
+    ``DELTA`` is how the chunk differs from another one (``delta.py``). A delta has a second record,
+    under the digest of that other chunk, with the number ``BASE``.
+    """
 
     RAW = 0
     ZSTD = 1
+    DELTA = 2
+    BASE = 3
 
 
 WIDTHS = (1, 2, 4, 8)
@@ -62,12 +68,13 @@ def _planes(raw: bytes, width: int) -> list[bytes]:
     return [raw[i::width] for i in range(width)]
 
 
-def _width_of(raw: bytes) -> int:
+def width_of(raw: bytes | memoryview) -> int:
     """Return the width by which a sample of some bytes is smallest."""
     middle = len(raw) // 2 // WIDTHS[-1] * WIDTHS[-1]
-    sample = raw
-    if len(raw) > 3 * _SAMPLE:
-        sample = raw[:_SAMPLE] + raw[middle:][:_SAMPLE] + raw[-_SAMPLE - len(raw) % WIDTHS[-1] :]
+    sample = bytes(raw) if len(raw) <= 3 * _SAMPLE else b""
+    if not sample:
+        last = len(raw) - _SAMPLE - len(raw) % WIDTHS[-1]
+        sample = b"".join(bytes(raw[at : at + _SAMPLE]) for at in (0, middle, last))
     best, least = WIDTHS[0], float(len(sample))
     for width in WIDTHS if len(raw) >= _LEAST else WIDTHS[:1]:
         compress = _compressor(width)
@@ -78,22 +85,74 @@ def _width_of(raw: bytes) -> int:
     return best
 
 
-def compress(raw: memoryview | bytes) -> bytes | None:
-    """Return the compressed form of some bytes; None if it is not smaller."""
-    content = bytes(raw)
-    width = _width_of(content)
+def split_planes(content: bytes, width: int) -> bytes:
+    """Return the planes of some bytes, compressed where that is worth it, behind a header."""
     compress_plane = _compressor(width)
     parts = []
     for plane in _planes(content, width):
         frame = compress_plane(plane)
         parts.append(frame if len(frame) < _WORTH * len(plane) else plane)
     header = struct.pack(f"<B{width}I", width, *map(len, parts))
-    stored = b"".join((header, *parts))
+    return b"".join((header, *parts))
+
+
+def planes_in(stored: memoryview, raw_size: int) -> tuple[list[bytes | memoryview], int]:
+    """Return some planes, and where they end.
+
+    Args:
+        stored: The planes, and perhaps more behind them.
+        raw_size: The length of all together; nothing longer is ever allocated.
+
+    Raises:
+        DamagedError: They are damaged.
+    """
+    import zstandard
+
+    width = stored[0] if len(stored) else 0
+    start = 1 + 4 * width
+    if width not in WIDTHS or len(stored) < start:
+        raise DamagedError("a compressed chunk has no header")
+    lengths = struct.unpack_from(f"<{width}I", stored, 1)
+    if start + sum(lengths) > len(stored):
+        raise DamagedError("a compressed chunk has another length than its header says")
+    planes: list[bytes | memoryview] = []
+    decompressor = zstandard.ZstdDecompressor()
+    try:
+        for i, length in enumerate(lengths):
+            plane: bytes | memoryview = stored[start : start + length]
+            start += length
+            nbytes = len(range(i, raw_size, width))
+            if length != nbytes:
+                if zstandard.frame_content_size(plane) != nbytes:
+                    raise DamagedError("a compressed chunk has another length than the index says")
+                plane = decompressor.decompress(plane, nbytes)
+            planes.append(plane)
+    except zstandard.ZstdError as e:
+        raise DamagedError(f"a compressed chunk cannot be read: {e}") from e
+    return planes, start
+
+
+def join_planes(stored: memoryview, raw_size: int) -> tuple[bytearray, int]:
+    """Return the bytes that some planes were made of, and where the planes end.
+
+    The arguments and errors are those of :func:`planes_in`.
+    """
+    planes, end = planes_in(stored, raw_size)
+    raw = bytearray(raw_size)
+    for i, plane in enumerate(planes):
+        raw[i :: len(planes)] = plane
+    return raw, end
+
+
+def compress(raw: memoryview | bytes) -> bytes | None:
+    """Return the compressed form of some bytes; None if it is not smaller."""
+    content = bytes(raw)
+    stored = split_planes(content, width_of(content))
     return stored if len(stored) < len(content) else None
 
 
 def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
-    """Return the raw bytes of a chunk.
+    """Return the raw bytes of a chunk that is not a delta.
 
     Args:
         codec: How it is stored.
@@ -108,26 +167,7 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
         return stored
     if codec != Codec.ZSTD:
         raise UnsupportedFormatError(f"a chunk is stored with codec {codec}; update casnap")
-    import zstandard
-
-    width = stored[0] if len(stored) else 0
-    start = 1 + 4 * width
-    if width not in WIDTHS or len(stored) < start:
-        raise DamagedError("a compressed chunk has no header")
-    lengths = struct.unpack_from(f"<{width}I", stored, 1)
-    if start + sum(lengths) != len(stored):
+    raw, end = join_planes(stored, raw_size)
+    if end != len(stored):
         raise DamagedError("a compressed chunk has another length than its header says")
-    raw, decompressor = bytearray(raw_size), zstandard.ZstdDecompressor()
-    try:
-        for i, length in enumerate(lengths):
-            plane = stored[start : start + length]
-            start += length
-            nbytes = len(range(i, raw_size, width))
-            if length != nbytes:
-                if zstandard.frame_content_size(plane) != nbytes:
-                    raise DamagedError("a compressed chunk has another length than the index says")
-                plane = memoryview(decompressor.decompress(plane, nbytes))
-            raw[i::width] = plane
-    except zstandard.ZstdError as e:
-        raise DamagedError(f"a compressed chunk cannot be read: {e}") from e
     return memoryview(raw)

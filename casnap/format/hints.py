@@ -26,7 +26,7 @@ _MAGIC = b"CASNAPh1"
 _NAME_SIZE = 6
 # A name is found between two others by chance once at most; more often where that is intended.
 _MOST_FINDS = 16
-_CODECS = frozenset(Codec)
+_CODECS = frozenset(Codec) - {Codec.BASE}
 _PAGE, _ALIGN_FROM = 4096, 64 << 10
 _TREE, _MANIFEST = (b"\x92\xa1l", b"\x92\xa1b"), b"\x82\xa6global"
 _LIST_OF_NODES = b"\x92\xa1b"

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.codec import Codec
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
@@ -45,6 +46,16 @@ class Place(Struct, frozen=True, array_like=True, gc=False):
     stored: int
     raw: int
     codec: int
+
+
+class DeltaPlace(Place, frozen=True, array_like=True, gc=False):
+    """Where a chunk lies that is stored as a delta.
+
+    Attributes:
+        base: The digest of the chunk that it differs from.
+    """
+
+    base: bytes
 
 
 class NodeRef(Struct, frozen=True, array_like=True):
@@ -223,14 +234,53 @@ def unseal(kind: bytes, data: bytes, label: str) -> memoryview:
     return memoryview(data)[8:-DIGEST_SIZE]
 
 
+Record: TypeAlias = tuple[Digest, Place]
+
 _PACKED = struct.Struct("<32sQIIB")
 _PACK_TAIL = struct.Struct(f"<I8s{DIGEST_SIZE}s")
 PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
+def listed_records(records: Iterable[Record]) -> Iterator[Record]:
+    """Yield records as they stand in packs and segments: a delta has one more, of its base."""
+    for digest, place in records:
+        yield digest, place
+        if isinstance(place, DeltaPlace):
+            yield Digest(place.base), msgspec.structs.replace(place, codec=Codec.BASE)
+
+
+def count_records(records: Iterable[Record]) -> int:
+    """Return how many records stand in packs and segments for these."""
+    return sum(1 + isinstance(place, DeltaPlace) for _, place in records)
+
+
+def joined_records(records: Iterable[Record]) -> list[Record]:
+    """Return records with the bases of deltas in their places, the inverse of the above.
+
+    The second record of a delta whose first one is missing is dropped, and a delta without its
+    second one stays a place that names no base.
+    """
+    plain: list[Record] = []
+    bases: dict[tuple[bytes, int], bytes] = {}
+    for digest, place in records:
+        if place.codec == Codec.BASE:
+            bases[place.pack, place.offset] = digest
+        else:
+            plain.append((digest, place))
+    if not bases:
+        return plain
+    return [
+        (digest, DeltaPlace(p.pack, p.offset, p.stored, p.raw, p.codec, bases[p.pack, p.offset]))
+        if p.codec == Codec.DELTA and (p.pack, p.offset) in bases
+        else (digest, p)
+        for digest, p in plain
+    ]
+
+
 def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
-    """Return the end of a pack: a record for each chunk, their count, magic, and a digest."""
-    records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in chunks)
+    """Return the end of a pack: the records of its chunks, their count, magic, and a digest."""
+    listed = listed_records(chunks)
+    records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in listed)
     magic = _MAGIC + kind + b"1"
     head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
     return head + digest_of(head)
@@ -250,13 +300,12 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
     if magic[:6] != _MAGIC or start < 0 or digest_of(tail[start:-DIGEST_SIZE]) != digest:
         raise DamagedError(f"{label} is damaged")
     records = _PACKED.iter_unpack(tail[start : len(tail) - PACK_TAIL_SIZE])
-    return [(Digest(d), Place(pack, *rest)) for d, *rest in records]
+    return joined_records((Digest(d), Place(pack, *rest)) for d, *rest in records)
 
 
 _RECORD, _SEGMENT_HEAD = struct.Struct("<32sIQIIB"), struct.Struct("<IQ")
 SEGMENT_RECORD_SIZE = _RECORD.size
 
-Record: TypeAlias = tuple[Digest, Place]
 RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
 """Digest, number of the pack, offset, stored length, raw length, codec."""
 
@@ -267,15 +316,20 @@ class Segment(Struct, frozen=True):
     packs: tuple[PackId, ...]
     records: list[Record]
 
+    @property
+    def count(self) -> int:
+        """How many records stand in its bytes."""
+        return count_records(self.records)
+
 
 def encode_segment(segment: Segment) -> bytes:
     """Return the sealed bytes of a segment, its records sorted."""
     number: dict[bytes, int] = {pack: i for i, pack in enumerate(segment.packs)}
-    body = [_SEGMENT_HEAD.pack(len(segment.packs), len(segment.records)), *segment.packs]
+    body = [_SEGMENT_HEAD.pack(len(segment.packs), segment.count), *segment.packs]
     body.extend(
         sorted(
             _RECORD.pack(d, number[p.pack], p.offset, p.stored, p.raw, p.codec)
-            for d, p in segment.records
+            for d, p in listed_records(segment.records)
         )
     )
     return seal(b"s", b"".join(body))
@@ -364,7 +418,8 @@ def decode_segment(data: bytes, label: str) -> Segment:
         DamagedError: It is damaged.
     """
     packs, records = segment_records(data, label)
-    return Segment(packs, [(Digest(d), Place(packs[n], *rest)) for d, n, *rest in records])
+    listed = ((Digest(d), Place(packs[n], *rest)) for d, n, *rest in records)
+    return Segment(packs, joined_records(listed))
 
 
 def merged_segment(

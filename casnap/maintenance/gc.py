@@ -28,11 +28,12 @@ from casnap.errors import (
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.marks import Marks
+from casnap.maintenance.recode import recode
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.settings import grace_of
+from casnap.storage.catalog.settings import grace_of, recodes
 from casnap.storage.catalog.table import drop_stale_copies
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.objects import Objects
@@ -62,6 +63,8 @@ class GcOptions:
         forgotten: For a dry run: full names of snapshots to treat as deleted.
         condemned_until: Free what was condemned up to the root of this number, instead of what was
             condemned before the grace.
+        recode_after: Recode all but so many of the newest snapshots of each folder, if the store is
+            set to that; None to recode none.
     """
 
     grace: float | None = None
@@ -70,6 +73,7 @@ class GcOptions:
     exclusive: bool = False
     forgotten: frozenset[str] = frozenset()
     condemned_until: int | None = None
+    recode_after: int | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -96,6 +100,9 @@ class GcReport:
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
         repacked_packs: Mostly dead packs whose needed part was copied.
         copied_bytes: The bytes that were copied.
+        recoded_snapshots: Older snapshots that were recoded.
+        recoded_chunks: Their chunks that have a smaller form now.
+        saved_bytes: How many bytes less these chunks take up in that form.
         merged_segments: How many segments fewer the index has.
         fence: The root that the fence was raised to; None if it was not raised.
         deleted_packs: Packs that were deleted.
@@ -122,6 +129,9 @@ class GcReport:
     rescued_packs: int = 0
     repacked_packs: int = 0
     copied_bytes: int = 0
+    recoded_snapshots: int = 0
+    recoded_chunks: int = 0
+    saved_bytes: int = 0
     merged_segments: int = 0
     fence: int | None = None
     deleted_packs: int = 0
@@ -228,6 +238,7 @@ class _Collector:
         stale = drop_stale_copies(self._objects, dry_run=self._options.dry_run)
         if self._options.dry_run:
             self._options = replace(self._options, forgotten=self._options.forgotten | stale)
+        self._recode()
         try:
             self._collect()
         except StorageFullError:
@@ -245,6 +256,23 @@ class _Collector:
                 "run gc again",
                 self._backend.uri,
             )
+
+    def _recode(self) -> None:
+        after, root = self._options.recode_after, self._objects.recent()
+        if after is None or self._options.dry_run or not recodes(root):
+            return
+        try:
+            recoding = recode(self._objects, after, self._progress)
+        except StorageFullError:
+            # What is freed now may make room.
+            self._lacks_space = True
+            return
+        except FencedError:
+            # Another collector was faster. What was recoded by then stands.
+            return
+        self.report.recoded_snapshots = recoding.snapshots
+        self.report.recoded_chunks = recoding.chunks
+        self.report.saved_bytes = recoding.before_bytes - recoding.after_bytes
 
     def _collect(self) -> None:
         self._files = StoredFiles(self._objects, self._objects.recent())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from casnap.format.codec import Codec
 from casnap.format.names import UNFINISHED
 from casnap.format.records import PackId, RawRecord, Root, segment_records
 from casnap.runtime.progress import Progress
@@ -17,7 +19,9 @@ from casnap.storage.catalog.references import (
     walk,
 )
 from casnap.storage.chunks.objects import Objects
+from casnap.storage.log.roots import DELTAS
 
+_DELTA, _BASE = int(Codec.DELTA), int(Codec.BASE)
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""
 
@@ -81,6 +85,11 @@ class Marks:
         self._forgotten = forgotten
         # To bound memory, the digests of a large index are marked in parts, one after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
+        # The bases of all deltas that the root names, by the digest of the delta.
+        self._bases: dict[bytes, set[bytes]] = defaultdict(set)
+        self._needed_bases: set[bytes] = set()
+        if DELTAS in root.read_features:
+            self._read_bases()
         for part in range(self._parts):
             self._mark(part)
 
@@ -90,6 +99,37 @@ class Marks:
         condemned = self.root.condemned
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
+    def _read_bases(self) -> None:
+        """Find out on which chunks the needed deltas stand.
+
+        A chunk may be stored as a delta in one pack, and as it is in another. Its base is needed in
+        any case: whoever relies on the delta need not ask which of both this collector counts.
+        """
+        deltas: dict[tuple[PackId, int], bytes] = {}
+        bases: dict[tuple[PackId, int], bytes] = {}
+        for packs, records in self._segments():
+            for digest, n, offset, _, _, codec in records:
+                if codec in (_DELTA, _BASE):
+                    (deltas if codec == _DELTA else bases)[packs[n], offset] = digest
+        for place, base in bases.items():
+            if place in deltas:
+                self._bases[deltas[place]].add(base)
+        if self._parts > 1:
+            # A delta and its base may be of different parts.
+            self._seen = self._of_forgotten()
+            for _, below in self._walk_below():
+                self._needed_bases |= self._bases_below(below)
+
+    def _bases_below(self, references: Iterable[bytes]) -> set[bytes]:
+        """Return the bases of some chunks, and theirs."""
+        bases: set[bytes] = set()
+        pending = [digest for digest in references if digest in self._bases]
+        while pending:
+            new = self._bases[pending.pop()] - bases
+            bases |= new
+            pending += [digest for digest in new if digest in self._bases]
+        return bases
+
     def _mark(self, part: int) -> None:
         passed_over = self._of_forgotten()
         self._seen = set(passed_over)
@@ -98,6 +138,9 @@ class Marks:
             use_counts.update(dict.fromkeys(self._of_part(children, part), 0))
         self._seen -= passed_over
         use_counts.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
+        if self._parts == 1:
+            self._needed_bases = self._bases_below(use_counts)
+        use_counts.update(dict.fromkeys(self._of_part(self._needed_bases, part), 0))
         self._needed = use_counts
         self.count += len(use_counts)
         self._sweep(use_counts, part)
@@ -138,7 +181,9 @@ class Marks:
                 0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
                 for pack in packs
             ]
-            for digest, n, _, stored_bytes, _, _ in records:
+            for digest, n, _, stored_bytes, _, codec in records:
+                if codec == _BASE:
+                    continue
                 use = uses[n]
                 if part == 0:
                     use.stored += stored_bytes
@@ -182,16 +227,16 @@ class Marks:
         if not digests:
             return
         for packs, records in self._segments():
-            for digest, n, _, stored_bytes, _, _ in records:
-                if digest in digests:
+            for digest, n, _, stored_bytes, _, codec in records:
+                if digest in digests and codec != _BASE:
                     yield digest, packs[n], stored_bytes
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
         """Yield the contents of some packs."""
         for listed, records in self._segments():
             if any(pack in packs for pack in listed):
-                for digest, n, _, stored_bytes, _, _ in records:
-                    if listed[n] in packs:
+                for digest, n, _, stored_bytes, _, codec in records:
+                    if listed[n] in packs and codec != _BASE:
                         yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
@@ -201,19 +246,31 @@ class Marks:
             return {d: d in nodes for d in digests if d in self._needed}
         self._seen = set()
         chunks = {d for _, children in self._walk_below() for d in children if d in digests}
-        return {d: d in nodes for d in chunks | (nodes & digests)}
+        return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
         """Move on to a newer root; return the digests that are needed since.
 
         Digests that are no longer needed stay marked. That is safe: the next collection finds them.
+        The bases of all new deltas count as needed, whether or not a snapshot needs the deltas.
 
         Raises:
             DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
         """
         self.root = root
-        digests: set[bytes] = set()
+        digests = self._new_bases()
         for node, children in self._walk_below():
             digests.add(digest_in(node))
             digests.update(d for d in children if not is_node(d))
-        return digests
+        return digests | self._bases_below(digests)
+
+    def _new_bases(self) -> set[bytes]:
+        """Return the bases of the deltas in packs that were not marked."""
+        if DELTAS not in self.root.read_features:
+            return set()
+        return {
+            digest
+            for packs, records in self._segments()
+            for digest, n, _, _, _, codec in records
+            if codec == _BASE and packs[n] not in self.uses
+        }

@@ -20,7 +20,7 @@ from casnap.storage.chunks.objects import Objects
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
-_CODECS = frozenset(Codec)
+_CODECS = frozenset(Codec) - {Codec.BASE}
 
 
 def read_footer(backend: Backend, pack: PackId, size: int, guess: int = 0) -> list[Record]:

@@ -92,12 +92,17 @@ def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:
 def _proven_elsewhere(
     objects: Objects, view: View, digest: Digest, packs: list[PackId]
 ) -> PackId | None:
-    """Return the newest live pack of a digest, if it holds it whole and is not one of these."""
-    places = [p for p in objects.index.find_all(view, digest) if p.pack in view.live]
-    newest = max(places, key=lambda place: place.pack, default=None)
-    if newest is None or newest.pack in packs or not objects.holds(newest, digest):
+    """Return the newest live pack of a digest, if it holds it whole and is not one of these.
+
+    If it holds a delta there, that must not stand on an older place of the same chunk.
+    """
+    chain = objects.index.newest_chain(view, digest)
+    if not chain:
         return None
-    return PackId(newest.pack)
+    newest = chain[0][1]
+    return (
+        None if newest.pack in packs or not objects.holds(newest, digest) else PackId(newest.pack)
+    )
 
 
 def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
@@ -113,7 +118,7 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
         transaction = Transaction(objects, crew, codec)
         try:
             try:
-                copy_verified(objects, to_copy.items(), transaction.new_packs, count)
+                copy_verified(objects, to_copy.items(), transaction.new_packs, count, deltas=True)
             except DamagedError as e:
                 if objects.newest() != transaction.base.root:
                     # Another collector has moved the chunks, so this one must mark again.

@@ -17,6 +17,7 @@ from casnap.format.names import UNFINISHED
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
+    DeltaPlace,
     PackId,
     Place,
     Record,
@@ -24,6 +25,7 @@ from casnap.format.records import (
     Row,
     SegmentId,
     SegmentRef,
+    count_records,
     max_segment_bytes,
     merged_segment,
     pack_key,
@@ -73,7 +75,7 @@ class _PackState(NamedTuple):
 def _length_of(records: Sequence[Record]) -> int:
     """Return how long a pack of these records is."""
     end = max((place.offset + place.stored for _, place in records), default=0)
-    return end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+    return end + count_records(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
 
 
 def _wrong_length(size: int, records: Sequence[Record]) -> str:
@@ -107,6 +109,10 @@ class _UncachedObjects(Objects):
         if copies:
             return copies[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
+
+    def places_of_base(self, digest: Digest) -> list[Place]:
+        """Return the places of the base of a delta."""
+        return self._survey.whole_places(digest)
 
     def read_ahead(self, digests: Iterable[bytes]) -> None:
         """On a remote store, read nodes that are needed soon, of several packs at a time.
@@ -215,6 +221,7 @@ class Survey:
         self._damages_of: dict[Digest, list[Damage]] = {}
         self._condemned_damage: dict[PackId, Damage] = {}
         self._gone: set[PackId] = set()
+        self._has_whole: dict[Digest, bool] = {}
         self._cut: set[Record] = set()
         # What was surveyed once: damages below subtrees and leaves, and of lists of chunks.
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
@@ -296,11 +303,23 @@ class Survey:
 
     def _is_whole(self, digest: Digest, place: Place) -> bool:
         record = (digest, place)
-        return place.pack not in self._gone and record not in self._cut and record not in self._bad
+        if place.pack in self._gone or record in self._cut or record in self._bad:
+            return False
+        return not isinstance(place, DeltaPlace) or self._has_whole_place(Digest(place.base))
+
+    def _has_whole_place(self, digest: Digest) -> bool:
+        """Whether a base can be read, as far as that is known."""
+        if digest not in self._has_whole:
+            # While that is looked for, it is not: so a circle of deltas ends.
+            self._has_whole[digest] = False
+            places = self.index.of(digest)
+            self._has_whole[digest] = any(self._is_whole(digest, place) for place in places)
+        return self._has_whole[digest]
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
         """Record that the bytes at a place are not what was written."""
         self._bad[digest, place] = failure
+        self._has_whole.clear()
         message = f"at byte {place.offset:,}: {failure}"
         damage = self._hurt_pack(PackId(place.pack), KINDS[failure.reason], message, digest)
         self._blame.setdefault(digest, []).append(damage)
@@ -367,7 +386,7 @@ class Survey:
                 size = backend.size(pack_key(pack))
             if size < _length_of(records):
                 return _PackState(size)
-            return _PackState(size, read_footer(backend, pack, size, len(records)))
+            return _PackState(size, read_footer(backend, pack, size, count_records(records)))
         except UnavailableError:
             raise
         except READ_ERRORS as e:
@@ -398,6 +417,7 @@ class Survey:
         for digest, place in records:
             if place.offset + place.stored > size:
                 self._cut.add((digest, place))
+                self._has_whole.clear()
                 self._blame.setdefault(digest, []).append(damage)
 
     def _hurt_pack(self, pack: PackId, kind: str, message: str, digest: bytes = b"") -> Damage:
@@ -407,6 +427,7 @@ class Survey:
     def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
         damage = self._hurt_pack(pack, kind, message)
         self._gone.add(pack)
+        self._has_whole.clear()
         for digest, _ in self.index.of_pack(pack):
             self._blame.setdefault(digest, []).append(damage)
 
@@ -421,7 +442,7 @@ class Survey:
             self._progress("reading", min(self.read_bytes, total), total)
 
         records = (r for r in self._to_read() if share >= 1 or choice.random() < share)
-        for (digest, place), failure in bad_records(self.objects, records, report):
+        for (digest, place), failure in bad_records(self._uncached, records, report):
             self.note_bad(digest, place, failure)
 
     @property
@@ -558,7 +579,12 @@ class Survey:
         if raw - {nbytes}:
             message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
             return [self._add_damage("malformed", "", message, digest)]
-        return self.damages_of(digest, places)
+        damages = self.damages_of(digest, places)
+        for place in places:
+            # A base may be in a pack that is about to be deleted.
+            if isinstance(place, DeltaPlace) and self.needed.get(Digest(place.base)) != nbytes:
+                damages = [*damages, *self._chunk(Digest(place.base), nbytes)]
+        return damages
 
     def _try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
         """Return the result of reading from the trees, and the damages that this met."""
@@ -580,6 +606,8 @@ class Survey:
         places = self.whole_places(digest) if places is None else places
         if any(place.pack not in self.root.condemned for place in places):
             return []
+        # While its bases are looked for, there is none: so a circle of deltas ends.
+        self._damages_of[digest] = []
         if not places:
             self.lost.add(digest)
         self._damages_of[digest] = self._condemned(places) if places else self._why_lost(digest)
@@ -594,8 +622,14 @@ class Survey:
         return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
-        if digest in self._blame:
-            return self._blame[digest]
+        of_bases = [
+            damage
+            for place in self.index.of(digest)
+            if isinstance(place, DeltaPlace)
+            for damage in self._chunk(Digest(place.base), place.raw)
+        ]
+        if digest in self._blame or of_bases:
+            return [*self._blame.get(digest, ()), *of_bases]
         if digest in self.known_lost:
             message = "known to be lost since an earlier repair"
             return [self._add_damage("lost", "", message, digest)]

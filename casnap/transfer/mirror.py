@@ -31,7 +31,6 @@ from casnap.errors import (
     SnapshotExistsError,
     UnavailableError,
 )
-from casnap.format.codec import Codec
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
 from casnap.storage.catalog.mirror_notes import (
@@ -48,7 +47,7 @@ from casnap.storage.catalog.mirror_notes import (
     wrong_mirror_error,
 )
 from casnap.storage.catalog.opening import locate, open_objects
-from casnap.storage.catalog.settings import CODEC, settings_of
+from casnap.storage.catalog.settings import CODEC, CODECS, settings_of
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.lmdb_files import BusyError, locked
 from casnap.storage.chunks.objects import Objects
@@ -408,13 +407,13 @@ class Mirror:
         source, name = self._source, self._place.name
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
-        zstd = settings_of(root)[CODEC] == "zstd"
+        codec = settings_of(root)[CODEC]
         try:
             objects, _ = open_objects(
                 self._place,
                 create=attached is None,
                 chunk_size=source.config.chunk_size,
-                codec=Codec.ZSTD if zstd else Codec.RAW,
+                codec=codec if codec in CODECS else None,
             )
         except NotAStoreError as e:
             if attached is None:

@@ -32,7 +32,7 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "store": str(tmp_path / "a"),
         "id": store.id,
         "chunk_size_bytes": 256 << 10,
-        "codec": "raw",
+        "codec": "auto",
         "created": True,
     }
     assert document("init", tmp_path / "a") == {**result, "created": False}

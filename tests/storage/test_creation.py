@@ -109,7 +109,7 @@ def test_who_finishes_a_store_makes_what_was_begun(
             store = Store(place)
             on_purpose = begin is made_on_purpose
             assert store.chunk_size == 1 << (16 if on_purpose else 20), k
-            assert store.settings["codec"] == ("zstd" if on_purpose else "raw"), k
+            assert store.settings["codec"] == ("zstd" if on_purpose else "auto"), k
             below = on_purpose and finish in (taken_below, taken_in_view)
             assert ("run/step_2" in store) == below, k
             if finish is made_on_purpose:  # it is still for the folder alone

@@ -65,7 +65,7 @@ def test_every_writer_obeys_the_codec_of_the_store(tmp_path: Path, take: Any) ->
 
 def test_configure(tmp_path: Path) -> None:
     store = Store(tmp_path / "s", chunk_size=CHUNK).make()
-    assert store.settings == {"codec": "raw", "gc": "auto"}
+    assert store.settings == {"codec": "auto", "gc": "auto"}
     store.take(state(1), "a")
     other = Store(tmp_path / "s").make()
     assert store.configure(codec="zstd")
@@ -84,7 +84,7 @@ def test_configure(tmp_path: Path) -> None:
     assert store.configure(codec="raw")
     other.take(state(3), "c")
     assert codecs(store, "c") == {Codec.RAW}
-    with pytest.raises(ValueError, match="one of 'raw', 'zstd'; got 'ZSTD'"):
+    with pytest.raises(ValueError, match=r"one of 'auto', 'raw', 'zstd'; got 'ZSTD'"):
         store.configure(codec="ZSTD")
 
 
@@ -133,7 +133,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (told["id"], told["chunk_size_bytes"]) == (made["id"], 1 << 20)
     assert "casnap config" in failure("init", folder, "--codec", "zstd")
     assert document("init", folder, "--codec", "raw")["created"] is False
-    assert "write codec=raw" in failure("config", folder, "colour=red", status=2)
+    assert "write codec=auto" in failure("config", folder, "colour=red", status=2)
     for setting in ("codec", "colour=red", "codec=lz4", "=raw"):
         assert "codec" in failure("config", folder, setting, status=2)
     assert document("config", folder)["settings"] == {"codec": "raw", "gc": "auto"}
@@ -153,9 +153,9 @@ def test_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was condemned waits as long as the store is set to, unless a collection is told."""
     folder = tmp_path / "s"
     store = Store(folder, chunk_size=CHUNK).make()
-    assert invoke("config", folder, "gc=12h").stdout == "codec=raw\ngc=43200s\n"
+    assert invoke("config", folder, "gc=12h").stdout == "codec=auto\ngc=43200s\n"
     assert document("config", folder)["settings"]["gc"] == 43200
-    assert invoke("config", folder, "gc=43200s").stdout == "codec=raw\ngc=43200s\n"
+    assert invoke("config", folder, "gc=43200s").stdout == "codec=auto\ngc=43200s\n"
     store.take(state(1), "a")
     store.delete("a")
     assert store.gc().waiting_packs > 0
@@ -170,7 +170,7 @@ def test_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.settings["gc"] == 172800
     assert store.gc(dry_run=True).waiting_packs > 0
     store.configure(gc=0)
-    assert invoke("config", folder).stdout == "codec=raw\ngc=0s\n"
+    assert invoke("config", folder).stdout == "codec=auto\ngc=0s\n"
     store.configure(gc="off")
     assert store.gc(dry_run=True).waiting_packs > 0
     store.configure(gc=0)

@@ -77,13 +77,13 @@ def assert_recovers(source: Path, destination: Path) -> None:
     assert done <= ALL | {"step_8"}
     assert_copied(source, there, done - {"step_8"})
     # What is committed of an unfinished copy stays.
-    there.gc(grace=0)
+    there.gc(grace=0, recode_after=None)
     assert_copied(source, there, done - {"step_8"})
     copy_in_parts(source, destination, PART)
     assert unfinished(there) == []
     assert_copied(source, there)
     for place in (source, destination):
-        Store(place).gc(grace=0)
+        Store(place).gc(grace=0, recode_after=None)
         assert_no_orphans(place)
     assert_copied(source, there)
 
@@ -128,12 +128,12 @@ Collect = Callable[[Path, Path, float], None]
 
 
 def collect_destination(_source: Path, destination: Path, repack: float) -> None:
-    Store(destination).gc(grace=0, repack=repack)
+    Store(destination).gc(grace=0, repack=repack, recode_after=None)
 
 
 def collect_both(source: Path, destination: Path, repack: float) -> None:
     for place in (source, destination):
-        Store(place).gc(grace=0, repack=repack)
+        Store(place).gc(grace=0, repack=repack, recode_after=None)
 
 
 def delete_at_source(source: Path, _destination: Path, repack: float) -> None:
@@ -141,7 +141,7 @@ def delete_at_source(source: Path, _destination: Path, repack: float) -> None:
     store = Store(source).make()
     with suppress(SnapshotNotFoundError):
         store.delete("step_1")
-    store.gc(grace=0, repack=repack)
+    store.gc(grace=0, repack=repack, recode_after=None)
 
 
 def delete_at_destination(_source: Path, destination: Path, repack: float) -> None:
@@ -150,7 +150,7 @@ def delete_at_destination(_source: Path, destination: Path, repack: float) -> No
     for snapshot in store.snapshots():
         if snapshot.name in ALL:
             store.delete(snapshot.name)
-    store.gc(grace=0, repack=repack)
+    store.gc(grace=0, repack=repack, recode_after=None)
 
 
 MEANWHILE = [

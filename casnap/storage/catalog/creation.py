@@ -14,7 +14,6 @@ import msgspec
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.base import TEMPORARY
 from casnap.errors import BackendError, NotAStoreError, StoreError
-from casnap.format.codec import Codec
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
@@ -28,7 +27,7 @@ from casnap.format.records import (
 )
 from casnap.runtime.environment import crowded_folders
 from casnap.storage.catalog.location import exists, has_object
-from casnap.storage.catalog.settings import codec_settings
+from casnap.storage.catalog.settings import CODEC
 from casnap.storage.catalog.uris import store_uri
 from casnap.storage.log.config import (
     RECORD,
@@ -64,7 +63,7 @@ def create_store(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     is_explicit: bool,
-    codec: Codec = Codec.RAW,
+    codec: str | None = None,
 ) -> CreatedStore:
     """Make a store, or finish making one; do nothing if it is complete.
 
@@ -72,7 +71,7 @@ def create_store(
         backend: Where to make it.
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         is_explicit: Whether the user named this very place as a store.
-        codec: How a new store is to store new chunks.
+        codec: The setting of a new store that says how chunks are stored.
 
     Raises:
         StoreError: No store can be made here.
@@ -116,8 +115,8 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
 
 
-def _first_settings(backend: Backend, codec: Codec, *, is_explicit: bool) -> dict[str, Any]:
-    settings = codec_settings(codec) if codec is not Codec.RAW else {}
+def _first_settings(backend: Backend, codec: str | None, *, is_explicit: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {} if codec is None else {CODEC: codec}
     if not is_explicit and backend.folder is not None:
         settings[FOLDER_ONLY] = True
     return settings

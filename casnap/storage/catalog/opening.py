@@ -11,7 +11,6 @@ from typing import Any
 
 from casnap.backends import Backend
 from casnap.errors import NotAStoreError, UnsupportedFormatError
-from casnap.format.codec import Codec
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.storage.catalog.creation import CreatedStore, create_store
@@ -31,7 +30,7 @@ def open_objects(
     create: bool,
     is_explicit: bool = True,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    codec: Codec = Codec.RAW,
+    codec: str | None = None,
     exclusive: bool = False,
     config: StoreConfig | None = None,
     look_ahead: bool = False,
@@ -45,7 +44,7 @@ def open_objects(
         create: Make the store if there is none.
         is_explicit: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
-        codec: For a new store: how new chunks are stored.
+        codec: For a new store: the setting that says how chunks are stored.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
         look_ahead: Whether a use follows at once, so that a remote store looks for its newest root

@@ -18,30 +18,25 @@ from casnap.storage.chunks.objects import Objects
 CODEC = "codec"
 GC = "gc"
 _GC_WORDS = ("auto", "off")
-_CODECS = {codec.name.lower(): codec for codec in Codec}
+CODECS = ("auto", "raw", "zstd")
+"""How chunks are stored. ``auto``: as they are, until `gc` makes what history keeps smaller."""
 
 
-def codec_named(name: str) -> Codec:
-    """Return the codec of a name.
+def check_codec(name: str) -> str:
+    """Return the name of a codec.
 
     Raises:
         ValueError: There is none of this name.
     """
-    try:
-        return _CODECS[name]
-    except (KeyError, TypeError):
-        names = ", ".join(map(repr, _CODECS))
-        raise ValueError(f"codec is one of {names}; got {name!r:.80}") from None
-
-
-def codec_settings(codec: Codec) -> dict[str, Any]:
-    """Return the setting that says how new chunks are stored."""
-    return {CODEC: codec.name.lower()}
+    if name not in CODECS:
+        known = ", ".join(map(repr, CODECS))
+        raise ValueError(f"codec is one of {known}; got {name!r:.80}")
+    return name
 
 
 def settings_of(root: Root) -> dict[str, Any]:
     """Return the settings of a store, with the defaults of those that were never set."""
-    return {**codec_settings(Codec.RAW), GC: _GC_WORDS[0], **root.settings}
+    return {CODEC: CODECS[0], GC: _GC_WORDS[0], **root.settings}
 
 
 def gc_settings(gc: str | float | timedelta) -> dict[str, Any]:
@@ -77,20 +72,25 @@ def _is_time(value: object) -> bool:
 
 
 def codec_of(root: Root, uri: str) -> Codec:
-    """Return how new chunks are stored.
+    """Return how takes store new chunks.
 
     Raises:
         UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
     """
     name = settings_of(root)[CODEC]
     try:
-        return codec_named(name)
+        return Codec.ZSTD if check_codec(name) == "zstd" else Codec.RAW
     except ValueError:
         raise UnsupportedFormatError(
             f"{uri} stores new chunks with codec {name!r:.80}, which this casnap does not know, "
             "so it takes no snapshot there; update casnap, or set another codec: "
             f"`casnap config {uri} codec=raw`"
         ) from None
+
+
+def recodes(root: Root) -> bool:
+    """Whether `gc` makes what history keeps smaller."""
+    return settings_of(root)[CODEC] in ("auto", "zstd")
 
 
 def change_settings(

@@ -27,9 +27,18 @@ from weakref import WeakValueDictionary
 
 import lmdb
 
+from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.names import STORE_FOLDER
-from casnap.format.records import CONFIG_KEY, ID_SIZE, PackId, Place, Record, SegmentId
+from casnap.format.records import (
+    CONFIG_KEY,
+    ID_SIZE,
+    DeltaPlace,
+    PackId,
+    Place,
+    Record,
+    SegmentId,
+)
 from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
@@ -47,8 +56,9 @@ _log = logging.getLogger("casnap")
 C = TypeVar("C", bound="Cache")
 P = ParamSpec("P")
 R = TypeVar("R")
+# To read a member of an enum takes as long as to copy a small chunk.
+_DELTA = int(Codec.DELTA)
 _BARE_PLACE = struct.Struct("<16sQIIB")
-_PLACE = struct.Struct("<16sQIIBI")
 # Named by a store id and a place, or by a place.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 _URI = "uri"
@@ -165,7 +175,7 @@ class MemoryCache(Cache):
 
     @override
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        return [next((p for p in self.places(d) if p.pack in live), None) for d in digests]
+        return [preferred(p for p in self.places(d) if p.pack in live) for d in digests]
 
     @override
     def places(self, digest: Digest) -> list[Place]:
@@ -278,8 +288,9 @@ class LmdbCache(Cache):
                 place = None if value is None else _decode_place(digest, bytes(value))
                 if place is not None and place.pack not in is_live:
                     is_live[place.pack] = place.pack in live
-                if value is not None and (place is None or not is_live[place.pack]):
-                    place = next((p for p in _all_places(txn, digest) if p.pack in live), None)
+                is_best = place is not None and is_live[place.pack] and place.codec != _DELTA
+                if value is not None and not is_best:
+                    place = preferred(p for p in _all_places(txn, digest) if p.pack in live)
                 places.append(place)
         return places
 
@@ -350,6 +361,16 @@ class LmdbCache(Cache):
             yield
 
 
+def preferred(places: Iterable[Place]) -> Place | None:
+    """Return the first of some places where a chunk is not stored as a delta; else the first."""
+    first = None
+    for place in places:
+        if place.codec != _DELTA:
+            return place
+        first = first or place
+    return first
+
+
 def _u32(data: bytes) -> int:
     return int.from_bytes(data[:4], "little")
 
@@ -357,15 +378,20 @@ def _u32(data: bytes) -> int:
 def _encode_place(digest: Digest, place: Place) -> bytes:
     p = place
     bare = _BARE_PLACE.pack(p.pack, p.offset, p.stored, p.raw, p.codec)
+    if isinstance(p, DeltaPlace):
+        bare += p.base
     return bare + zlib.crc32(digest + bare).to_bytes(4, "little")
 
 
 def _decode_place(digest: Digest, value: bytes) -> Place | None:
-    if len(value) != _PLACE.size:
+    bare, base = value[: _BARE_PLACE.size], value[_BARE_PLACE.size : -4]
+    if len(base) not in (0, DIGEST_SIZE) or len(bare) != _BARE_PLACE.size:
         return None
-    pack, offset, stored, raw, codec, crc = _PLACE.unpack(value)
-    if crc != zlib.crc32(digest + value[:-4]):
+    if zlib.crc32(digest + value[:-4]) != int.from_bytes(value[-4:], "little"):
         return None
+    pack, offset, stored, raw, codec = _BARE_PLACE.unpack(bare)
+    if base:
+        return DeltaPlace(pack, offset, stored, raw, codec, base)
     return Place(pack, offset, stored, raw, codec)
 
 

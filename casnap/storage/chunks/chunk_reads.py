@@ -47,6 +47,9 @@ class Want(NamedTuple):
         target: Memory that may be read into before the bytes are proven. The sink then gets this
             very object.
         is_node: Whether it is a node.
+        is_stored: Whether the sink takes the bytes as they are stored, which nothing proves.
+        as_delta: Called instead of the sink if the chunk is stored as a delta, with its stored
+            bytes, and the chunk, which was verified.
     """
 
     digest: Digest
@@ -55,6 +58,8 @@ class Want(NamedTuple):
     path: str
     target: memoryview | None = None
     is_node: bool = False
+    is_stored: bool = False
+    as_delta: Callable[[memoryview, memoryview], None] | None = None
 
 
 class ReadOptions(NamedTuple):
@@ -327,7 +332,7 @@ def _read_run(
     for place, wants in read.chunks:
         start = place.offset - read.start
         stored = target[start : min(start + place.stored, n)]
-        raw = _verify(wants[0].digest, place, stored)
+        raw = _verify(wants[0], place, stored)
         if isinstance(raw, Failure):
             failures.append(FailedRead(place, wants, raw))
             continue
@@ -344,15 +349,17 @@ def _is_plausible(place: Place, want: Want, chunk_size: int) -> bool:
     return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
 
 
-def _verify(digest: Digest, place: Place, stored: memoryview) -> memoryview | Failure:
-    """Return the raw bytes if they have this digest, else why not."""
+def _verify(want: Want, place: Place, stored: memoryview) -> memoryview | Failure:
+    """Return the raw bytes if they have the wanted digest, else why not."""
     if len(stored) != place.stored:
         return Failure(Reason.CUT_OFF)
+    if want.is_stored:
+        return stored
     try:
         raw = decompress(place.codec, stored, place.raw)
     except DamagedError as e:
         return Failure(Reason.CHANGED, str(e))
-    intact = len(raw) == place.raw and digest_of(raw) == digest
+    intact = len(raw) == place.raw and digest_of(raw) == want.digest
     return raw if intact else Failure(Reason.CHANGED)
 
 

@@ -44,7 +44,12 @@ def codec_among(places: Iterable[Place | None]) -> Codec:
 
 
 def copy_verified(
-    source: Objects, chunks: Iterable[tuple[Digest, bool]], new_packs: NewPacks, report: Report
+    source: Objects,
+    chunks: Iterable[tuple[Digest, bool]],
+    new_packs: NewPacks,
+    report: Report,
+    *,
+    deltas: bool = False,
 ) -> None:
     """Read chunks and nodes, verify them, and write them into new packs. Hold the turn for it.
 
@@ -53,6 +58,7 @@ def copy_verified(
         chunks: Digests, each with whether it is a node.
         new_packs: Where to write.
         report: Called after each.
+        deltas: Whether to write deltas as they are: their bases are in the same store.
 
     Raises:
         DamagedError: Some are nowhere whole. All others were written.
@@ -63,6 +69,15 @@ def copy_verified(
         new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
         report(digest, len(raw))
 
+    def keep_delta(digest: Digest, stored: memoryview, raw: memoryview) -> None:
+        new_packs.copy_stored(digest, stored, len(raw), Codec.DELTA)
+        report(digest, len(raw))
+
+    def want(digest: Digest, is_node: bool) -> Want:
+        as_delta = partial(keep_delta, digest) if deltas else None
+        return Want(
+            digest, -1, partial(sink, digest, is_node), "", is_node=is_node, as_delta=as_delta
+        )
+
     options = _READ._replace(room=new_packs.room)
-    wants = (Want(d, -1, partial(sink, d, node), "", None, node) for d, node in chunks)
-    source.fetch(wants, options)
+    source.fetch((want(d, node) for d, node in chunks), options)

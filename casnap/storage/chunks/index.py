@@ -20,9 +20,12 @@ import lmdb
 
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.codec import Codec
+from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
     SEGMENT_RECORD_SIZE,
+    DeltaPlace,
     PackId,
     Place,
     Record,
@@ -396,6 +399,27 @@ class Index:
         """Return all places where a digest can be read."""
         places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
+
+    def newest_chain(self, view: View, digest: Digest) -> list[Record]:
+        """Return a chunk and all bases below it, each at its newest live place.
+
+        Older places may be about to be collected.
+
+        Returns:
+            The chain, of which only the last one is no delta; nothing if one is nowhere, or the
+            chain has no end.
+        """
+        chain: list[Record] = []
+        while len(chain) <= MOST_LINKS:
+            places = [p for p in self.find_all(view, digest) if p.pack in view.live]
+            if not places:
+                return []
+            place = max(places, key=lambda p: p.pack)
+            chain.append((digest, place))
+            if not isinstance(place, DeltaPlace):
+                return chain if place.codec != Codec.DELTA else []
+            digest = Digest(place.base)
+        return []
 
     def note_damaged(self, records: Iterable[Record]) -> None:
         """Note damaged places, for all takes of this process: they store anew what lies there."""

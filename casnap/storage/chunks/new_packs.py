@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, islice
 
 from casnap.format.codec import Codec
+from casnap.format.delta import base_of
 from casnap.format.digest import Digest, digest_of
 from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, named_in
 from casnap.format.records import PackId, Place, Segment
@@ -106,6 +107,22 @@ class NewPacks:
                 filler.add_verified(digest, raw)
             else:
                 filler.add_known([(digest, raw)])
+
+    def copy_stored(
+        self, digest: Digest, stored: bytes | memoryview, nbytes: int, codec: Codec
+    ) -> None:
+        """Write a chunk in a given form, unless it was claimed; from any thread.
+
+        Args:
+            digest: Its digest.
+            stored: The form, which was found to give the chunk.
+            nbytes: The length of the chunk.
+            codec: Which form it is.
+        """
+        base = base_of(stored) if codec == Codec.DELTA else None
+        if self.claim([digest], [True])[0]:
+            with self._copying:
+                self._copies[0].add_stored(digest, stored, nbytes, codec, base)
 
     def room(self, nbytes: int, count: int) -> Room | None:
         """Return room for copies of chunks that lie side by side; from any thread.

@@ -17,6 +17,7 @@ from casnap.errors import (
     DamagedError,
     NotAStoreError,
 )
+from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.names import is_row_name
 from casnap.format.records import (
@@ -27,6 +28,8 @@ from casnap.format.records import (
     StoreConfig,
 )
 from casnap.format.tree import DEEP, Tree
+from casnap.runtime.threads import cores
+from casnap.storage.chunks.cache import preferred
 from casnap.storage.chunks.chunk_cache import ChunkCache
 from casnap.storage.chunks.chunk_reads import (
     DEFAULT_READ,
@@ -37,6 +40,7 @@ from casnap.storage.chunks.chunk_reads import (
     Want,
     read_places,
 )
+from casnap.storage.chunks.delta_reads import DeltaReader
 from casnap.storage.chunks.index import Index, View
 from casnap.storage.chunks.node_hints import KnownHints, read_node_pack
 from casnap.storage.chunks.remembered_root import RememberedRoot
@@ -48,6 +52,7 @@ from casnap.storage.log.same_store import check_same_store, id_in
 V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
+_DELTA = int(Codec.DELTA)
 # The places of so many chunks are held at a time.
 _WINDOW = 1 << 14
 # So many chunks are looked for in a remote index without reading it whole, if it is large.
@@ -384,6 +389,9 @@ class Objects:
         return view, failed
 
     def _has_moved(self, view: View, failed: _Failed) -> bool:
+        if any(unread.place.codec == Codec.DELTA for unread in failed.tried):
+            # A base of it may have.
+            return True
         tried = {unread.place for unread in failed.tried}
         return not tried.issuperset(self.index.find_all(view, failed.want.digest))
 
@@ -418,17 +426,47 @@ class Objects:
         self, located: list[tuple[Place, list[Want]]], options: ReadOptions
     ) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""
+        deltas = [each for each in located if each[0].codec == _DELTA]
+        if deltas:
+            located = [each for each in located if each[0].codec != _DELTA]
         # Only of nodes the length is not known, and the host keeps those elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in located):
             located = self.chunk_cache.read(located, self.config.chunk_size, options)
             options = options._replace(keep=self.chunk_cache.keep)
-        return self.read_places(located, options)
+        return self.read_places(located + deltas, options)
 
     def read_places(
         self, places: list[tuple[Place, list[Want]]], options: ReadOptions = DEFAULT_READ
     ) -> list[FailedRead]:
         """Read the chunks at these places in the store; return those that failed, and why."""
-        return read_places(self.backend, self.config.chunk_size, places, options)
+        deltas = [each for each in places if each[0].codec == _DELTA]
+        if not deltas:
+            return read_places(self.backend, self.config.chunk_size, places, options)
+        others = [each for each in places if each[0].codec != _DELTA]
+        failures = read_places(self.backend, self.config.chunk_size, others, options)
+        alone = options.budget is not None or options.readers == 0
+        reader = DeltaReader(
+            lambda located: read_places(
+                self.backend, self.config.chunk_size, located, WITHOUT_POOL
+            ),
+            self._find_bases,
+            self.places_of_base,
+        )
+        at_once = self.backend.in_flight if self.backend.costly_requests else cores()
+        return failures + reader.read(deltas, 1 if alone else at_once)
+
+    def _find_bases(self, digests: list[Digest]) -> list[Place | None]:
+        """Return where the bases of some deltas lie, or None for each that is nowhere."""
+        root = self.recent()
+        if self.backend.costly_requests and not self.index.knows(root):
+            places = self.index.find_few(root, digests)
+            if all(places):
+                return places
+        return [preferred(self.places_of_base(digest)) for digest in digests]
+
+    def places_of_base(self, digest: Digest) -> list[Place]:
+        """Return all places of the base of a delta."""
+        return self.index.find_all(self.recent_view(), digest)
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read and verified at this place."""

@@ -19,6 +19,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
+    DeltaPlace,
     PackId,
     Place,
     Record,
@@ -298,6 +299,22 @@ class PackFiller:
         """Keep a chunk that was verified where it lies, in memory that no other thread writes."""
         for _ in self._groups([raw]):
             self._open_pack.records.append((digest, self._copy(raw)))
+
+    def add_stored(
+        self, digest: Digest, stored: Raw, nbytes: int, codec: Codec, base: Digest | None
+    ) -> None:
+        """Keep a chunk of so many bytes in a form that was verified."""
+        for _ in self._groups([stored]):
+            pack = self._open_pack
+            offset = self._pad(len(stored))
+            pack.fill += len(stored)
+            buffers.copy(pack.slot.view[offset : pack.fill], stored)
+            place = Place(pack.id, offset, len(stored), nbytes, codec)
+            if base is not None:
+                place = DeltaPlace(pack.id, offset, len(stored), nbytes, codec, base)
+                # It has two records in the footer.
+                pack.promised += 1
+            pack.records.append((digest, place))
 
     def room(self, nbytes: int, count: int) -> Room | None:
         """Return room for chunks that are to lie side by side, as they are, from a page on.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import replace
 
 from casnap.errors import FencedError
+from casnap.format.codec import Codec
+from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import PackId, Place, pack_key
+from casnap.format.records import DeltaPlace, PackId, Place, Record, pack_key
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.objects import Objects
 
@@ -53,13 +55,18 @@ class ReusedPacks:
         return [place is None for place in self.reuse_at(digests)]
 
     def reuse_at(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on the digests that are in live, existing packs; return a place of each, or None."""
-        places = self._find(digests)
+        """Rely on the digests that are in live, existing packs; return a place of each, or None.
+
+        A chunk that is stored as a delta needs its base too.
+        """
+        places = dict(zip(digests, self._find(digests), strict=True))
+        while bases := [d for d in _bases(places.values()) if d not in places]:
+            places |= zip(bases, self._find(bases), strict=True)
+        chains = {digest: _chain(digest, places) for digest in digests}
         with self._lock:
-            for digest, place in zip(digests, places, strict=True):
-                if place is not None:
-                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
-        return places
+            for digest, place in {link for chain in chains.values() for link in chain}:
+                self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+        return [chains[digest][0][1] if chains[digest] else None for digest in digests]
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist; drop from the view those that do not."""
@@ -110,3 +117,23 @@ class ReusedPacks:
                 del self._digests[pack]
             elif pack not in latest.packs:
                 raise FencedError(COLLECTED)
+
+
+def _bases(places: Iterable[Place | None]) -> list[Digest]:
+    """Return the bases of those places that hold deltas, each once."""
+    return list(dict.fromkeys(Digest(p.base) for p in places if isinstance(p, DeltaPlace)))
+
+
+def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record]:
+    """Return a chunk and all bases below it, with their places; nothing if one is nowhere."""
+    chain: list[Record] = []
+    while len(chain) <= MOST_LINKS:
+        place = places[digest]
+        if place is None:
+            return []
+        chain.append((digest, place))
+        if not isinstance(place, DeltaPlace):
+            # A delta that does not say its base cannot be relied on.
+            return chain if place.codec != Codec.DELTA else []
+        digest = Digest(place.base)
+    return []

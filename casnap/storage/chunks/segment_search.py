@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from casnap.backends.base import Backend
+from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import (
     ID_SIZE,
@@ -169,5 +170,6 @@ class _Search:
         return [
             (digest, Place(PackId(bytes(ids[n])), *rest))
             for digest, (_, n, *rest) in self.found
-            if n in ids
+            # Which base a delta has is told by its own bytes.
+            if n in ids and rest[-1] != Codec.BASE
         ]

@@ -51,7 +51,7 @@ def add_segment(
     written = [write_segment(objects, part, base) for part in large]
     levels = _REMOTE_LEVELS if objects.backend.costly_requests else _LOCAL_LEVELS
     sizes = {ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
-    merged = _to_merge(sizes, len(segment.records) + len(segment.packs), levels)
+    merged = _to_merge(sizes, segment.count + len(segment.packs), levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
     last_written = _write_merged(objects, view, segment, merged, (), base)
     return (*unmerged, *written, *last_written)
@@ -135,7 +135,7 @@ def _write_merged(
     base: int,
 ) -> list[SegmentRef]:
     """Write new and old segments as one; return it, or nothing if it lists no pack."""
-    content, packs, count = encode_segment(new), new.packs, len(new.records)
+    content, packs, count = encode_segment(new), new.packs, new.count
     if refs:
         parts = [objects.index.sealed_or_kept(ref) for ref in refs]
         content, packs, count = merged_segment([(content, "a new segment"), *parts], without)
@@ -150,7 +150,7 @@ def _write_merged(
 def write_segment(objects: Objects, segment: Segment, base: int) -> SegmentRef:
     """Write a segment as it is. Another process may name it in a root."""
     ident = _put(objects, encode_segment(segment), base)
-    return SegmentRef(ident, len(segment.records))
+    return SegmentRef(ident, segment.count)
 
 
 def write_segments(objects: Objects, segment: Segment, base: int) -> tuple[SegmentRef, ...]:

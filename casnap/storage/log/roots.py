@@ -41,6 +41,10 @@ from casnap.storage.log.put_if_absent import recheck_put_if_absent
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.
 _MOST_PROBES = 4
+DELTAS = "deltas"
+"""The feature of stores that hold deltas (``format/delta.py``)."""
+FEATURES = frozenset({DELTAS})
+"""What this version knows, to read and to write."""
 # Holds a copy of the newest root; no other is needed to read the store.
 COPIES = "roots/copies"
 
@@ -69,9 +73,8 @@ def newest_root(backend: Backend, remembered: Root | None = None, *, stands: boo
         if backend.costly_requests and root.seq == first_seq + _MOST_PROBES:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
-    # This version knows none.
-    if root.read_features:
-        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", root.read_features))
+    if unknown := set(root.read_features) - FEATURES:
+        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
     return root
 
 
@@ -120,13 +123,22 @@ def _lacks(doing: str, features: Collection[str]) -> str:
 
 
 def check_writable(uri: str, features: Collection[str], doing: str = "write to") -> None:
-    """Check that this version, which knows no write features, may write to a store of some.
+    """Check that this version may write to a store of some write features.
 
     Raises:
-        UnsupportedFormatError: There is one.
+        UnsupportedFormatError: It does not know one.
     """
-    if features:
-        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", features))
+    if unknown := set(features) - FEATURES:
+        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
+
+
+def with_deltas(root: Root) -> Root:
+    """Return a root that names packs with deltas: readers and collectors have to know them."""
+    return msgspec.structs.replace(
+        root,
+        read_features=tuple(sorted({*root.read_features, DELTAS})),
+        write_features=tuple(sorted({*root.write_features, DELTAS})),
+    )
 
 
 def _stands(backend: Backend, root: Root) -> bool:

@@ -1,0 +1,123 @@
+"""Deltas: a chunk stored as how it differs from another one of the same length, its base.
+
+A delta is the XOR of both, so a chain of deltas can be applied in any order, in one buffer. There
+are two forms. Where most elements differ, the XOR is stored in planes (``codec.py``); where few do,
+only these are stored: the gaps between them, and their XOR.
+
+Byte strings alone are too slow for this: XOR by Python's integers runs at 0.25 GB/s, numpy's at 10.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from casnap.errors import DamagedError
+from casnap.format.codec import WIDTHS, join_planes, planes_in, split_planes, width_of
+from casnap.format.digest import DIGEST_SIZE, Digest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_DENSE, _SPARSE = 0, 1
+# The digest of the base, the form, and of a sparse delta the length of an element and how many of
+# them differ.
+_HEAD = struct.Struct(f"<{DIGEST_SIZE}sBBI")
+# If more of the elements differ, gaps take more than zeros do.
+_FEW = 0.25
+# A delta that saves less is not worth the time of each reader.
+_WORTH = 0.9
+
+MOST_LINKS = 32
+"""No chain of deltas has more links."""
+MOST_STORED = 2.0
+"""A chain takes no more than so many times the bytes of its chunk, its first chunk included."""
+
+
+def encode_delta(
+    raw: memoryview | bytes, base: memoryview | bytes, base_digest: Digest
+) -> bytes | None:
+    """Return a chunk as how it differs from its base; None if that saves little.
+
+    Args:
+        raw: The chunk.
+        base: Another chunk of the same length.
+        base_digest: Its digest.
+    """
+    import numpy as np
+
+    if len(raw) != len(base):
+        return None
+    change = np.frombuffer(raw, np.uint8) ^ np.frombuffer(base, np.uint8)
+    width = width_of(base) if len(raw) % WIDTHS[-1] == 0 else 1
+    elements = change.view(f"<u{width}")
+    differing = np.flatnonzero(elements)
+    form, count = _DENSE, 0
+    if len(differing) <= _FEW * len(elements):
+        form, count = _SPARSE, len(differing)
+        gaps = np.diff(differing, prepend=0).astype("<u4")
+        body = split_planes(gaps.tobytes(), 4) + split_planes(elements[differing].tobytes(), width)
+    else:
+        body = split_planes(change.tobytes(), width)
+    stored = _HEAD.pack(base_digest, form, width, count) + body
+    return stored if len(stored) < _WORTH * len(raw) else None
+
+
+def base_of(stored: memoryview | bytes) -> Digest:
+    """Return the digest of the base of a delta.
+
+    Raises:
+        DamagedError: These bytes are no delta.
+    """
+    return _head(stored)[0]
+
+
+def is_sparse(stored: memoryview | bytes) -> bool:
+    """Whether a delta holds only what differs."""
+    return _head(stored)[1] == _SPARSE
+
+
+def apply_delta(stored: memoryview, chunk: bytearray | memoryview) -> None:
+    """Change a chunk in place by a delta. The caller verifies the result.
+
+    Args:
+        stored: The delta.
+        chunk: The bytes of its base, or of the base changed by other deltas of a chain.
+
+    Raises:
+        DamagedError: It cannot be one.
+    """
+    import numpy as np
+
+    _, form, width, count = _head(stored)
+    body = stored[_HEAD.size :]
+    if width not in WIDTHS or len(chunk) % width:
+        raise DamagedError("a delta has elements of an impossible length")
+    if form == _DENSE:
+        planes, end = planes_in(body, len(chunk))
+        for i, plane in enumerate(planes):
+            target = np.frombuffer(chunk, np.uint8)[i :: len(planes)]
+            np.bitwise_xor(target, np.frombuffer(plane, np.uint8), out=target)
+    else:
+        elements: np.ndarray = np.frombuffer(chunk, f"<u{width}")
+        if count > len(elements):
+            raise DamagedError("a delta changes more elements than its base has")
+        gaps, end = join_planes(body, 4 * count)
+        values, length = join_planes(body[end:], width * count)
+        end += length
+        places = np.cumsum(np.frombuffer(gaps, "<u4"), dtype=np.int64)
+        # Each gap is positive but the first, so the places rise, and the last one is the greatest.
+        if count and places[-1] >= len(elements):
+            raise DamagedError("a delta changes elements beyond its base")
+        elements[places] ^= np.frombuffer(values, f"<u{width}")
+    if end != len(body):
+        raise DamagedError("a delta has another length than its parts")
+
+
+def _head(stored: memoryview | bytes) -> tuple[Digest, int, int, int]:
+    if len(stored) < _HEAD.size:
+        raise DamagedError("a delta is cut off")
+    digest, form, width, count = _HEAD.unpack_from(stored)
+    if form not in (_DENSE, _SPARSE):
+        raise DamagedError(f"a delta has the unknown form {form}")
+    return Digest(digest), form, width, count

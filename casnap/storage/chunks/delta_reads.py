@@ -1,0 +1,219 @@
+"""Reading chunks that are stored as deltas: with all deltas of a chain, and what it begins with.
+
+The chunks of a group are read together, one level of their chains after the other, since
+neighbours in a snapshot have neighbouring deltas. All deltas of a chain are applied to one buffer,
+and only the result is hashed. If it is not the chunk, each chunk of the chain is looked for alone,
+at all of its places, and verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from casnap.errors import DamagedError
+from casnap.format.codec import Codec, decompress
+from casnap.format.delta import MOST_LINKS, apply_delta, base_of
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import Place
+from casnap.runtime.threads import mapped
+from casnap.storage.chunks.chunk_reads import FailedRead, Failure, Located, Reason, Want
+
+# So many bytes of chunks are read together, by each thread.
+_GROUP_BYTES = 8 << 20
+
+ReadPlaces = Callable[[list[Located]], list[FailedRead]]
+"""Reads what lies at some places."""
+FindPlaces = Callable[[list[Digest]], "list[Place | None]"]
+"""Returns a place, or None, for each digest."""
+FindAll = Callable[[Digest], list[Place]]
+"""Returns all places of a digest."""
+
+
+@dataclass(eq=False)
+class _Chain:
+    """A wanted chunk, and what is known of its chain.
+
+    Attributes:
+        place: Where the chunk lies.
+        wants: Who wants it.
+        next: The next link: where it lies, and its digest.
+        deltas: The deltas that were read.
+        raw: What the chain begins with, then the chunk.
+        failure: Why it cannot be read.
+    """
+
+    place: Place
+    wants: list[Want]
+    next: tuple[Place, Digest]
+    deltas: list[bytes] = field(default_factory=list)
+    raw: bytearray | memoryview = field(default_factory=bytearray)
+    failure: Failure | None = None
+
+    def keep(self, stored: memoryview) -> None:
+        """Take a link, as it is stored."""
+        place = self.next[0]
+        if place.codec == Codec.DELTA:
+            self.deltas.append(bytes(stored))
+            return
+        try:
+            raw = decompress(place.codec, stored, place.raw)
+        except DamagedError as e:
+            self.failure = Failure(Reason.CHANGED, str(e))
+        else:
+            # What was decompressed lies in memory of its own.
+            self.raw = bytearray(raw) if place.codec == Codec.RAW else raw
+
+    def apply(self) -> None:
+        """Make the chunk, and prove it."""
+        try:
+            for stored in reversed(self.deltas):
+                apply_delta(memoryview(stored), self.raw)
+        except DamagedError as e:
+            self.failure = Failure(Reason.CHANGED, str(e))
+            return
+        if len(self.raw) != self.place.raw or digest_of(self.raw) != self.wants[0].digest:
+            self.failure = Failure(Reason.CHANGED)
+
+
+class DeltaReader:
+    """Reads deltas of one store.
+
+    Args:
+        read: Reads what lies at some places, as it is stored.
+        find: Finds the bases of deltas; what is no delta is preferred.
+        find_all: Finds all places of a base.
+    """
+
+    def __init__(self, read: ReadPlaces, find: FindPlaces, find_all: FindAll) -> None:
+        self._read_places = read
+        self._find = find
+        self._find_all = find_all
+
+    def read(self, located: list[Located], at_once: int) -> list[FailedRead]:
+        """Read chunks at places of deltas, and hand them to their sinks; return those that failed.
+
+        Args:
+            located: The places.
+            at_once: How many threads read and apply deltas.
+        """
+        failures: list[FailedRead] = []
+        for _, failed in mapped(self._read_group, _groups(located), at_once):
+            failures += failed
+        return failures
+
+    def _read_group(self, located: list[Located]) -> list[FailedRead]:
+        chains = [_Chain(p, wants, (p, wants[0].digest)) for p, wants in located]
+        self._read_chains(chains)
+        failures = []
+        for chain in chains:
+            if chain.failure is None:
+                chain.apply()
+            raw: bytes | bytearray | memoryview | None = chain.raw
+            if chain.failure is not None:
+                raw = self._resolve(chain.wants[0].digest, chain.place, {})
+            if raw is None:
+                assert chain.failure is not None
+                failures.append(FailedRead(chain.place, chain.wants, chain.failure))
+                continue
+            for want in chain.wants:
+                if want.as_delta is None or chain.failure is not None:
+                    want.sink(memoryview(raw))
+                else:
+                    want.as_delta(memoryview(chain.deltas[0]), memoryview(raw))
+        return failures
+
+    def _read_chains(self, chains: list[_Chain]) -> None:
+        """Read all deltas of some chains, and what these begin with."""
+        for _ in range(MOST_LINKS + 1):
+            chains = self._read_links(chains)
+            if not chains:
+                return
+            places = self._find_bases(chains)
+            chains = [chain for chain, place in zip(chains, places, strict=True) if place]
+        for chain in chains:
+            chain.failure = Failure(Reason.CHANGED, "its chain of deltas is too long")
+
+    def _read_links(self, chains: list[_Chain]) -> list[_Chain]:
+        """Read the next links of some chains; return the chains that go on."""
+        wants: dict[tuple[Place, Digest], list[Want]] = {}
+        for chain in chains:
+            want = Want(chain.next[1], chain.place.raw, chain.keep, "", is_stored=True)
+            wants.setdefault(chain.next, []).append(want)
+        for unread in self._read_places([(place, w) for (place, _), w in wants.items()]):
+            for chain in chains:
+                if chain.next == (unread.place, unread.wants[0].digest):
+                    chain.failure = unread.failure
+        return [c for c in chains if c.failure is None and c.next[0].codec == Codec.DELTA]
+
+    def _find_bases(self, chains: list[_Chain]) -> list[Place | None]:
+        """Find the bases of the last deltas of some chains, as their next links."""
+        bases: list[Digest | None] = []
+        for chain in chains:
+            try:
+                bases.append(base_of(chain.deltas[-1]))
+            except DamagedError as e:
+                bases.append(None)
+                chain.failure = Failure(Reason.CHANGED, str(e))
+        known = list(dict.fromkeys(base for base in bases if base is not None))
+        by_digest = dict(zip(known, self._find(known), strict=True))
+        places = []
+        for chain, base in zip(chains, bases, strict=True):
+            place = by_digest.get(base) if base is not None else None
+            places.append(place)
+            if base is not None and place is None:
+                chain.failure = Failure(Reason.NOWHERE, f"of its base {base.hex()}")
+            elif base is not None and place is not None:
+                chain.next = (place, base)
+        return places
+
+    # --- where a chain failed ---
+
+    def _resolve(
+        self, digest: Digest, place: Place | None, known: dict[Digest, bytes | None]
+    ) -> bytes | None:
+        """Return a chunk, read at any of its places, every link of its chain verified.
+
+        Args:
+            digest: Its digest.
+            place: The only place to look at; None for all.
+            known: What was looked for before, None what was nowhere. It also ends a circle.
+        """
+        if digest in known or len(known) > 4 * MOST_LINKS:
+            return known.get(digest)
+        known[digest] = None
+        places = [place] if place is not None else self._find_all(digest)
+        for each in sorted(places, key=lambda p: p.codec == Codec.DELTA):
+            link = _Chain(each, [], (each, digest))
+            self._read_links([link])
+            if link.failure is not None:
+                continue
+            raw = self._applied(link.deltas[0], known) if link.deltas else bytes(link.raw)
+            if raw is not None and len(raw) == each.raw and digest_of(raw) == digest:
+                known[digest] = raw
+                break
+        return known[digest]
+
+    def _applied(self, stored: bytes, known: dict[Digest, bytes | None]) -> bytes | None:
+        try:
+            base = self._resolve(base_of(stored), None, known)
+            if base is None:
+                return None
+            raw = bytearray(base)
+            apply_delta(memoryview(stored), raw)
+        except DamagedError:
+            return None
+        return bytes(raw)
+
+
+def _groups(located: list[Located]) -> Iterator[list[Located]]:
+    group: list[Located] = []
+    nbytes = 0
+    for place, wants in sorted(located, key=lambda each: (each[0].pack, each[0].offset)):
+        group.append((place, wants))
+        nbytes += place.raw
+        if nbytes >= _GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group

@@ -1,0 +1,108 @@
+"""Deltas: chunks as how they differ from another one."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from casnap.errors import DamagedError
+from casnap.format.delta import apply_delta, base_of, encode_delta, is_sparse
+from casnap.format.digest import Digest, digest_of
+
+
+def changed(base: bytes, share: float, width: int, seed: int) -> bytes:
+    """Return some bytes of which a share of the elements differ."""
+    choose = random.Random(seed)
+    raw = bytearray(base)
+    for at in range(0, len(base) - width + 1, width):
+        if choose.random() < share:
+            raw[at] ^= choose.randrange(1, 256)
+    return bytes(raw)
+
+
+def applied(delta: bytes, base: bytes) -> bytes:
+    raw = bytearray(base)
+    apply_delta(memoryview(delta), raw)
+    return bytes(raw)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 5000),
+    st.sampled_from([0.0, 0.001, 0.1, 0.3, 1.0]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 99),
+)
+def test_a_delta_gives_the_chunk(nbytes: int, share: float, width: int, seed: int) -> None:
+    base = random.Random(seed).randbytes(nbytes)
+    raw = changed(base, share, width, seed)
+    delta = encode_delta(raw, base, digest_of(base))
+    if delta is not None:
+        assert applied(delta, base) == raw
+        assert base_of(delta) == digest_of(base)
+        assert len(delta) < nbytes
+
+
+def test_few_changes_take_few_bytes() -> None:
+    base = random.Random(1).randbytes(1 << 20)
+    for share, most in ((0.001, 0.004), (0.01, 0.03), (0.1, 0.2)):
+        delta = encode_delta(changed(base, share, 2, 2), base, digest_of(base))
+        assert delta is not None
+        assert is_sparse(delta)
+        assert len(delta) < most * len(base)
+
+
+def test_nothing_in_common_makes_no_delta() -> None:
+    base, other = random.Random(1).randbytes(1 << 16), random.Random(2).randbytes(1 << 16)
+    assert encode_delta(other, base, digest_of(base)) is None
+    assert encode_delta(other[:-1], base, digest_of(base)) is None
+
+
+def test_deltas_of_a_chain_apply_in_any_order() -> None:
+    chunks = [random.Random(1).randbytes(1 << 16)]
+    for step in range(5):
+        chunks.append(changed(chunks[-1], 0.4 if step % 2 else 0.02, 4, step))
+    deltas = [encode_delta(raw, base, digest_of(base)) for base, raw in pairwise(chunks)]
+    raw = bytearray(chunks[0])
+    for delta in reversed(deltas):
+        assert delta is not None
+        apply_delta(memoryview(delta), raw)
+    assert raw == chunks[-1]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5])
+def test_damaged_deltas(share: float) -> None:
+    """They give other bytes, or a typed error, and take no more memory than the chunk."""
+    base = random.Random(1).randbytes(1 << 14)
+    delta = encode_delta(changed(base, share, 1, 3), base, digest_of(base))
+    assert delta is not None
+    choose = random.Random(4)
+    for _ in range(3000):
+        damaged = bytearray(delta)
+        for _ in range(choose.randrange(1, 4)):
+            damaged[choose.randrange(32, len(damaged))] = choose.randrange(256)
+        end = choose.choice([len(damaged), choose.randrange(len(damaged) + 1)])
+        raw = bytearray(base)
+        with suppress(DamagedError):
+            apply_delta(memoryview(bytes(damaged[:end])), raw)
+        assert len(raw) == len(base)
+
+
+def test_impossible_deltas() -> None:
+    base = bytes(1 << 12)
+    head = bytes(Digest(bytes(32)))
+    for text in (
+        b"",
+        head,
+        head + bytes([2, 1]) + bytes(4),  # no such form
+        head + bytes([0, 3]) + bytes(4),  # no such width
+        head + bytes([1, 2]) + (1 << 31).to_bytes(4, "little"),  # more elements than there are
+        head + bytes([1, 2]) + (3).to_bytes(4, "little"),  # no planes
+    ):
+        with pytest.raises(DamagedError):
+            apply_delta(memoryview(text), bytearray(base))

@@ -1,0 +1,381 @@
+"""Recoding: older snapshots as chains of deltas, which read as before."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import Retention, StateDict, Store
+from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.codec import Codec
+from casnap.format.delta import MOST_LINKS, encode_delta
+from casnap.format.digest import Digest
+from casnap.format.records import DeltaPlace, Place, pack_key
+from casnap.runtime.threads import Crew
+from casnap.storage.chunks.chunk_reads import Want
+from casnap.storage.commits.commit import publish
+from casnap.storage.commits.transaction import Transaction
+from casnap.storage.log import roots
+from casnap.storage.log.roots import with_deltas
+
+CHUNK = 64 << 10
+SIZE = 4 * CHUNK
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def weights(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(SIZE // 2, generator=generator) * 0.02).to(torch.bfloat16)
+
+
+def moved(tensor: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """Return a tensor of which a share of the elements moved by one unit in the last place."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(tensor.shape, generator=generator) < share
+    bits = tensor.view(torch.int16).clone()
+    bits[chosen] += 1
+    return bits.view(torch.bfloat16)
+
+
+def taken(store: Store, count: int, share: float = 0.02, run: str = "run") -> list[torch.Tensor]:
+    """Take a run of snapshots; return the weights of each."""
+    states, tensor = [], weights()
+    for step in range(count):
+        tensor = moved(tensor, share, step)
+        store.take({"m": StateDict(w=tensor, step=step)}, f"{run}/{step:03}")
+        states.append(tensor)
+    return states
+
+
+def restored(store: Store, name: str) -> torch.Tensor:
+    state = {"m": StateDict(w=torch.zeros(SIZE // 2, dtype=torch.bfloat16), step=-1)}
+    store[name].restore(state)
+    tensor: torch.Tensor = state["m"]["w"]
+    return tensor
+
+
+def check_all(store: Store, states: list[torch.Tensor], names: list[int] | None = None) -> None:
+    for step in range(len(states)) if names is None else names:
+        assert torch.equal(
+            restored(store, f"run/{step:03}").view(torch.int16), states[step].view(torch.int16)
+        )
+    assert store.check(data=True).ok
+
+
+def places(store: Store, name: str) -> list[Place]:
+    """Return the newest place of each chunk of the weights."""
+    contents = store[name].contents
+    path, entry, _ = contents.entry("m/w")
+    objects = contents.objects
+    view = objects.view()
+    chains = [objects.index.newest_chain(view, d) for d, _ in contents.chunks(path, entry)]
+    return [chain[0][1] for chain in chains]
+
+
+def new_store(path: Path, codec: str = "auto") -> Store:
+    return Store(path / "s", chunk_size=CHUNK, codec=codec).make()
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.01, 0.15), (0.1, 0.2), (1.0, 0.45)])
+def test_older_snapshots_become_small_and_stay_whole(
+    tmp_path: Path, share: float, most: float
+) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 12, share)
+    report = store.gc(grace=0)
+    assert report.recoded_snapshots == 9
+    assert report.recoded_chunks == 9 * 4
+    store.gc(grace=0)
+    packs = disk_bytes(tmp_path / "s/casnap-store/packs")
+    # The newest three stay as they are.
+    assert packs - 3 * SIZE < most * 9 * SIZE
+    for step in range(9):
+        assert Codec.RAW not in {place.codec for place in places(store, f"run/{step:03}")}
+    for step in range(9, 12):
+        assert {place.codec for place in places(store, f"run/{step:03}")} == {Codec.RAW}
+    check_all(store, states)
+    check_all(Store(tmp_path / "s"), states)
+
+
+def test_recoding_again_changes_nothing(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 6)
+    assert store.gc(grace=0).recoded_chunks == 12
+    store.gc(grace=0)
+    seq = store.objects.newest().seq
+    report = store.gc(grace=0)
+    assert (report.recoded_snapshots, report.recoded_chunks, report.copied_bytes) == (0, 0, 0)
+    assert store.objects.newest().seq == seq
+    # What grew old since is recoded then.
+    store.take({"m": StateDict(w=weights(5), step=0)}, "run/999")
+    assert store.gc(grace=0).recoded_snapshots == 1
+    check_all(store, states)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_the_codec_decides(tmp_path: Path, codec: str) -> None:
+    store = new_store(tmp_path, codec)
+    states = taken(store, 6)
+    assert (store.gc(grace=0).recoded_snapshots > 0) == (codec != "raw")
+    check_all(store, states)
+
+
+def test_a_part_of_a_tensor(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    store.gc(grace=0)
+    handle = store["run/004"]["m/w"]
+    assert torch.equal(handle[1000:50_000], states[4][1000:50_000])
+    assert torch.equal(store["run/003"].read_object("m/w", index=slice(5, 6)), states[3][5:6])
+    small = store["run/002"].read_object("m/w", memory_budget_bytes=1)
+    assert torch.equal(small, states[2])
+
+
+def test_a_chain_outlives_the_snapshots_that_it_came_from(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 10)
+    store.gc(grace=0)
+    for name in ("run/000", "run/003", "run/005"):
+        store.delete(name)
+    for _ in range(3):
+        store.gc(grace=0)
+    check_all(store, states, [1, 2, 4, 6, 7, 8, 9])
+    store.prune(Retention(keep_last=2))
+    for _ in range(3):
+        store.gc(grace=0)
+    check_all(store, states, [8, 9])
+    assert disk_bytes(tmp_path / "s/casnap-store/packs") < 2.2 * SIZE
+
+
+def test_chains_are_bounded(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 40, 0.005)
+    store.gc(grace=0)
+    objects = store.objects
+    view = objects.view()
+    longest = 0
+    for step in range(37):
+        contents = store[f"run/{step:03}"].contents
+        path, entry, _ = contents.entry("m/w")
+        for digest, nbytes in contents.chunks(path, entry):
+            chain = objects.index.newest_chain(view, digest)
+            assert sum(place.stored for _, place in chain) <= 2 * nbytes
+            longest = max(longest, len(chain) - 1)
+    assert 8 < longest <= MOST_LINKS
+    check_all(store, states)
+
+
+def test_weights_that_come_back(tmp_path: Path) -> None:
+    """A chunk is never a delta of what stands on it."""
+    store = new_store(tmp_path)
+    first, second = weights(1), moved(weights(1), 0.02, 1)
+    states = [first, second, first, second, first, weights(2), weights(3), weights(4)]
+    for step, tensor in enumerate(states):
+        store.take({"m": StateDict(w=tensor, step=step)}, f"run/{step:03}")
+    for _ in range(3):
+        store.gc(grace=0)
+    check_all(store, states)
+
+
+def test_a_take_relies_on_chains(tmp_path: Path) -> None:
+    """What old snapshots hold is not stored again, and the chain lives as long as it is needed."""
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    before = disk_bytes(tmp_path / "s/casnap-store/packs")
+    store.take({"m": StateDict(w=states[3], step=99)}, "other/again")
+    assert disk_bytes(tmp_path / "s/casnap-store/packs") - before < CHUNK
+    for step in range(8):
+        store.delete(f"run/{step:03}")
+    for _ in range(3):
+        store.gc(grace=0)
+    assert torch.equal(restored(store, "other/again"), states[3])
+    assert store.check(data=True).ok
+
+
+def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None:
+    """All packs of the chain are condemned between the base of the take and its commit."""
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    with Crew() as crew:
+        transaction = Transaction(store.objects, crew)
+        contents = store["run/004"].contents
+        path, entry, _ = contents.entry("m/w")
+        chunks = [digest for digest, _ in contents.chunks(path, entry)]
+        assert all(transaction.reused.reuse_at(chunks))
+        row, manifest = contents.row, Digest(contents.row.manifest.digest)
+        assert transaction.reused.reuse([manifest, Digest(contents.manifest.shared["m"])]) == [
+            False,
+            False,
+        ]
+        other = Store(tmp_path / "s")
+        other.prune(Retention(keep_last=1))
+        assert other.gc(grace=3600).condemned_packs > 0
+        publish(transaction, lambda table, seq: {"other/again": row})
+        transaction.close()
+    for _ in range(3):
+        other.gc(grace=0)
+    assert torch.equal(restored(store, "other/again"), states[4])
+    assert store.check(data=True).ok
+
+
+def add_delta(store: Store, digest: Digest, base: Digest) -> None:
+    """Store a chunk as a delta of another one, as another process may."""
+    objects = store.objects
+    raws: dict[Digest, bytes] = {}
+    for each in (digest, base):
+        objects.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
+    stored = encode_delta(raws[digest], raws[base], base)
+    assert stored is not None
+    with Crew() as crew:
+        transaction = Transaction(objects, crew)
+        transaction.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
+        publish(transaction, lambda table, seq: {}, update_root=with_deltas)
+        transaction.close()
+
+
+def chunks_of(store: Store, name: str) -> list[Digest]:
+    contents = store[name].contents
+    path, entry, _ = contents.entry("m/w")
+    return [digest for digest, _ in contents.chunks(path, entry)]
+
+
+def test_a_circle_of_two_writers_loses_nothing(tmp_path: Path) -> None:
+    """Each of two chunks was stored as a delta of the other: one of them has to stay as it is."""
+    store = new_store(tmp_path)
+    states = taken(store, 2)
+    for one, other in zip(chunks_of(store, "run/000"), chunks_of(store, "run/001"), strict=True):
+        add_delta(store, one, other)
+        add_delta(store, other, one)
+    # A collector that believed the newest places would free all packs that hold the chunks alone.
+    for _ in range(4):
+        store.gc(grace=0, repack=1.0)
+    check_all(store, states)
+
+
+@pytest.mark.parametrize("recode_first", [True, False])
+def test_two_collectors_at_once(tmp_path: Path, recode_first: bool) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 10)
+    if recode_first:
+        store.gc(grace=0)
+        store.delete("run/000")
+    errors: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            for _ in range(3):
+                Store(tmp_path / "s").gc(grace=0, recode_after=2)
+        except BaseException as e:  # noqa: BLE001 - it is raised below
+            errors.append(e)
+
+    threads = [threading.Thread(target=collect) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    check_all(store, states, list(range(int(recode_first), 10)))
+
+
+def test_a_damaged_base_names_all_that_stand_on_it(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    chain = store.objects.index.newest_chain(store.objects.view(), chunks_of(store, "run/004")[0])
+    place = chain[-1][1]
+    file = tmp_path / "s/casnap-store" / pack_key(place.pack)
+    content = bytearray(file.read_bytes())
+    content[place.offset + place.stored // 2] ^= 0xFF
+    file.chmod(0o600)
+    file.write_bytes(content)
+    hurt = {h.snapshot for damage in store.check(data=True).damages for h in damage.hurts}
+    assert hurt == {f"run/{step:03}" for step in range(5)}
+    with pytest.raises(DamagedError, match="m/w"):
+        restored(Store(tmp_path / "s"), "run/004")
+    # What does not stand on it is whole, and what does is healed from another copy.
+    assert torch.equal(restored(store, "run/007"), states[7])
+    other = Store(tmp_path / "other", chunk_size=CHUNK)
+    for step, tensor in enumerate(states):
+        other.take({"m": StateDict(w=tensor, step=step)}, f"run/{step:03}")
+    store.repair(sources=[other])
+    check_all(Store(tmp_path / "s"), states)
+
+
+def test_a_base_that_is_gone(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    chain = store.objects.index.newest_chain(store.objects.view(), chunks_of(store, "run/004")[0])
+    (tmp_path / "s/casnap-store" / pack_key(chain[-1][1].pack)).unlink()
+    again = Store(tmp_path / "s")
+    with pytest.raises(DamagedError, match="m/w"):
+        restored(again, "run/004")
+    hurt = {h.snapshot for damage in again.check().damages for h in damage.hurts}
+    assert hurt == {f"run/{step:03}" for step in range(5)}
+    # A take of these bytes stores them anew.
+    again.take({"m": StateDict(w=weights(9), step=1)}, "run/new")
+    assert torch.equal(restored(again, "run/new"), weights(9))
+
+
+def test_the_bases_stand_in_the_footers(tmp_path: Path) -> None:
+    """An index that is rebuilt from the packs knows them, so that no collector frees a base."""
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    for file in (tmp_path / "s/casnap-store/index").iterdir():
+        file.unlink()
+    again = Store(tmp_path / "s")
+    again.repair()
+    found = [p for step in range(5) for p in places(again, f"run/{step:03}")]
+    assert any(isinstance(place, DeltaPlace) for place in found)
+    again.delete("run/000")
+    for _ in range(3):
+        again.gc(grace=0)
+    check_all(again, states, list(range(1, 8)))
+
+
+def test_copies_of_chains(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    store.copy(to=tmp_path / "copy")
+    check_all(Store(tmp_path / "copy"), states)
+
+
+def test_a_version_without_deltas_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path)
+    taken(store, 5)
+    store.gc(grace=0)
+    monkeypatch.setattr(roots, "FEATURES", frozenset())
+    for use in (lambda: Store(tmp_path / "s").latest(), lambda: Store(tmp_path / "s").gc()):
+        with pytest.raises(UnsupportedFormatError, match="deltas"):
+            use()
+
+
+def test_an_interrupted_recoding_goes_on(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+
+    def stop(phase: str, done: int, _total: int) -> None:
+        if phase == "recoding" and done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.gc(grace=0, progress=stop)
+    check_all(store, states)
+    assert store.gc(grace=0).recoded_snapshots == 3
+    check_all(store, states)
