@@ -17,7 +17,7 @@ from casnap.format.records import Place, Row
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import digest_in
-from casnap.storage.catalog.settings import codec_of
+from casnap.storage.catalog.settings import compresses_copies
 from casnap.storage.catalog.table import Table, check_free, check_path_is_free, replace_markers
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.chunks.objects import Objects
@@ -26,6 +26,7 @@ from casnap.storage.commits.commit import Change, publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer import unfinished
 from casnap.transfer.report import CopyJob, CopyOptions, Placement
+from casnap.transfer.small_sends import SmallSender
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
@@ -91,6 +92,7 @@ class SnapshotCopy:
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
         self._gone: dict[str, Row] = {}
+        self._sender: SmallSender | None = None
 
     # --- what to send ---
 
@@ -216,12 +218,18 @@ class SnapshotCopy:
             self._tally.bytes.add(nbytes)
             transaction.renew_announcement()
 
-        codec = codec_of(transaction.base.root, transaction.objects.backend.uri)
+        destination = transaction.objects
+        sends_small = compresses_copies(transaction.base.root, destination.backend)
         # A store that compresses compresses all; another one takes chunks as they are.
-        transaction.new_packs.use(codec if codec is Codec.ZSTD else codec_among(planned.values()))
+        transaction.new_packs.use(Codec.ZSTD if sends_small else codec_among(planned.values()))
+        if sends_small and self._sender is None:
+            self._sender = SmallSender(self._source, destination, self._job)
         for digests in _turns(planned):
-            chunks = ((digest, False) for digest in digests)
-            copy_verified(self._source, chunks, transaction.new_packs, note)
+            if self._sender is not None:
+                self._sender.send(transaction, digests, note)
+            else:
+                chunks = ((digest, False) for digest in digests)
+                copy_verified(self._source, chunks, transaction.new_packs, note)
             if time.monotonic() >= ends:
                 break
         return sizes

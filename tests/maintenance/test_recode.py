@@ -19,7 +19,6 @@ from casnap.storage.chunks.chunk_reads import Want
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log import roots
-from casnap.storage.log.roots import with_deltas
 
 CHUNK = 64 << 10
 SIZE = 4 * CHUNK
@@ -239,7 +238,7 @@ def add_delta(store: Store, digest: Digest, base: Digest) -> None:
     with Crew() as crew:
         transaction = Transaction(objects, crew)
         transaction.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
-        publish(transaction, lambda table, seq: {}, update_root=with_deltas)
+        publish(transaction, lambda table, seq: {})
         transaction.close()
 
 
@@ -354,6 +353,48 @@ def test_copies_of_chains(tmp_path: Path) -> None:
         store.gc(grace=0)
     store.copy(to=tmp_path / "copy")
     check_all(Store(tmp_path / "copy"), states)
+
+
+def codecs_in(store: Store, name: str) -> set[int]:
+    return {place.codec for place in places(store, name)}
+
+
+@pytest.mark.parametrize("recode_first", [True, False])
+def test_a_copy_sends_deltas_where_the_other_store_compresses(
+    tmp_path: Path, recode_first: bool
+) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    if recode_first:
+        store.gc(grace=0)
+    other = Store(tmp_path / "other", chunk_size=CHUNK, codec="zstd").make()
+    # One after the other, as a mirror does; the third finds nothing to stand on.
+    for step in (0, 1, 3, 4, 5):
+        report = store.copy(f"run/{step:03}", to=other)
+        if step in (1, 4, 5):
+            assert report.sent_bytes < 0.2 * SIZE
+            assert codecs_in(other, f"run/{step:03}") == {Codec.DELTA}
+        else:
+            assert codecs_in(other, f"run/{step:03}") == {Codec.ZSTD}
+    check_all(other, states, [0, 1, 3, 4, 5])
+    # What stands on a snapshot that goes keeps what it needs.
+    other.delete("run/000")
+    other.delete("run/003")
+    for _ in range(3):
+        other.gc(grace=0)
+    check_all(other, states, [1, 4, 5])
+    again = store.copy(to=other)
+    assert set(again.copied) == {"run/000", "run/002", "run/003", "run/006", "run/007"}
+    check_all(other, states)
+
+
+def test_a_mirror_gets_deltas(tmp_path: Path) -> None:
+    mirror = Store(tmp_path / "mirror", chunk_size=CHUNK, codec="zstd").make()
+    store = Store(tmp_path / "s", chunk_size=CHUNK, mirror=tmp_path / "mirror").make()
+    states = taken(store, 6)
+    store.wait_mirrored(timeout=60)
+    assert disk_bytes(tmp_path / "mirror/casnap-store/packs") < 2 * SIZE
+    check_all(mirror, states)
 
 
 def test_a_version_without_deltas_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.records import Root, Row
@@ -86,6 +87,13 @@ def codec_of(root: Root, uri: str) -> Codec:
             "so it takes no snapshot there; update casnap, or set another codec: "
             f"`casnap config {uri} codec=raw`"
         ) from None
+
+
+def compresses_copies(root: Root, backend: Backend) -> bool:
+    """Whether copies into a store are stored as deltas, or in planes."""
+    codec = codec_of(root, backend.uri)
+    is_auto = settings_of(root)[CODEC] == "auto"
+    return codec is Codec.ZSTD or (is_auto and backend.costly_requests)
 
 
 def recodes(root: Root) -> bool:

@@ -81,3 +81,20 @@ def copy_verified(
 
     options = _READ._replace(room=new_packs.room)
     source.fetch((want(d, node) for d, node in chunks), options)
+
+
+def read_chunks(source: Objects, digests: Iterable[Digest]) -> dict[Digest, bytes]:
+    """Return some chunks, to be compared; few at a time. Hold the turn for it.
+
+    Raises:
+        DamagedError: Some are nowhere whole.
+        BackendError: Some cannot be read, and may be whole.
+    """
+    raws: dict[Digest, bytes] = {}
+
+    def keep(digest: Digest, raw: memoryview) -> None:
+        raws[digest] = bytes(raw)
+
+    wants = (Want(digest, -1, partial(keep, digest), "") for digest in digests)
+    source.fetch(wants, ReadOptions(readers=1))
+    return raws

@@ -1,0 +1,101 @@
+"""Sending chunks in their smallest form: as deltas of what the destination has, or in planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from casnap.errors import DamagedError
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest
+from casnap.format.records import Row
+from casnap.storage.catalog.cell_pairs import cell_pairs
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.chunks.copying import read_chunks
+from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.small_forms import SmallForms
+from casnap.storage.commits.transaction import Transaction
+from casnap.transfer.report import CopyJob
+
+# So many chunks are held while they are encoded, and their bases too.
+_AT_ONCE = 8
+
+Report = Callable[[Digest, int], None]
+"""Called with the digest and the raw length of what was sent."""
+
+
+class SmallSender:
+    """Sends the chunks of one snapshot.
+
+    The candidates for bases are the chunks of the same cells in the snapshot before it, in the same
+    folder of the source. Those that the destination has are used.
+
+    Args:
+        source: The store to read from.
+        destination: The store to write to.
+        job: The snapshot.
+    """
+
+    def __init__(self, source: Objects, destination: Objects, job: CopyJob) -> None:
+        self._source = source
+        self._job = job
+        self._forms = SmallForms(
+            lambda d: destination.index.newest_chain(destination.recent_view(), d)
+        )
+
+    @cached_property
+    def _bases(self) -> dict[Digest, Digest]:
+        """The candidate of each chunk that has one."""
+        job, folder = self._job, self._job.name.rpartition("/")[0]
+        before: tuple[str, Row] | None = None
+        for name, row in snapshots_in(self._source.table(self._source.recent())):
+            is_earlier = row.seq < job.row.seq and (before is None or row.seq > before[1].seq)
+            if is_earlier and name.rpartition("/")[0] == folder:
+                before = name, row
+        if before is None:
+            return {}
+        contents = Contents(self._source, job.name, job.row)
+        try:
+            pairs = cell_pairs(contents, Contents(self._source, *before))
+            return {pair.digest: pair.base for pair in pairs if pair.base is not None}
+        except DamagedError:
+            # The one before may have been collected meanwhile. If this one is damaged, that shows.
+            return {}
+
+    def send(self, transaction: Transaction, digests: list[Digest], report: Report) -> None:
+        """Write some chunks into the new packs of a transaction.
+
+        Raises:
+            DamagedError: Some are nowhere whole in the source.
+            BackendError: Some cannot be read, and may be whole.
+        """
+        for at in range(0, len(digests), _AT_ONCE):
+            group = digests[at : at + _AT_ONCE]
+            bases = self._usable_bases(transaction, group)
+            raws = read_chunks(self._source, group)
+            raws_of_bases = self._read_if_whole(set(bases.values()) - raws.keys()) | raws
+            for digest in group:
+                raw, base = raws[digest], bases.get(digest)
+                base_raw = None if base is None else raws_of_bases.get(base)
+                nbytes = self._forms.write(transaction.new_packs, digest, raw, base, base_raw)
+                if nbytes is None:
+                    transaction.new_packs.copy_stored(digest, raw, len(raw), Codec.RAW)
+                report(digest, len(raw))
+
+    def _usable_bases(
+        self, transaction: Transaction, digests: Iterable[Digest]
+    ) -> dict[Digest, Digest]:
+        """Return the candidates that the destination has, which it then keeps."""
+        bases = {d: base for d in digests if (base := self._bases.get(d)) is not None}
+        candidates = list(dict.fromkeys(bases.values()))
+        places = transaction.reused.reuse_at(candidates) if candidates else []
+        usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
+        return {digest: base for digest, base in bases.items() if base in usable}
+
+    def _read_if_whole(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
+        """Read candidates; those that are not whole in the source are not needed."""
+        try:
+            return read_chunks(self._source, digests)
+        except DamagedError:
+            return {}
