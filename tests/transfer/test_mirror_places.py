@@ -36,13 +36,13 @@ def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:
         mirrored(tmp_path / "here", tmp_path / "there")
     assert names(Store(tmp_path / "there")) == []
     shown = invoke("config", tmp_path / "here").stdout
-    assert shown == f"codec=raw\ngc=auto\nmirror={tmp_path / 'there'}\n"
-    assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=raw\ngc=auto\n"
+    assert shown == f"codec=auto\ngc=auto\nmirror={tmp_path / 'there'}\n"
+    assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=auto\ngc=auto\n"
     mirrored(tmp_path / "here", tmp_path / "there").wait_mirrored(60)
     assert names(Store(tmp_path / "there")) == ["step_1"]
     wrong = failure("config", tmp_path / "here", "codec=zstd", "mirror=x", status=2)
     assert "mirror can only be" in wrong
-    assert store.settings["codec"] == "raw"
+    assert store.settings["codec"] == "auto"
 
 
 def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBackend) -> None:
@@ -56,7 +56,7 @@ def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBa
         assert Store(tmp_path / "here").configure(mirror="none")
         store.prune(Retention(keep_last=1))
     assert names(store) == ["step_2"]
-    assert store.settings == {"codec": "raw", "gc": "auto"}
+    assert store.settings == {"codec": "auto", "gc": "auto"}
 
 
 def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     for place, (kind, text) in bad.items():
         with pytest.raises(kind, match=text):
             mirrored(tmp_path / "here", place)
-    assert store.settings == {"codec": "raw", "gc": "auto"}
+    assert store.settings == {"codec": "auto", "gc": "auto"}
     with pytest.raises(MirrorError, match="is a view of"):
         mirrored(tmp_path / "here/run", tmp_path / "there")
     with pytest.raises(TypeError, match="retention"):
