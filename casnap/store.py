@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.backends import Backend
 from casnap.errors import (
+    BackendError,
     MirrorError,
     NotAStoreError,
     SnapshotNotFoundError,
@@ -641,8 +642,12 @@ class Store:
         """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
         hooks = self.hooks
         hooks.on_release(rows)
-        if rows:
-            hooks.make_room(lambda: max(row.stats.logical_bytes for row in rows))
+        nbytes = max((row.stats.logical_bytes for row in rows), default=0)
+        # They are deleted, whatever happens here.
+        with suppress(BackendError):
+            free = self.objects.backend.free_bytes()
+            if free is not None and free <= nbytes:
+                hooks.make_room(lambda: nbytes)
 
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.

@@ -54,7 +54,7 @@ class RunFolder:
             names = {entry.inode(): entry.name for entry in entries}
         there, deleted = set(names.values()), {}
         for name, (commit, inode) in list(self._folders.items()):
-            if self._folder(name).name not in there:
+            if self._folder(name).name not in there and self._is_gone(name):
                 row = table.get(name)
                 if row is None or row.commit != commit:
                     # It was forgotten.
@@ -65,6 +65,14 @@ class RunFolder:
 
     def _folder(self, name: str) -> Path:
         return self._path / name.removeprefix(self._prefix)
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether a folder that is not listed is not there: some file systems list late."""
+        try:
+            self._folder(name).lstat()
+        except FileNotFoundError:
+            return True
+        return False
 
     def _marked(self, last: str) -> bytes | None:
         """Return the commit that the marker in a folder names, if there is one."""
