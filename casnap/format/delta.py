@@ -51,12 +51,14 @@ def encode_delta(
     change = np.frombuffer(raw, np.uint8) ^ np.frombuffer(base, np.uint8)
     width = width_of(base) if len(raw) % WIDTHS[-1] == 0 else 1
     elements = change.view(f"<u{width}")
-    differing = np.flatnonzero(elements)
     form, count = _DENSE, 0
-    if len(differing) <= _FEW * len(elements):
-        form, count = _SPARSE, len(differing)
-        gaps = np.diff(differing, prepend=0).astype("<u4")
-        body = split_planes(gaps.tobytes(), 4) + split_planes(elements[differing].tobytes(), width)
+    differing = elements != 0
+    # To count takes a twentieth of the time of listing them.
+    if np.count_nonzero(differing) <= _FEW * len(elements):
+        places = np.flatnonzero(differing)
+        form, count = _SPARSE, len(places)
+        gaps = np.diff(places, prepend=0).astype("<u4")
+        body = split_planes(gaps.tobytes(), 4) + split_planes(elements[places].tobytes(), width)
     else:
         body = split_planes(change.tobytes(), width)
     stored = _HEAD.pack(base_digest, form, width, count) + body

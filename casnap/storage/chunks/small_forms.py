@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from casnap.format.codec import Codec, compress
-from casnap.format.delta import MOST_STORED, encode_delta
+from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
 from casnap.format.digest import Digest
 from casnap.format.records import Record
 from casnap.storage.chunks.new_packs import NewPacks
 
-# The weight of a chain, at most. With 16 links that change little, or 4 that change much, its mean
-# is near what longer ones reach, and it is read at 0.2 to 0.4 GB/s.
-_MOST_WEIGHT = 16
-# A link that changes much takes a reader as long as so many that change little.
-_DENSE_WEIGHT, _DENSE_SHARE = 4, 1 / 16
+# A link that changes much takes a reader as long as so many that change little. So a chain has at
+# most 32 links that change little, or 4 that change much.
+_DENSE_WEIGHT, _DENSE_SHARE = 8, 1 / 16
 # If a delta takes more than this, the chunk alone may take less.
 _LARGE_SHARE = 0.5
 
@@ -93,4 +91,4 @@ class SmallForms:
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:
     """Whether a chain is read fast enough; its first chunk, which is no delta, comes last."""
     weights = (_DENSE_WEIGHT if size > _DENSE_SHARE * nbytes else 1 for size in sizes[:-1])
-    return sum(weights) <= _MOST_WEIGHT and sum(sizes) <= MOST_STORED * nbytes
+    return sum(weights) <= MOST_LINKS and sum(sizes) <= MOST_STORED * nbytes
