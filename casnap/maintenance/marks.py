@@ -25,6 +25,9 @@ _DELTA, _BASE = int(Codec.DELTA), int(Codec.BASE)
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""
 
+_At = tuple[PackId, int]
+"""A pack, and an offset there."""
+
 Placed = tuple[bytes, PackId, int]
 """A digest, a pack that holds it, and its stored bytes there."""
 
@@ -88,6 +91,8 @@ class Marks:
         # The bases of all deltas that the root names, by the digest of the delta.
         self._bases: dict[bytes, set[bytes]] = defaultdict(set)
         self._needed_bases: set[bytes] = set()
+        # The places of deltas whose chains have no end.
+        self._endless: set[_At] = set()
         if DELTAS in root.read_features:
             self._read_bases()
         for part in range(self._parts):
@@ -104,21 +109,49 @@ class Marks:
 
         A chunk may be stored as a delta in one pack, and as it is in another. Its base is needed in
         any case: whoever relies on the delta need not ask which of both this collector counts.
+
+        A delta whose chain has no end is no place of its chunk. Its base went when nothing needed
+        either; if then the chunk was taken anew, it is stored again.
         """
-        deltas: dict[tuple[PackId, int], bytes] = {}
-        bases: dict[tuple[PackId, int], bytes] = {}
+        deltas: dict[_At, bytes] = {}
+        bases: dict[_At, bytes] = {}
         for packs, records in self._segments():
             for digest, n, offset, _, _, codec in records:
                 if codec in (_DELTA, _BASE):
                     (deltas if codec == _DELTA else bases)[packs[n], offset] = digest
+        standing_on: dict[bytes, list[_At]] = defaultdict(list)
         for place, base in bases.items():
             if place in deltas:
-                self._bases[deltas[place]].add(base)
+                standing_on[base].append(place)
+        self._keep_with_end(deltas, standing_on)
         if self._parts > 1:
             # A delta and its base may be of different parts.
             self._seen = self._of_forgotten()
             for _, below in self._walk_below():
                 self._needed_bases |= self._bases_below(below)
+
+    def _keep_with_end(self, deltas: dict[_At, bytes], standing_on: dict[bytes, list[_At]]) -> None:
+        """Keep the bases of the deltas whose chains have an end; note the other deltas."""
+        with_end = self._stored_alone(standing_on.keys())
+        pending = list(with_end)
+        while pending:
+            base = pending.pop()
+            for place in standing_on.pop(base, ()):
+                digest = deltas.pop(place)
+                self._bases[digest].add(base)
+                if digest not in with_end:
+                    with_end.add(digest)
+                    pending.append(digest)
+        self._endless = set(deltas)
+
+    def _stored_alone(self, digests: Collection[bytes]) -> set[bytes]:
+        """Return which of some digests are in a pack as they are, or compressed."""
+        return {
+            digest
+            for _, records in self._segments()
+            for digest, _, _, _, _, codec in records
+            if digest in digests and codec not in (_DELTA, _BASE)
+        }
 
     def _bases_below(self, references: Iterable[bytes]) -> set[bytes]:
         """Return the bases of some chunks, and theirs."""
@@ -181,7 +214,7 @@ class Marks:
                 0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
                 for pack in packs
             ]
-            for digest, n, _, stored_bytes, _, codec in records:
+            for digest, n, offset, stored_bytes, _, codec in records:
                 if codec == _BASE:
                     continue
                 use = uses[n]
@@ -190,6 +223,8 @@ class Marks:
                 count = use_counts.get(digest)
                 if count is not None:
                     use.needed += 1
+                    if codec == _DELTA and (packs[n], offset) in self._endless:
+                        continue
                     use.live += stored_bytes
                     number = numbers[n]
                     if count == 0:
@@ -223,12 +258,14 @@ class Marks:
             yield segment_records(*self._objects.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
-        """Yield all places of some digests that the segments of the root list."""
+        """Yield all places of some digests that the root lists, save endless deltas."""
         if not digests:
             return
         for packs, records in self._segments():
-            for digest, n, _, stored_bytes, _, codec in records:
-                if digest in digests and codec != _BASE:
+            for digest, n, offset, stored_bytes, _, codec in records:
+                if digest not in digests or codec == _BASE:
+                    continue
+                if codec != _DELTA or (packs[n], offset) not in self._endless:
                     yield digest, packs[n], stored_bytes
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:

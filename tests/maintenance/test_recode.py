@@ -420,3 +420,29 @@ def test_an_interrupted_recoding_goes_on(tmp_path: Path) -> None:
     check_all(store, states)
     assert store.gc(grace=0).recoded_snapshots == 3
     check_all(store, states)
+
+
+def test_a_delta_whose_base_went_with_its_snapshots(tmp_path: Path) -> None:
+    """It lies in a pack that is needed for other chunks; then its bytes are taken again."""
+    store = new_store(tmp_path)
+    tensor = weights()
+    for step in range(5):
+        tensor = moved(tensor, 0.02, step)
+        state = StateDict(w=tensor[: CHUNK // 2], other=weights(100 + step), step=step)
+        store.take({"m": state}, f"run/{step:03}")
+        if step == 1:
+            second = state
+    store.gc(grace=0)
+    store.take({"m": StateDict(other=second["other"])}, "kept/other")
+    for step in range(5):
+        store.delete(f"run/{step:03}")
+    for _ in range(3):
+        store.gc(grace=0)
+    assert store.check(data=True).ok
+    store.take({"m": second}, "again")
+    for _ in range(3):
+        store.gc(grace=0)
+    again = {"m": StateDict(w=torch.zeros_like(second["w"]), other=weights(), step=-1)}
+    store["again"].restore(again)
+    assert torch.equal(again["m"]["w"], second["w"])
+    assert store.check(data=True).ok
