@@ -26,7 +26,7 @@ import torch.distributed as dist
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.garbage import show_what_waits
-from casnap.errors import SnapshotNotFoundError, StorageFullError
+from casnap.errors import BackendError, SnapshotNotFoundError, StorageFullError
 from casnap.maintenance import automatic
 from tests.support.cli_calls import document, invoke
 from tests.support.damaged import damage_everywhere, forget_cache
@@ -400,6 +400,39 @@ def test_a_command_that_follows(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.communicate()[0] == "4 snapshots copied\n"
     assert Store(there).objects.newest().condemned
+
+
+def test_a_disk_that_turns_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told as it is, all can be read, and the run goes on once it can be written to."""
+    monkeypatch.setattr(automatic, "_FAILURE_REST", 0.0)
+    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    with tmpfs(tmp_path / "disk", str(12 * STATE)) as disk:
+        store = Store(disk / "run")
+        for step in range(4):
+            take(store, step)
+        store.delete("step_2")
+        wait_for_collectors()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for refused in (
+            lambda: take(store, 4),
+            lambda: store.gc(grace=0),
+            lambda: store.delete("step_3"),
+        ):
+            with pytest.raises(BackendError, match="Read-only file system"):
+                refused()
+        collector = automatic.automatic_collector(store.objects)
+        collector.note(store.objects, [store.row("step_3")])
+        wait_for_collectors()
+        assert "its garbage is not collected" in caplog.text
+        assert_newest(disk / "run", 3)
+        assert store.check(data=True).ok
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        for step in range(4, 10):
+            take(store, step)
+        assert nbytes_of(disk / "run") <= 5.1 * STATE
+        assert_newest(disk / "run", 9)
 
 
 def test_an_error_that_is_not_of_casnap(
