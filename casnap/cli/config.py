@@ -21,10 +21,11 @@ SETTINGS = ("codec", "gc", "mirror")
 def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Show the settings of a store, or change them.
 
-    codec says how chunks are stored. With codec=auto, takes store them as they are, and `casnap gc`
-    stores what older snapshots hold as how it differs from the snapshot before, or compressed,
-    where that is smaller. With codec=zstd, takes compress too. With codec=raw, nothing is
-    compressed. A change holds for later takes and collections. Stored chunks stay as they are.
+    codec says how chunks are stored. With codec=auto, takes store them as they are. On a disk,
+    `casnap gc` stores what older snapshots hold as how it differs from the snapshot before, or
+    compressed, where that is smaller; copies and mirrors into a bucket send that. With codec=zstd,
+    takes compress, and both others hold anywhere. With codec=raw, nothing is compressed. A change
+    holds for later takes, copies and collections. Stored chunks stay as they are.
 
     gc=off has no process collect garbage by itself; gc=auto has each one that lets snapshots go do
     so in the background. gc=12h is as auto, and has all collections keep what no snapshot needs for

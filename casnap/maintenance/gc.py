@@ -259,7 +259,7 @@ class _Collector:
 
     def _recode(self) -> None:
         after, root = self._options.recode_after, self._objects.recent()
-        if after is None or self._options.dry_run or not recodes(root):
+        if after is None or self._options.dry_run or not recodes(root, self._backend):
             return
         try:
             recoding = recode(self._objects, after, self._progress)

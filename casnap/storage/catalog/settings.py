@@ -96,9 +96,10 @@ def compresses_copies(root: Root, backend: Backend) -> bool:
     return codec is Codec.ZSTD or (is_auto and backend.costly_requests)
 
 
-def recodes(root: Root) -> bool:
-    """Whether `gc` makes what history keeps smaller."""
-    return settings_of(root)[CODEC] in ("auto", "zstd")
+def recodes(root: Root, backend: Backend) -> bool:
+    """Whether `gc` makes what history keeps smaller; it reads that, which a bucket charges."""
+    codec = settings_of(root)[CODEC]
+    return codec == "zstd" or (codec == "auto" and not backend.costly_requests)
 
 
 def change_settings(
