@@ -155,13 +155,12 @@ class _Recoder:
         raws = read_chunks(self._objects, chunks)
         for digest, base, nbytes in todo:
             base_raw = None if base is None else raws.get(base)
-            stored_bytes = self._forms.write(
-                transaction.new_packs, digest, raws[digest], base, base_raw
-            )
-            if stored_bytes is not None:
+            form = self._forms.choose(digest, raws[digest], base, base_raw)
+            if form is not None:
+                self._forms.write(transaction.new_packs, digest, nbytes, form)
                 self._recoding.chunks += 1
                 self._recoding.before_bytes += nbytes
-                self._recoding.after_bytes += stored_bytes
+                self._recoding.after_bytes += len(form.stored)
         return sum(map(len, raws.values()))
 
     def _is_raw(self, view: View, digest: Digest) -> bool:

@@ -9,17 +9,18 @@ from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import Row
+from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage.catalog.cell_pairs import cell_pairs
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.copying import read_chunks
 from casnap.storage.chunks.objects import Objects
-from casnap.storage.chunks.small_forms import SmallForms
+from casnap.storage.chunks.small_forms import Form, SmallForms
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.report import CopyJob
 
 # So many chunks are held while they are encoded, and their bases too.
-_AT_ONCE = 8
+_AT_ONCE = 16
 
 Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was sent."""
@@ -71,17 +72,24 @@ class SmallSender:
             BackendError: Some cannot be read, and may be whole.
         """
         for at in range(0, len(digests), _AT_ONCE):
-            group = digests[at : at + _AT_ONCE]
-            bases = self._usable_bases(transaction, group)
-            raws = read_chunks(self._source, group)
-            raws_of_bases = self._read_if_whole(set(bases.values()) - raws.keys()) | raws
-            for digest in group:
-                raw, base = raws[digest], bases.get(digest)
-                base_raw = None if base is None else raws_of_bases.get(base)
-                nbytes = self._forms.write(transaction.new_packs, digest, raw, base, base_raw)
-                if nbytes is None:
-                    transaction.new_packs.copy_stored(digest, raw, len(raw), Codec.RAW)
-                report(digest, len(raw))
+            self._send_some(transaction, digests[at : at + _AT_ONCE], report)
+
+    def _send_some(self, transaction: Transaction, digests: list[Digest], report: Report) -> None:
+        bases = self._usable_bases(transaction, digests)
+        raws = read_chunks(self._source, digests)
+        raws_of_bases = self._read_if_whole(set(bases.values()) - raws.keys()) | raws
+
+        def choose(digest: Digest) -> Form:
+            raw, base = raws[digest], bases.get(digest)
+            base_raw = None if base is None else raws_of_bases.get(base)
+            form = self._forms.choose(digest, raw, base, base_raw)
+            return form or Form(raw, Codec.RAW, None)
+
+        # A mirror leaves the cores to the training that it runs beside.
+        at_once = 1 if works_in_background() else cores()
+        for digest, form in mapped(choose, digests, at_once):
+            self._forms.write(transaction.new_packs, digest, len(raws[digest]), form)
+            report(digest, len(raws[digest]))
 
     def _usable_bases(
         self, transaction: Transaction, digests: Iterable[Digest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from casnap.format.codec import Codec, compress
 from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
@@ -15,6 +16,20 @@ from casnap.storage.chunks.new_packs import NewPacks
 _DENSE_WEIGHT, _DENSE_SHARE = 8, 1 / 16
 # If a delta takes more than this, the chunk alone may take less.
 _LARGE_SHARE = 0.5
+
+
+class Form(NamedTuple):
+    """How a chunk is to be stored.
+
+    Attributes:
+        stored: The bytes.
+        codec: What they are.
+        base: The base, if they are a delta.
+    """
+
+    stored: bytes
+    codec: Codec
+    base: Digest | None
 
 
 class SmallForms:
@@ -33,47 +48,33 @@ class SmallForms:
         """Whether a chunk was written in a smaller form."""
         return digest in self._written
 
-    def write(
-        self,
-        new_packs: NewPacks,
-        digest: Digest,
-        raw: bytes,
-        base: Digest | None,
-        base_raw: bytes | None,
-    ) -> int | None:
-        """Write a chunk in its smallest form.
+    def choose(
+        self, digest: Digest, raw: bytes, base: Digest | None, base_raw: bytes | None
+    ) -> Form | None:
+        """Return the smallest form of a chunk; None if none is smaller. Several threads may ask.
 
         Args:
-            new_packs: Where to.
             digest: Its digest.
             raw: The chunk.
             base: Another chunk of the store, of the same length, that it may be like.
             base_raw: That chunk.
-
-        Returns:
-            Its stored bytes; None if no form is smaller, then nothing is written.
         """
-        form, codec = self._smallest(digest, raw, base, base_raw)
-        if form is None:
-            return None
-        self._written[digest] = base if codec is Codec.DELTA else None, len(form)
-        new_packs.copy_stored(digest, form, len(raw), codec)
-        return len(form)
-
-    def _smallest(
-        self, digest: Digest, raw: bytes, base: Digest | None, base_raw: bytes | None
-    ) -> tuple[bytes | None, Codec]:
         delta, sizes = None, {} if base is None else self._sizes_below(base)
         if base is not None and base_raw is not None and sizes and digest not in sizes:
             delta = encode_delta(raw, base_raw, base)
         if delta is not None and not _is_affordable([len(delta), *sizes.values()], len(raw)):
             delta = None
         if delta is not None and len(delta) <= _LARGE_SHARE * len(raw):
-            return delta, Codec.DELTA
+            return Form(delta, Codec.DELTA, base)
         planes = compress(raw)
-        if delta is None or (planes is not None and len(planes) <= len(delta)):
-            return planes, Codec.ZSTD
-        return delta, Codec.DELTA
+        if planes is not None and (delta is None or len(planes) <= len(delta)):
+            return Form(planes, Codec.ZSTD, None)
+        return None if delta is None else Form(delta, Codec.DELTA, base)
+
+    def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
+        """Write a chunk of so many bytes in a form that was chosen."""
+        self._written[digest] = form.base, len(form.stored)
+        new_packs.copy_stored(digest, form.stored, nbytes, form.codec)
 
     def _sizes_below(self, digest: Digest) -> dict[Digest, int]:
         """Return the stored bytes of a chunk and of all bases below it; nothing without an end."""
