@@ -87,15 +87,13 @@ def cp(
         _follow(source, destination, options, as_json=as_json)
         return
     sources, destinations = list[Backend](), list[Backend]()
-    source_store, name = _opened_or_above(source, sources)
-    target_store, rename = _destination(
-        destination, destinations, name if name in source_store else None
-    )
-    exclusive = is_exclusive() and not isinstance(target_store, Store)
+    origin, name = _opened_or_above(source, sources)
+    target, rename = _destination(destination, destinations, name if name in origin else None)
+    exclusive = is_exclusive() and not isinstance(target, Store)
     with progress_bars() as progress:
-        report = source_store.copy(
+        report = origin.copy(
             name,
-            to=_target(target_store, destinations),
+            to=_target(target, destinations),
             rename=rename,
             dry_run=dry_run,
             progress=progress,
@@ -105,16 +103,9 @@ def cp(
     if as_json:
         requests = dict(sum(map(Counter, by_side), Counter[str]()))
         counts = {"requests": requests} if requests else {}
-        emit(
-            {
-                "source": source_store.uri,
-                "destination": _uri(target_store),
-                **_facts_of(report),
-                **counts,
-            }
-        )
+        emit({"source": origin.uri, "destination": _uri(target), **_facts_of(report), **counts})
         return
-    _show(report, _uri(target_store))
+    _show(report, _uri(target))
     for requests in by_side:
         print_requests(requests)
 
@@ -132,26 +123,19 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
     """Copy until a signal ends it; then say what was copied."""
 
     def open_pair() -> Pair:
-        source_store, name = _opened_or_above(source, [])
-        destination_store, rename = _destination(
-            destination, [], name if name in source_store else None
-        )
-        if isinstance(destination_store, str):
-            options, size = _options(destination_store), source_store.chunk_size
-            destination_store = Store(
-                destination_store,
-                chunk_size=size,
-                storage_options=options,
-                exclusive=is_exclusive(),
-            )
-        target = destination_store.make()
-        check_pair(source_store.objects, target.objects)
+        origin, name = _opened_or_above(source, [])
+        to, rename = _destination(destination, [], name if name in origin else None)
+        if isinstance(to, str):
+            options, size = _options(to), origin.chunk_size
+            to = Store(to, chunk_size=size, storage_options=options, exclusive=is_exclusive())
+        target = to.make()
+        check_pair(origin.objects, target.objects)
 
         def jobs() -> list[CopyJob]:
-            snapshots = choose(source_store.objects, source_store.prefix, name, rename)
+            snapshots = choose(origin.objects, origin.prefix, name, rename)
             return [s._replace(target=target.full_name(s.target)) for s in snapshots]
 
-        return Pair(source_store.objects, target.objects, jobs, CopyOptions(hooks=target.hooks))
+        return Pair(origin.objects, target.objects, jobs, CopyOptions(hooks=target.hooks))
 
     names: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -113,9 +113,7 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
         for name, (_, entry) in tensors.items()
         if entry.data.nbytes > INLINE_BYTES
     }
-    return {
-        n: first_name for n, first_name in equal.items() if n != first_name and n not in without
-    }
+    return {n: same_as for n, same_as in equal.items() if n != same_as and n not in without}
 
 
 def without_tied(

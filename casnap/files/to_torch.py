@@ -41,9 +41,7 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
     }
     tensors, _ = named_tensors(part, TENSOR_DTYPES, contents.label)
     _, tied_names = without_tied(tensors, options.tied, contents.label)
-    tied_to = {
-        tensors[name].path: tensors[first_name].path for name, first_name in tied_names.items()
-    }
+    tied_to = {tensors[name].path: tensors[alias].path for name, alias in tied_names.items()}
     entries = {path: entry for path, entry in streamed.items() if path not in tied_to}
     total = sum(entry.data.nbytes for entry in entries.values())
     report = ExportReport(options.dry_run, "torch", {name: total}, len(streamed), total)

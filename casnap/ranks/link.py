@@ -246,18 +246,16 @@ class Link:
         arrival = _Arrival(Process.current())
         self._set(f"{name}/came/0", arrival)
         self._set(f"{self._base}/newest", name)
-        missing_ranks, dead = list(range(1, self.size)), list[int]()
+        absent, dead = list(range(1, self.size)), list[int]()
         for _ in pauses:
-            while missing_ranks and (
-                missing_ranks[-1] in dead or self._has(f"{name}/came/{missing_ranks[-1]}")
-            ):
-                missing_ranks.pop()
-            if not missing_ranks:
+            while absent and (absent[-1] in dead or self._has(f"{name}/came/{absent[-1]}")):
+                absent.pop()
+            if not absent:
                 break
             dead = self._dead_ranks() or self._get(f"{name}/dead", list[int]) or []
         others = [self._arrival(name, rank) for rank in range(1, self.size)]
-        missing_ranks = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
-        failure = _failure_to_come(missing_ranks, dead, timeout) if missing_ranks else None
+        absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
+        failure = _failure_to_come(absent, dead, timeout) if absent else None
         # Each rank looks for its own token: a rank that finds the name of an older group in the
         # store does not take that for this group.
         start = _Start([arrival, *(arrived for arrived in others if arrived)], failure)
@@ -286,8 +284,8 @@ class Link:
             if newest and newest not in (name, self._name):
                 name = newest
                 self._set(f"{name}/came/{self.rank}", arrival)
-                arrival_of_leader = self._arrival(name, 0)
-                leader = arrival_of_leader.process if arrival_of_leader is not None else None
+                note = self._arrival(name, 0)
+                leader = note.process if note is not None else None
                 if leader is not None and leader.has_ended(arrival.process.host):
                     leader = None  # this may be a group that processes before these have left
                 continue
@@ -299,10 +297,10 @@ class Link:
             if dead and name:
                 # Rank 0 may be on another host, and cannot see that they died.
                 self._set(f"{name}/dead", dead)
-        missing_ranks = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
-        if 0 in dead or not name or not missing_ranks:
-            missing_ranks = [0]
-        raise LinkFailedError(_failure_to_come(missing_ranks, dead, timeout))
+        absent = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
+        if 0 in dead or not name or not absent:
+            absent = [0]
+        raise LinkFailedError(_failure_to_come(absent, dead, timeout))
 
     # --- a broken connection ---
 

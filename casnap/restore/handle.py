@@ -67,10 +67,8 @@ class Handle:
         if not isinstance(self._entry, ContainerEntry):
             return payload_of(self._entry).nbytes
         with self._contents.reading():
-            listed_entries = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
-        entries = (
-            entry for entry in listed_entries.values() if not isinstance(entry, ContainerEntry)
-        )
+            listed = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
+        entries = (entry for entry in listed.values() if not isinstance(entry, ContainerEntry))
         return sum(payload_of(entry).nbytes for entry in entries)
 
     @property

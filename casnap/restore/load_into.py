@@ -242,11 +242,9 @@ def _replace(tensors: Mapping[str, _ModuleTensor], places: Mapping[str, Shards])
         if not value.is_meta or id(value) not in by_id:
             continue
         if id(value) not in replaced:
-            replacement = by_id[id(value)]
+            fresh = by_id[id(value)]
             is_parameter = isinstance(value, torch.nn.Parameter)
             replaced[id(value)] = (
-                torch.nn.Parameter(replacement, value.requires_grad)
-                if is_parameter
-                else replacement
+                torch.nn.Parameter(fresh, value.requires_grad) if is_parameter else fresh
             )
         each.tensors[each.key] = replaced[id(value)]

@@ -55,10 +55,8 @@ def read_object(
         return read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
     if index is not None:
         raise MismatchError(f"{contents.label}: {path} is not a tensor, so it takes no index")
-    entries_by_path = {full: _all_entries(full, entry, entries)}
-    return _read_entries(contents, entries_by_path, memory_budget_bytes, allow_pickle=allow_pickle)[
-        full
-    ]
+    by_path = {full: _all_entries(full, entry, entries)}
+    return _read_entries(contents, by_path, memory_budget_bytes, allow_pickle=allow_pickle)[full]
 
 
 @without_torch_modes()
@@ -76,19 +74,19 @@ def read_objects(
         EntryNotFoundError: A path names nothing, or several ranks' own entries.
         DamagedError: A chunk is missing or damaged.
     """
-    entries_by_path: dict[str, Iterable[tuple[str, Entry]]] = {}
+    by_path: dict[str, Iterable[tuple[str, Entry]]] = {}
     plain_paths: list[str] = []
     for path in paths:
         matched = contents.matching(path) if has_wildcards(path) else []
-        entries_by_path |= {each.name: (("", each.entry),) for each in matched}
+        by_path |= {each.name: (("", each.entry),) for each in matched}
         if not matched:
-            entries_by_path[path] = ()
+            by_path[path] = ()
             plain_paths.append(path)
     # In order, each leaf of the tree is decoded once.
     for path in sorted(plain_paths):
-        entries_by_path[path] = _all_entries(*contents.the_entry(path))
+        by_path[path] = _all_entries(*contents.the_entry(path))
     return _read_entries(
-        contents, entries_by_path, memory_budget_bytes, progress, allow_pickle=allow_pickle
+        contents, by_path, memory_budget_bytes, progress, allow_pickle=allow_pickle
     )
 
 
@@ -103,7 +101,7 @@ def _all_entries(path: str, entry: Entry, entries: Entries) -> Iterator[tuple[st
 
 def _read_entries(
     contents: Contents,
-    entries_by_path: Mapping[str, Iterable[tuple[str, Entry]]],
+    by_path: Mapping[str, Iterable[tuple[str, Entry]]],
     budget: int | None,
     progress: Progress | None = None,
     *,
@@ -111,14 +109,14 @@ def _read_entries(
 ) -> dict[str, Any]:
     loading = Loading(contents, progress)
     paths = set[str]()
-    for name, entries in entries_by_path.items():
+    for name, entries in by_path.items():
         for inner_path, entry in entries:
             # A container and something in it may both be asked for.
             if name + inner_path not in paths:
                 paths.add(name + inner_path)
                 loading.add(name + inner_path, entry)
     leaves = loading.load(budget)
-    return {name: inflate(name, leaves, allow_pickle=allow_pickle) for name in entries_by_path}
+    return {name: inflate(name, leaves, allow_pickle=allow_pickle) for name in by_path}
 
 
 def read_tensor(
@@ -131,8 +129,8 @@ def read_tensor(
 ) -> Any:
     """Read a tensor into another one, or a part of it."""
     if index is not None and entry.quantization is not None:
-        entries_by_path = {path: (("", entry),)}
-        tensor: Any = _read_entries(contents, entries_by_path, budget, allow_pickle=False)[path]
+        by_path = {path: (("", entry),)}
+        tensor: Any = _read_entries(contents, by_path, budget, allow_pickle=False)[path]
         return (
             tensor[index] if obj_out is None else _copy_into(contents, path, tensor[index], obj_out)
         )

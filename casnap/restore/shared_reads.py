@@ -230,10 +230,8 @@ class _SharedFetch:
 
     def _room(self, requested: list[bytes]) -> int:
         """Return the most bytes that the answers to the requests of a window take."""
-        same_host, other_hosts = self._texts(requested)
-        return self._room_for(_nbytes_of(same_host)) + sum(
-            _nbytes_of([text]) for text in other_hosts
-        )
+        local, remote = self._texts(requested)
+        return self._room_for(_nbytes_of(local)) + sum(_nbytes_of([text]) for text in remote)
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Return requests, each once: of ranks that find memory of this one, and of the others."""
@@ -346,16 +344,16 @@ class _SharedFetch:
     ) -> list[memoryview | bytes]:
         """Read the chunks of a window; return what to send to each rank."""
         buffer = self._buffers[number % len(self._buffers)]
-        same_host, other_hosts = self._texts(requested)
+        local, remote = self._texts(requested)
         copies: _Copies = defaultdict(list)
         parts: dict[bytes, memoryview | bytes] = {b"": b""}
         end = self._room_for(0)
-        if same_host:
-            tables, end = _lay_out(buffer, end, same_host, copies)
+        if local:
+            tables, end = _lay_out(buffer, end, local, copies)
             begins = buffer[: self._room_for(0)].cast("Q")
             for rank, text in enumerate(requested):
                 begins[rank] = tables.get(text, 0)
-        for text in other_hosts:
+        for text in remote:
             part = buffer[end : end + _nbytes_of([text])]
             _lay_out(part, 0, [text], copies)
             parts[text] = part

@@ -83,14 +83,12 @@ def _nodes(
     for rank, subtree in contents.manifest.ranks.items():
         subtrees.append((subtree, without_tree | (everyone & {int(rank)})))
     yield everyone, objects.node(Digest(contents.row.manifest.digest))
-    ranks_by_node: dict[bytes, frozenset[int]] = {}
+    ranks_of: dict[bytes, frozenset[int]] = {}
     for subtree, ranks in subtrees:
         for key in subtree.keys() & keys:
             top = TREE + subtree[key]
-            ranks_by_node[top] = ranks_by_node.get(top, frozenset()) | ranks
-    for node, children in walk(objects, list(ranks_by_node), set()):
+            ranks_of[top] = ranks_of.get(top, frozenset()) | ranks
+    for node, children in walk(objects, list(ranks_of), set()):
         for reference in filter(is_node, children):
-            ranks_by_node[reference] = (
-                ranks_by_node.get(reference, frozenset()) | ranks_by_node[node]
-            )
-        yield ranks_by_node[node], objects.node(digest_in(node))
+            ranks_of[reference] = ranks_of.get(reference, frozenset()) | ranks_of[node]
+        yield ranks_of[node], objects.node(digest_in(node))

@@ -130,11 +130,11 @@ class Capture:
                     elsewhere.append(content)
                 if (
                     grid is not None
-                    and (same_leaf := leaf_by_address.setdefault(content.data_ptr(), i)) != i
+                    and (twin := leaf_by_address.setdefault(content.data_ptr(), i)) != i
                 ):
-                    same_grid = self.grids[same_leaf] == grid
-                    if same_grid and _same_memory(content, self.leaves[same_leaf].content):
-                        self.same_as[i] = same_leaf
+                    same_grid = self.grids[twin] == grid
+                    if same_grid and _same_memory(content, self.leaves[twin].content):
+                        self.same_as[i] = twin
             # Other threads copy from the GPU, so what the caller has begun there must end first.
             synchronize(elsewhere)
 
@@ -144,9 +144,7 @@ class Capture:
         for i in assigned:
             self.grids.pop(i, None)
         # A leaf of the same memory as one of these is hashed by itself.
-        self.same_as = {
-            i: same_leaf for i, same_leaf in self.same_as.items() if same_leaf not in assigned
-        }
+        self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in assigned}
 
     def bytes_to_hash(self) -> int:
         """Return how many bytes this rank hashes."""

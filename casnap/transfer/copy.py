@@ -99,18 +99,16 @@ class _Copy:
         Raises:
             SnapshotExistsError: The name of one is taken.
         """
-        destination = self._destination
-        if destination is None:
+        store = self._destination
+        if store is None:
             return list(snapshots)
-        destination.check_writable("copy snapshots into", dry_run=self._options.dry_run)
+        store.check_writable("copy snapshots into", dry_run=self._options.dry_run)
 
         def look(table: Table, seq: int) -> list[bool]:
-            placements = (placement_in(table, job, destination.backend, seq) for job in snapshots)
+            placements = (placement_in(table, job, store.backend, seq) for job in snapshots)
             return [placement is None for placement in placements]
 
-        presence = destination.current(
-            lambda root: look(destination.table(root), root.seq + 1), destination.recent
-        )
+        presence = store.current(lambda root: look(store.table(root), root.seq + 1), store.recent)
         pairs = list(zip(snapshots, presence, strict=True))
         self.report.present += [job.target for job, is_there in pairs if is_there]
         return [job for job, is_there in pairs if not is_there]

@@ -25,6 +25,14 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/accelerate.md"
 FROZEN = 4096 * 64 * 4
 
 
+@pytest.fixture(autouse=True)
+def _no_state_of_before() -> None:
+    """Forget what tests of another library found out: children of this process are ranks here."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def prepared(
     project: Path, limit: int | None = 2, *, fsdp: bool = False
 ) -> tuple[Any, StateDict, Any, Any, Any]:

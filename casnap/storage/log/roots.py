@@ -49,7 +49,7 @@ FEATURES = frozenset({DELTAS})
 COPIES = "roots/copies"
 
 
-def newest_root(backend: Backend, remembered: Root | None = None, *, stands: bool = False) -> Root:
+def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = False) -> Root:
     """Return the newest root.
 
     Listings may be stale, so numbers after the greatest listed one are probed. Roots are never
@@ -57,7 +57,7 @@ def newest_root(backend: Backend, remembered: Root | None = None, *, stands: boo
 
     Args:
         backend: Where the store lives.
-        remembered: A root that was the newest one before. If it still stands (it does, unless the
+        cached: A root that was the newest one before. If it still stands (it does, unless the
             store was rolled back), nothing is listed.
         stands: Whether the caller has just seen that it stands.
 
@@ -66,7 +66,7 @@ def newest_root(backend: Backend, remembered: Root | None = None, *, stands: boo
         DamagedError: Neither the newest root nor its copy can be read. An older one does not do.
         UnsupportedFormatError: It has a feature that readers have to know.
     """
-    root, newer = _first_look(backend, remembered, stands=stands)
+    root, newer = _first_look(backend, cached, stands=stands)
     first_seq = root.seq
     while newer is not None:
         root = newer
@@ -78,27 +78,21 @@ def newest_root(backend: Backend, remembered: Root | None = None, *, stands: boo
     return root
 
 
-def _first_look(
-    backend: Backend, remembered: Root | None, *, stands: bool
-) -> tuple[Root, Root | None]:
+def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple[Root, Root | None]:
     """Return a root that may be the newest, and the root after it, if there is one.
 
     A remote root and the one after it are read at once.
     """
-    if remembered is not None and stands:
-        return remembered, _after(backend, remembered)
+    if cached is not None and stands:
+        return cached, _after(backend, cached)
     if not backend.costly_requests:
-        root = (
-            remembered
-            if remembered is not None and _stands(backend, remembered)
-            else last_listed(backend)
-        )
+        root = cached if cached is not None and _stands(backend, cached) else last_listed(backend)
         return root, _after(backend, root)
-    if remembered is not None:
-        following = partial(_read_if_there, backend, remembered.seq + 1)
-        stands_there, newer = together(partial(_stands, backend, remembered), following)
+    if cached is not None:
+        following = partial(_read_if_there, backend, cached.seq + 1)
+        stands_there, newer = together(partial(_stands, backend, cached), following)
         if stands_there:
-            return remembered, newer
+            return cached, newer
     return root_and_next(backend, _last_seq(backend))
 
 
