@@ -91,8 +91,10 @@ class Marks:
         # The bases of all deltas that the root names, by the digest of the delta.
         self._bases: dict[bytes, set[bytes]] = defaultdict(set)
         self._needed_bases: set[bytes] = set()
-        # The places of deltas whose chains have no end.
+        # The places of deltas whose chains have no end, and the bases that are nowhere. A newer
+        # root may have these again.
         self._endless: set[_At] = set()
+        self._nowhere: set[bytes] = set()
         if DELTAS in root.read_features:
             self._read_bases()
         for part in range(self._parts):
@@ -123,26 +125,26 @@ class Marks:
         for place, base in bases.items():
             if place in deltas:
                 standing_on[base].append(place)
-        self._keep_with_end(deltas, standing_on)
+                self._bases[deltas[place]].add(base)
+        self._find_ends(deltas, standing_on)
         if self._parts > 1:
             # A delta and its base may be of different parts.
             self._seen = self._of_forgotten()
             for _, below in self._walk_below():
-                self._needed_bases |= self._bases_below(below)
+                self._needed_bases |= self._bases_below(below) - self._nowhere
 
-    def _keep_with_end(self, deltas: dict[_At, bytes], standing_on: dict[bytes, list[_At]]) -> None:
-        """Keep the bases of the deltas whose chains have an end; note the other deltas."""
+    def _find_ends(self, deltas: dict[_At, bytes], standing_on: dict[bytes, list[_At]]) -> None:
+        """Note the deltas whose chains have no end. Both arguments are used up."""
         with_end = self._stored_alone(standing_on.keys())
         pending = list(with_end)
         while pending:
             base = pending.pop()
             for place in standing_on.pop(base, ()):
                 digest = deltas.pop(place)
-                self._bases[digest].add(base)
                 if digest not in with_end:
                     with_end.add(digest)
                     pending.append(digest)
-        self._endless = set(deltas)
+        self._nowhere, self._endless = set(standing_on), set(deltas)
 
     def _stored_alone(self, digests: Collection[bytes]) -> set[bytes]:
         """Return which of some digests are in a pack as they are, or compressed."""
@@ -172,7 +174,7 @@ class Marks:
         self._seen -= passed_over
         use_counts.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
         if self._parts == 1:
-            self._needed_bases = self._bases_below(use_counts)
+            self._needed_bases = self._bases_below(use_counts) - self._nowhere
         use_counts.update(dict.fromkeys(self._of_part(self._needed_bases, part), 0))
         self._needed = use_counts
         self.count += len(use_counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest
@@ -105,6 +106,18 @@ def _proven_elsewhere(
     )
 
 
+def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> bool:
+    """Rely on the base of a delta, unless that stands on the same chunk or is nowhere.
+
+    Of several deltas of a chunk, the one that was read may be another than that of which another
+    collector has found the end.
+    """
+    chain = transaction.objects.index.newest_chain(transaction.base, base)
+    if not chain or digest in dict(chain):
+        return False
+    return transaction.reused.reuse_at([base])[0] is not None
+
+
 def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
     sizes: list[int] = []
 
@@ -118,7 +131,13 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
         transaction = Transaction(objects, crew, codec)
         try:
             try:
-                copy_verified(objects, to_copy.items(), transaction.new_packs, count, deltas=True)
+                copy_verified(
+                    objects,
+                    to_copy.items(),
+                    transaction.new_packs,
+                    count,
+                    keeps_delta=partial(_can_stand_on, transaction),
+                )
             except DamagedError as e:
                 if objects.newest() != transaction.base.root:
                     # Another collector has moved the chunks, so this one must mark again.

@@ -16,6 +16,7 @@ from casnap.format.digest import Digest
 from casnap.format.records import DeltaPlace, Place, pack_key
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.chunk_reads import Want
+from casnap.storage.chunks.copying import read_chunks
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log import roots
@@ -446,3 +447,43 @@ def test_a_delta_whose_base_went_with_its_snapshots(tmp_path: Path) -> None:
     store["again"].restore(again)
     assert torch.equal(again["m"]["w"], second["w"])
     assert store.check(data=True).ok
+
+
+def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -> None:
+    """Store a chunk as a delta of another one in a pack that holds other chunks too."""
+    chunks = read_chunks(store.objects, [digest, base, *others])
+    stored = encode_delta(chunks[digest], chunks[base], base)
+    assert stored is not None
+    with Crew() as crew:
+        transaction = Transaction(store.objects, crew)
+        assert all(transaction.reused.reuse_at([base]))
+        transaction.new_packs.copy_stored(digest, stored, len(chunks[digest]), Codec.DELTA)
+        for each in others:
+            transaction.new_packs.copy_stored(each, chunks[each], len(chunks[each]), Codec.RAW)
+        publish(transaction, lambda table, seq: {})
+        transaction.close()
+
+
+def test_a_copy_out_of_a_pack_stands_on_nothing_that_stands_on_it(tmp_path: Path) -> None:
+    """Of two deltas of a chunk, the older one has a base that is stored as a delta of the chunk."""
+    store = new_store(tmp_path, "raw")
+    first = weights()[: CHUNK // 2]
+    states = [first, moved(first, 0.02, 1), moved(first, 0.02, 2), weights(3), weights(4)]
+    for step, tensor in enumerate(states):
+        store.take({"m": StateDict(w=tensor)}, f"run/{step:03}")
+    one, other, third = (chunks_of(store, f"run/{step:03}")[0] for step in range(3))
+    add_pack(store, other, one, chunks_of(store, "run/003"))
+    add_pack(store, other, third, chunks_of(store, "run/004"))
+    for _ in range(2):
+        store.gc(grace=0)
+    add_pack(store, one, other, [])
+    store.gc(grace=3600)
+    store.delete("run/004")
+    store.gc(grace=3600)
+    for _ in range(3):
+        store.gc(grace=0)
+    assert store.check(data=True).ok
+    for step, tensor in enumerate(states[:3]):
+        state = {"m": StateDict(w=torch.zeros_like(first))}
+        Store(tmp_path / "s")[f"run/{step:03}"].restore(state)
+        assert torch.equal(state["m"]["w"], tensor)

@@ -21,9 +21,13 @@ take       reads the newest root n; relies on live packs for what they hold; wri
            snapshot is in m too; else it is fenced.
 overwrite  is a take whose snapshot replaces that of the same name
 repack     is a take without a snapshot, whose pack has what is needed of another
+recode     is a take without a snapshot, whose pack has a needed digest as a *delta* of another one,
+           its *base*, without which that cannot be read
 delete     puts a root without the snapshot of one commit, if that is there
-collector  condemns in root k + 1 what no snapshot of k needs (and, one at a time, packs whose
-           needed chunks have another live place); then raises the fence in root m + 1 to any number
+collector  condemns in root k + 1 what no snapshot of k needs, nor a delta of that (and, one at a
+           time, packs whose needed chunks have another live place: as they are, or as a delta whose
+           chain ends, each link at its newest place); if the number is lost, it spares what a newer
+           root needs; then raises the fence in root m + 1 to any number
            up to m + 1, with what was condemned at or before it listed no more; then deletes, in any
            order, files that its root does not name and whose base is below its fence
 reader     looks a chunk up in the newest root and reads that pack; if it is gone, and the snapshot
@@ -39,7 +43,8 @@ A take may *announce* itself before it reads n. Collectors see that, and raise t
 Three invariants hold in every state, and so after every crash, which is but a process that never
 moves again:
 
-- **I1** Every digest that a snapshot of the newest root needs is in a live pack, which exists.
+- **I1** Every digest that a snapshot of the newest root needs is in a live pack, which exists: as
+  it is, or as a delta of a base of which the same is true.
 - **I2** All segments and packs that the newest root lists exist, condemned ones too.
 - **I3** A writer that believes in its commit is right: its snapshot is in the newest root, unless a
   later root removed it; and a snapshot that a process believes to have deleted is not there.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.model.processes import DONE, Steps, Turn, Writer
-from tests.model.records import Contents, Id, Process, Root, Segment, State, contents
+from tests.model.records import Contents, Id, Process, Root, Segment, State, contents, united
 from tests.model.rules import Rule
 
 
@@ -22,10 +22,12 @@ class Collector(Writer):
         rounds: How often it goes through everything.
         sparse: Whether it also condemns, one at a time, packs whose needed chunks have another
             live place: what a repack copied, or two takes wrote.
+        copier: The writer whose copies it made itself, so it does not look where their chains end.
     """
 
     rounds: int = 1
     sparse: bool = False
+    copier: str = ""
 
     def steps(self, turn: Turn) -> Steps:
         match turn.me.at:
@@ -48,7 +50,7 @@ class Collector(Writer):
     def retried(self, turn: Turn) -> Process:
         me = turn.me
         if me.chosen and me.then == "fence":
-            return Process("again", rounds=me.rounds, chosen=me.chosen)
+            return Process("again", rounds=me.rounds, chosen=me.chosen, view=me.view)
         return Process(rounds=me.rounds)
 
     def stood(self, turn: Turn, root: Root) -> Process:
@@ -62,44 +64,78 @@ class Collector(Writer):
         """Step 4: mark what the newest root needs; or go on to what others condemned."""
         k = turn.state.newest
         c = contents(k)
-        garbage = frozenset(p for p in c.live if not set(c.digests[p]) & set(c.needed))
-        for spared in self._sparse(c, garbage):
+        needed = _needed(turn, c)
+        garbage = frozenset(p for p in c.live if not set(c.digests[p]) & set(needed))
+        for spared in self._sparse(turn, c, garbage, needed):
             if garbage | spared:
-                keeps = frozenset[Id]()
-                if turn.drops(Rule.MARK_AGAIN):
-                    keeps = garbage | spared
-                elif turn.drops(Rule.COPIES_IN_BASE):
-                    keeps = spared
-                yield self._condemn(turn, k, garbage | spared, keeps)
+                keeps = spared if turn.drops(Rule.COPIES_IN_BASE) else garbage | spared
+                yield self._condemn(turn, k, k, garbage | spared, keeps)
         yield from self._fence(turn)
 
-    def _sparse(self, c: Contents, garbage: frozenset[Id]) -> Iterator[frozenset[Id]]:
+    def _sparse(
+        self, turn: Turn, c: Contents, garbage: frozenset[Id], needed: str
+    ) -> Iterator[frozenset[Id]]:
         yield frozenset()
         if self.sparse:
             for pack in sorted(c.live - garbage):
-                held = [d for d in c.digests[pack] if d in c.needed]
-                if all(set(c.places(d)) - garbage - {pack} for d in held):
+                held = [d for d in c.digests[pack] if d in needed]
+                if all(self._proofs(turn, c, d, garbage | {pack}) for d in held):
                     yield frozenset([pack])
 
+    def _proofs(self, turn: Turn, c: Contents, digest: str, going: frozenset[Id]) -> list[Id]:
+        """Return the other live packs that count as places of a digest."""
+        others = [p for p in c.places(digest) if p not in going]
+        if turn.drops(Rule.CHAINS_END):
+            return others
+        alone = [p for p in others if not c.base(p, digest) or p.by == self.copier]
+        newest = c.newest(digest)
+        return alone + [p for p in others if p == newest and c.has_end(digest)]
+
     def _condemn(
-        self, turn: Turn, k: Root, packs: frozenset[Id], keeps: frozenset[Id]
+        self, turn: Turn, marked: Root, k: Root, packs: frozenset[Id], keeps: frozenset[Id]
     ) -> tuple[str, State]:
         """Step 5, drafted: the root alone changes."""
         at = k.seq + 1
         draft = k._replace(seq=at, condemned=k.condemned | {(p, at) for p in packs})
         said = f"marks in root {k.seq}, would condemn {', '.join(map(str, sorted(packs)))}"
-        me = Process("put", draft=draft, then="fence", rounds=turn.me.rounds, chosen=keeps)
+        rounds = turn.me.rounds
+        me = Process("put", draft=draft, then="fence", rounds=rounds, chosen=keeps, view=marked)
         return turn.to(said, me)
 
     def _condemn_again(self, turn: Turn) -> Steps:
-        """Only without a rule: condemn what an older root said, in part or in full."""
-        m = turn.state.newest
+        """After a lost number: condemn what was marked, save what the newer root needs."""
+        k, m = turn.me.view, turn.state.newest
+        assert k is not None
         c = contents(m)
         packs = turn.me.chosen & c.live
         if turn.drops(Rule.COPIES_IN_BASE):
             packs |= {p for p in c.live if not set(c.digests[p]) & set(c.needed)}
+        elif not turn.drops(Rule.MARK_AGAIN):
+            packs = self._still_going(turn, contents(k), c, packs)
         if packs:
-            yield self._condemn(turn, m, packs, turn.me.chosen)
+            yield self._condemn(turn, k, m, packs, turn.me.chosen)
+        yield from self._fence(turn)
+
+    def _still_going(
+        self, turn: Turn, marked: Contents, c: Contents, packs: frozenset[Id]
+    ) -> frozenset[Id]:
+        """Return the packs that the newer root does not need either, or of which it has copies."""
+        before = _needed(turn, marked)
+        new_bases = [
+            b for p, held in c.bases.items() if p not in marked.digests for b in held.values()
+        ]
+        if turn.drops(Rule.NEW_BASES_AGAIN):
+            new_bases = []
+        needed = united(before, marked.with_bases(united(c.needed, *new_bases), readable=False))
+        going = packs
+        for pack in sorted(packs):
+            for digest in c.digests[pack]:
+                if digest not in needed:
+                    continue
+                proofs = self._proofs(turn, marked, digest, packs) if digest in before else []
+                if not set(proofs) & c.live:
+                    going -= {pack}
+        return going
 
     def _fence(self, turn: Turn) -> Steps:
         """Step 6, drafted: what was condemned at the fence or before is listed no more."""
@@ -141,6 +177,13 @@ class Collector(Writer):
         if turn.drops(Rule.NUMBERS_KEPT):
             numbers = turn.state.reusable | frozenset(range(1, newest.seq))
             yield turn.to(f"removes the roots before {newest.seq}", DONE, reusable=numbers)
+
+
+def _needed(turn: Turn, c: Contents) -> str:
+    """Return what snapshots need, and the bases of all deltas of that."""
+    if turn.drops(Rule.BASES_ARE_NEEDED):
+        return c.needed
+    return c.with_bases(c.needed)
 
 
 def _without(turn: Turn, m: Root, freed: frozenset[Id], fence: int) -> tuple[Root, Segment | None]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.model.records import (
     Contents,
+    Deltas,
     Entry,
     Id,
     Process,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from tests.model.protocol import CommitModel
 
 Steps = Iterator[tuple[str, State]]
+
+Plan = tuple[frozenset[tuple[Id, str]], str, Deltas]
+"""What a take relies on, what it writes, and which of that as deltas."""
 
 FENCED = Process("fenced")
 DONE = Process("done")
@@ -161,6 +165,10 @@ class Take(Writer):
     rebases: bool = False
     copies: str = ""
     announces: bool = False
+    stands: str = ""
+    """A digest that it writes as a delta, and its base, if it finds that."""
+    recodes: bool = False
+    """Whether it only stores that digest once more, as a delta, and commits no snapshot."""
     inherits: str = ""
     """The commit whose snapshot it shares subtrees with, of which it looks nothing up."""
 
@@ -203,17 +211,19 @@ class Take(Writer):
         """Step 1: read the newest root; rely on what is live in it, and plan to write the rest."""
         n = turn.state.newest
         source = self._source(contents(n))
-        for relied, fresh in self._plans(turn, contents(n), source):
-            own = Entry(Id(n.seq, turn.name), fresh) if fresh else None
+        for relied, fresh, deltas in self._plans(turn, contents(n), source):
+            own = Entry(Id(n.seq, turn.name), fresh, deltas) if fresh else None
             at = "pack" if own and not turn.drops(Rule.PACK_BEFORE_ROOT) else "read"
             if turn.drops(Rule.PACK_BEFORE_SEGMENT):
                 at = "read"
+            written = str(own).partition("=")[2]
             used = ", ".join(f"{d} in {p}" for p, d in sorted(relied)) or "nothing"
             inherited = any(s.commit == self.inherits for s in n.snapshots)
             if inherited:
                 used += f" and on {self.inherits}"
             yield turn.to(
-                f"bases itself on root {n.seq}, relies on {used}, will write {fresh or 'nothing'}",
+                f"bases itself on root {n.seq}, relies on {used}, "
+                f"will write {written or 'nothing'}",
                 turn.me._replace(
                     at=at, base=n.seq, own=own, relied=relied, inherited=inherited, place=source
                 ),
@@ -222,24 +232,53 @@ class Take(Writer):
     def _source(self, c: Contents) -> Id | None:
         return next((p for p in sorted(c.live) if p.by == self.copies), None)
 
-    def _plans(
-        self, turn: Turn, c: Contents, source: Id | None
-    ) -> Iterator[tuple[frozenset[tuple[Id, str]], str]]:
+    def _plans(self, turn: Turn, c: Contents, source: Id | None) -> Iterator[Plan]:
         if self.copies:
-            kept = "".join(d for d in c.digests[source] if d in c.needed) if source else ""
-            if kept:
-                yield frozenset(), kept
+            yield from self._copies(turn, c, source)
+            return
+        if self.recodes:
+            yield from self._recoded(turn, c)
             return
         shared = next(
             (s.needs for s in turn.state.newest.snapshots if s.commit == self.inherits), ""
         )
         sought = [d for d in self.needs if d not in shared]
         too = turn.drops(Rule.DEDUP_LIVE_ONLY)
-        found = {d: places for d in sought if (places := c.places(d, condemned=too))}
+        found = {d: chains for d in sought if (chains := _chains(turn, c, d, condemned=too))}
         fresh = "".join(d for d in sought if d not in found)
         for choice in product(*found.values()):
-            pairs = zip(choice, found, strict=True)
-            yield frozenset((p, d) for p, d in pairs if p in c.live), fresh
+            relied = frozenset((p, d) for chain in choice for p, d in chain if p in c.live)
+            if not self.stands or self.stands[0] not in fresh:
+                yield relied, fresh, frozenset()
+                continue
+            digest, base = self.stands
+            for pairs in self._relied(turn, c, base):
+                yield relied | pairs, fresh, frozenset([(digest, base)] if pairs else [])
+
+    def _copies(self, turn: Turn, c: Contents, source: Id | None) -> Iterator[Plan]:
+        """Copy what is needed of a pack, in the form that a reader finds."""
+        needed = c.with_bases(c.needed)
+        kept = "".join(d for d in c.digests[source] if d in needed) if source else ""
+        forms = [[(d, base) for base in _forms_of_copy(turn, c, d)] for d in kept]
+        for chosen in product(*forms):
+            for pairs in self._relied(turn, c, "".join(base for _, base in chosen)):
+                if kept:
+                    yield pairs, kept, frozenset((d, base) for d, base in chosen if base)
+
+    def _recoded(self, turn: Turn, c: Contents) -> Iterator[Plan]:
+        """Store a needed digest once more, unless it is a delta anywhere."""
+        digest, base = self.stands
+        places = c.places(digest, condemned=True)
+        if places and digest in c.needed and not any(c.base(p, digest) for p in places):
+            for pairs in self._relied(turn, c, base):
+                if pairs:
+                    yield pairs, digest, frozenset([(digest, base)])
+
+    def _relied(self, turn: Turn, c: Contents, digests: str) -> Iterator[frozenset[tuple[Id, str]]]:
+        """Yield what it may rely on for some digests; nothing of what is nowhere."""
+        chains = [_chains(turn, c, d) or [frozenset()] for d in digests]
+        for chosen in product(*chains):
+            yield frozenset[tuple[Id, str]]().union(*chosen)
 
     def _write_pack(self, turn: Turn) -> Steps:
         """Step 2: write what is new."""
@@ -299,7 +338,7 @@ class Take(Writer):
         rebased: bool = False,
     ) -> Steps:
         """Draft root m + 1, unless something that was relied on is neither live nor condemned."""
-        copied = self._relying_on_copies(m, me) if self.rebases else []
+        copied = self._relying_on_copies(turn, m, me) if self.rebases else []
         if copied:
             turn.model.happened.add("relied on a copy")
             if any(p in contents(m).condemned for p, _ in me.relied - copied[0].relied):
@@ -338,18 +377,20 @@ class Take(Writer):
         listed = contents(m).digests
         return next((str(p) for p, _ in sorted(me.relied) if p not in listed), "")
 
-    def _relying_on_copies(self, m: Root, me: Process) -> list[Process]:
+    def _relying_on_copies(self, turn: Turn, m: Root, me: Process) -> list[Process]:
         """Return the process as it relies on live places of what was in packs that are not live.
 
         A condemned pack of which something is in no live one is rescued instead.
         """
         c = contents(m)
-        rescued = {p for p, d in me.relied if p in c.digests and not c.places(d, condemned=False)}
+        rescued = {p for p, d in me.relied if p in c.digests and not _chains(turn, c, d)}
         left = {(p, d) for p, d in me.relied if p not in c.live | rescued}
-        choices = [[(p, d) for p in c.places(d, condemned=False)] for _, d in sorted(left)]
+        choices = [_chains(turn, c, d) for _, d in sorted(left)]
         if not left or not all(choices):
             return []
-        return [me._replace(relied=(me.relied - left) | {*chosen}) for chosen in product(*choices)]
+        return [
+            me._replace(relied=(me.relied - left).union(*chosen)) for chosen in product(*choices)
+        ]
 
     def after_segment(self, turn: Turn) -> str:
         own = turn.me.own
@@ -357,7 +398,7 @@ class Take(Writer):
         return "pack" if missing and turn.drops(Rule.PACK_BEFORE_SEGMENT) else "put"
 
     def _snapshots(self, turn: Turn, m: Root) -> frozenset[Snapshot]:
-        if self.copies:
+        if self.copies or self.recodes:
             return m.snapshots
         others = {s for s in m.snapshots if s.name != self.name}
         return frozenset(others | {Snapshot(self.name, turn.name, self.needs)})
@@ -387,12 +428,40 @@ class Take(Writer):
         if self.merges and len(m.segments) + len(own) > 1:
             turn.model.happened.add("merged")
             digests: dict[Id, str] = {}
-            for pack, held in (e for s in m.segments | {Segment(ident, own)} for e in s.entries):
+            deltas: dict[Id, Deltas] = {}
+            for pack, held, on in (
+                e for s in m.segments | {Segment(ident, own)} for e in s.entries
+            ):
                 digests[pack] = united(digests.get(pack, ""), held)
-            yield Segment(ident, _entries(turn, digests)), m.segments
+                deltas[pack] = deltas.get(pack, frozenset()) | on
+            yield Segment(ident, _entries(turn, digests, deltas)), m.segments
 
 
-def _entries(turn: Turn, digests: dict[Id, str]) -> frozenset[Entry]:
+def _chains(
+    turn: Turn, c: Contents, digest: str, *, condemned: bool = False, above: str = ""
+) -> list[frozenset[tuple[Id, str]]]:
+    """Return the ways to read a digest from live packs: its place, and those of all bases below."""
+    found = []
+    for pack in c.places(digest, condemned=condemned):
+        base, link = c.base(pack, digest), (pack, digest)
+        if not base or turn.drops(Rule.BASES_RELIED_ON):
+            found.append(frozenset([link]))
+        elif base not in above + digest:
+            below = _chains(turn, c, base, condemned=condemned, above=above + digest)
+            found += [chain | {link} for chain in below]
+    return found
+
+
+def _forms_of_copy(turn: Turn, c: Contents, digest: str) -> list[str]:
+    """Return the bases that a digest may be copied with; none ("") if it is copied as it is."""
+    bases = [c.base(p, digest) for p in c.places(digest, condemned=True)]
+    if "" in bases:
+        return [""]
+    kept = [b for b in bases if turn.drops(Rule.COPIES_HAVE_END) or c.has_end(b, without=digest)]
+    return sorted({*kept}) or [""]
+
+
+def _entries(turn: Turn, digests: dict[Id, str], deltas: dict[Id, Deltas]) -> frozenset[Entry]:
     """Return all entries; without the rule, only one place of each digest."""
     order = sorted(digests, reverse=turn.drops(Rule.MERGE_KEEPS_FIRST))
     if turn.drops(Rule.MERGE_KEEPS_FIRST) or turn.drops(Rule.MERGE_KEEPS_LAST):
@@ -400,7 +469,7 @@ def _entries(turn: Turn, digests: dict[Id, str]) -> frozenset[Entry]:
         for pack in order:
             digests[pack] = "".join(d for d in digests[pack] if d not in seen)
             seen += digests[pack]
-    return frozenset(Entry(p, held) for p, held in digests.items() if held)
+    return frozenset(Entry(p, held, deltas[p]) for p, held in digests.items() if held)
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,9 @@ class CommitModel:
 
     def _not_durable(self, root: Root, files: frozenset[Id]) -> str | None:
         c = contents(root)
+        readable = c.readable(c.live & files)
         for digest in c.needed:
-            if not any(pack in files for pack in c.places(digest)):
+            if digest not in readable:
                 return f"I1: root {root.seq} needs {digest}, which is in no live pack that exists"
         if not c.files <= files:
             return f"I2: root {root.seq} names {min(c.files - files)}, which does not exist"
@@ -130,7 +131,7 @@ class CommitModel:
             if process.at != "done":
                 continue
             lost = name not in there and name not in state.removed
-            if isinstance(spec, Take) and not spec.copies and lost:
+            if isinstance(spec, Take) and not (spec.copies or spec.recodes) and lost:
                 return f"I3: {name} believes in a commit that is not in root {state.newest.seq}"
             if isinstance(spec, Delete) and spec.commit in there:
                 return f"I3: {name} believes that it deleted {spec.commit}, which is there"

@@ -6,6 +6,7 @@ Names are histories, not random: a pack is called by the root that it was writte
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,14 +22,21 @@ class Id(NamedTuple):
         return f"{self.by}{f'/segment{self.n}' if self.n else ''}@{self.base}"
 
 
+Deltas = frozenset[tuple[str, str]]
+"""Digests, each with its base."""
+
+
 class Entry(NamedTuple):
     """What a segment says of one pack; a set of digests is a sorted string, a letter each."""
 
     pack: Id
     digests: str
+    deltas: Deltas = frozenset()
+    """Those that are stored as deltas, each with its base."""
 
     def __str__(self) -> str:
-        return f"{self.pack}={self.digests}"
+        deltas = "".join(f", {d} on {base}" for d, base in sorted(self.deltas))
+        return f"{self.pack}={self.digests}{deltas}"
 
 
 class Segment(NamedTuple):
@@ -78,6 +86,58 @@ class Contents(NamedTuple):
     files: frozenset[Id]
     """Packs and segments that have to exist."""
     needed: str
+    """What snapshots need."""
+    bases: dict[Id, dict[str, str]]
+    """Of each listed pack that holds deltas, the base of each."""
+
+    def base(self, pack: Id, digest: str) -> str:
+        """Return the base of a digest in a pack; nothing if it is no delta there."""
+        return self.bases.get(pack, {}).get(digest, "")
+
+    def readable(self, packs: Collection[Id]) -> str:
+        """Return the digests that can be read from some packs, and from no others."""
+        found, before = "", None
+        while found != before:
+            before = found
+            found = united(
+                *(
+                    d
+                    for pack in packs
+                    for d in self.digests.get(pack, "")
+                    if (base := self.base(pack, d)) == "" or base in found
+                )
+            )
+        return found
+
+    def with_bases(self, digests: str, *, readable: bool = True) -> str:
+        """Return some digests with the bases of all their listed deltas, if these can be read."""
+        if not self.bases:
+            return digests
+        there = self.readable(self.digests)
+        needed, before = digests, None
+        while needed != before:
+            before = needed
+            below = [b for held in self.bases.values() for d, b in held.items() if d in needed]
+            needed = united(needed, *(b for b in below if b in there or not readable))
+        return needed
+
+    def newest(self, digest: str) -> Id | None:
+        """Return the newest live pack that holds a digest."""
+        return max(self.places(digest), default=None)
+
+    def has_end(self, digest: str, without: str = "") -> bool:
+        """Whether the chain of a digest ends, each link at its newest place."""
+        seen = without
+        while digest not in seen:
+            seen += digest
+            pack = self.newest(digest)
+            if pack is None:
+                return False
+            base = self.base(pack, digest)
+            if not base:
+                return True
+            digest = base
+        return False
 
     def places(self, digest: str, *, condemned: bool = False) -> list[Id]:
         """Return the live packs that hold a digest, or also the condemned ones."""
@@ -91,13 +151,17 @@ class Contents(NamedTuple):
 @lru_cache(maxsize=1 << 18)
 def contents(root: Root) -> Contents:
     digests: dict[Id, str] = {}
+    bases: dict[Id, dict[str, str]] = {}
     for segment in root.segments:
-        for pack, held in segment.entries:
+        for pack, held, deltas in segment.entries:
             digests[pack] = united(digests.get(pack, ""), held)
+            if deltas:
+                bases[pack] = bases.get(pack, {}) | dict(deltas)
     condemned = dict(root.condemned)
     files = frozenset(digests) | {segment.id for segment in root.segments}
     needed = united(*(s.needs for s in root.snapshots))
-    return Contents(digests, condemned, frozenset(digests).difference(condemned), files, needed)
+    live = frozenset(digests).difference(condemned)
+    return Contents(digests, condemned, live, files, needed, bases)
 
 
 def united(*digests: str) -> str:
@@ -116,7 +180,7 @@ class Process(NamedTuple):
     inherited: bool = False
     """Whether it took over subtrees of a snapshot without looking at them."""
     view: Root | None = None
-    """The root that it goes by: in a rebase, while sweeping, or when it looked a chunk up."""
+    """The root that it goes by: in a rebase, while sweeping, or when it marked or looked up."""
     draft: Root | None = None
     """The root that it is about to put, or has put without hearing what came of it."""
     segment: Segment | None = None
@@ -124,7 +188,7 @@ class Process(NamedTuple):
     replaced: frozenset[Segment] = frozenset()
     """The segments that a merge put into that one."""
     chosen: frozenset[Id] = frozenset()
-    """What a collector goes by that it should look up again: empty unless a rule is dropped."""
+    """The packs that a collector means to condemn."""
     place: Id | None = None
     """Where a reader means to read."""
     tried: frozenset[Id] = frozenset()

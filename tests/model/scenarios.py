@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tests.model.collector import Collector
 from tests.model.processes import Delete, Reader, Take
 from tests.model.protocol import CommitModel, Spec
-from tests.model.records import Entry, Id, Root, Segment, Snapshot
+from tests.model.records import Entry, Id, Root, Segment, Snapshot, united
 from tests.model.rules import Rule
 
 
@@ -40,8 +40,16 @@ class Scenario:
 
 
 def _store(packs: dict[str, str], snapshots: dict[str, str]) -> Root:
-    """Return the first root: a segment for each pack; commits are called like their snapshots."""
-    segments = {Segment(Id(0, p, 1), frozenset([Entry(Id(0, p), d)])) for p, d in packs.items()}
+    """Return the first root: a segment for each pack; commits are called like their snapshots.
+
+    A pack with ``ba/`` has b as a delta of a.
+    """
+    segments = set()
+    for name, digests in packs.items():
+        deltas, _, held = digests.rpartition("/")
+        on = frozenset([(deltas[0], deltas[1])] if deltas else [])
+        entry = Entry(Id(0, name), united(held, deltas[:1]), on)
+        segments.add(Segment(Id(0, name, 1), frozenset([entry])))
     rows = {Snapshot(name, name, needs) for name, needs in snapshots.items()}
     return Root(1, frozenset(rows), frozenset(segments))
 
@@ -49,6 +57,13 @@ def _store(packs: dict[str, str], snapshots: dict[str, str]) -> Root:
 _HALF_USED = _store({"P": "ab"}, {"old": "a"})
 _DOUBLE = _store({"P": "ab", "Q": "a"}, {"old": "b"})
 _EXACT = _store({"P": "a"}, {"old": "a"})
+
+_DELTA = _store({"P": "a", "Q": "ba/"}, {"old": "b"})
+_TWO = _store({"P": "a", "Q": "b"}, {"old": "a", "new": "b"})
+# b is a delta of two: of d, which is a delta of b too, and of e.
+_CROSSED = _store(
+    {"E": "e", "M": "bd/", "P": "d", "Q": "be/", "R": "db/"}, {"old": "b", "new": "d"}
+)
 
 _NEW_AND_OLD = Take("ac", "t1")
 _DELETE = Delete("old")
@@ -204,6 +219,39 @@ HOLDS = {
         7,
         _COLLECTS | {"looked a chunk up again"},
     ),
+    "a take relies on a delta": Scenario(
+        _DELTA,
+        {"T1": Take("bc", "t1", rebases=True), "C1": Collector(rounds=2), "D": _DELETE},
+        8,
+        _REBASES,
+    ),
+    "deltas are sent": Scenario(
+        _EXACT,
+        {"T1": Take("b", "t1", stands="ba"), "C1": Collector(), "D": _DELETE},
+        7,
+        _RESCUES,
+    ),
+    "two recode": Scenario(
+        _TWO,
+        {
+            "W1": Take(recodes=True, stands="ba"),
+            "W2": Take(recodes=True, stands="ab"),
+            "C1": Collector(sparse=True),
+            "C2": Collector(sparse=True),
+        },
+        6,
+        _RESCUES,
+    ),
+    "copies of a delta": Scenario(
+        _CROSSED,
+        {
+            "R1": Take(copies="Q"),
+            "C1": Collector(sparse=True, copier="R1"),
+            "C2": Collector(sparse=True),
+        },
+        7,
+        _COLLECTS,
+    ),
 }
 """Searched by every run of the tests."""
 
@@ -317,6 +365,42 @@ HOLDS_LONG = {
         7,
         _RESCUES | {"looked a chunk up again"},
     ),
+    "deltas are sent, two takes, two collectors": Scenario(
+        _EXACT,
+        {
+            "T1": Take("b", "t1", stands="ba", rebases=True),
+            "T2": Take("b", "t2", stands="ba"),
+            "C1": Collector(sparse=True),
+            "C2": Collector(),
+            "D": _DELETE,
+        },
+        6,
+        _REBASES,
+    ),
+    "recode, a take, two collectors, a delete": Scenario(
+        _TWO,
+        {
+            "W1": Take(recodes=True, stands="ba", rebases=True),
+            "T1": Take("b", "t1"),
+            "C1": Collector(sparse=True),
+            "C2": Collector(sparse=True),
+            "D": _DELETE,
+        },
+        6,
+        _RESCUES | {"rebased", "own pack gone"},
+    ),
+    "recode, repack, a take, a delete": Scenario(
+        _store({"P": "a", "Q": "ba/"}, {"old": "a", "new": "b"}),
+        {
+            "W1": Take(recodes=True, stands="ab"),
+            "R1": Take(copies="Q"),
+            "T1": Take("b", "t1", rebases=True),
+            "C1": Collector(sparse=True, copier="R1"),
+            "D": _DELETE,
+        },
+        6,
+        _RESCUES | {"relied on a copy", "left a condemned pack"},
+    ),
 }
 """Searched by the long run alone."""
 
@@ -371,6 +455,11 @@ BREAKS: list[tuple[tuple[Rule, ...], Scenario, str]] = [
     ((Rule.DOUBT_IS_SETTLED,), _LATE, "I3: D2 believes that it deleted T1"),
     ((Rule.READER_PERSISTS,), _TRIPLE, "V fails to read"),
     ((Rule.TAKES_ARE_SEEN,), HOLDS["takes that are seen"], "L1: T2 is fenced"),
+    ((Rule.BASES_ARE_NEEDED,), HOLDS["a take relies on a delta"], "I1: root 2 needs b"),
+    ((Rule.BASES_RELIED_ON,), HOLDS["a take relies on a delta"], "I1: root 4 needs b"),
+    ((Rule.NEW_BASES_AGAIN,), HOLDS["deltas are sent"], "I1: root 4 needs b"),
+    ((Rule.CHAINS_END,), HOLDS["two recode"], "I1: root 5 needs a"),
+    ((Rule.COPIES_HAVE_END,), HOLDS["copies of a delta"], "I1: root 4 needs b"),
     ((Rule.FENCE_ON_FREEING, Rule.POSITIVE_LIVENESS), HOLDS["take"], "I1: root 5 needs a"),
 ]
 """Rules that are dropped, the scenario that shows what they are for, and what fails first."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from casnap.format.codec import Codec
+from casnap.format.delta import base_of
 from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.fork import PerProcess
@@ -49,7 +50,7 @@ def copy_verified(
     new_packs: NewPacks,
     report: Report,
     *,
-    deltas: bool = False,
+    keeps_delta: Callable[[Digest, Digest], bool] | None = None,
 ) -> None:
     """Read chunks and nodes, verify them, and write them into new packs. Hold the turn for it.
 
@@ -58,7 +59,8 @@ def copy_verified(
         chunks: Digests, each with whether it is a node.
         new_packs: Where to write.
         report: Called after each.
-        deltas: Whether to write deltas as they are: their bases are in the same store.
+        keeps_delta: Called with a chunk and its base, from any thread; returns whether to write the
+            delta as it is, not the chunk. By default no delta is written.
 
     Raises:
         DamagedError: Some are nowhere whole. All others were written.
@@ -70,11 +72,14 @@ def copy_verified(
         report(digest, len(raw))
 
     def keep_delta(digest: Digest, stored: memoryview, raw: memoryview) -> None:
-        new_packs.copy_stored(digest, stored, len(raw), Codec.DELTA)
-        report(digest, len(raw))
+        if keeps_delta is not None and keeps_delta(digest, base_of(stored)):
+            new_packs.copy_stored(digest, stored, len(raw), Codec.DELTA)
+            report(digest, len(raw))
+        else:
+            sink(digest, False, raw)
 
     def want(digest: Digest, is_node: bool) -> Want:
-        as_delta = partial(keep_delta, digest) if deltas else None
+        as_delta = partial(keep_delta, digest) if keeps_delta else None
         return Want(
             digest, -1, partial(sink, digest, is_node), "", is_node=is_node, as_delta=as_delta
         )
