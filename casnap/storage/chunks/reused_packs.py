@@ -21,6 +21,7 @@ from casnap.storage.chunks.index import View
 from casnap.storage.chunks.objects import Objects
 
 _log = logging.getLogger("casnap")
+_DELTA = int(Codec.DELTA)
 COLLECTED = (
     "a garbage collector whose grace was shorter than this has deleted packs that were written "
     "or relied on; take again, and give `casnap gc` a longer --grace"
@@ -59,14 +60,26 @@ class ReusedPacks:
 
         A chunk that is stored as a delta needs its base too.
         """
-        places = dict(zip(digests, self._find(digests), strict=True))
+        places = self._find(digests)
+        if any(place is not None and place.codec == _DELTA for place in places):
+            return self._reuse_chains(digests, dict(zip(digests, places, strict=True)))
+        self._note(zip(digests, places, strict=True))
+        return places
+
+    def _reuse_chains(
+        self, digests: list[Digest], places: dict[Digest, Place | None]
+    ) -> list[Place | None]:
         while bases := [d for d in _bases(places.values()) if d not in places]:
             places |= zip(bases, self._find(bases), strict=True)
         chains = {digest: _chain(digest, places) for digest in digests}
-        with self._lock:
-            for digest, place in {link for chain in chains.values() for link in chain}:
-                self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+        self._note({link for chain in chains.values() for link in chain})
         return [chains[digest][0][1] if chains[digest] else None for digest in digests]
+
+    def _note(self, records: Iterable[tuple[Digest, Place | None]]) -> None:
+        with self._lock:
+            for digest, place in records:
+                if place is not None:
+                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist; drop from the view those that do not."""
@@ -134,6 +147,6 @@ def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record
         chain.append((digest, place))
         if not isinstance(place, DeltaPlace):
             # A delta that does not say its base cannot be relied on.
-            return chain if place.codec != Codec.DELTA else []
+            return chain if place.codec != _DELTA else []
         digest = Digest(place.base)
     return []
