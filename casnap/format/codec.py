@@ -116,7 +116,10 @@ def planes_in(stored: memoryview, raw_size: int) -> tuple[list[bytes | memoryvie
     if start + sum(lengths) > len(stored):
         raise DamagedError("a compressed chunk has another length than its header says")
     planes: list[bytes | memoryview] = []
-    decompressor = zstandard.ZstdDecompressor()
+    # To make one takes as long as to decompress a short plane.
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
     try:
         for i, length in enumerate(lengths):
             plane: bytes | memoryview = stored[start : start + length]

@@ -46,6 +46,7 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Failure, Reason, Want
+from casnap.storage.chunks.index import View
 from casnap.storage.chunks.objects import Objects
 from casnap.storage.chunks.pack_lengths import listed_packs
 
@@ -110,8 +111,8 @@ class _UncachedObjects(Objects):
             return copies[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
-    def places_of_base(self, digest: Digest) -> list[Place]:
-        """Return the places of the base of a delta."""
+    def places_of_base(self, digest: Digest, view: Callable[[], View]) -> list[Place]:
+        """Return the places of the base of a delta, as the survey has them."""
         return self._survey.whole_places(digest)
 
     def read_ahead(self, digests: Iterable[bytes]) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import chain, count, islice
 from typing import NamedTuple, TypeVar
 
@@ -444,29 +444,28 @@ class Objects:
             return read_places(self.backend, self.config.chunk_size, places, options)
         others = [each for each in places if each[0].codec != _DELTA]
         failures = read_places(self.backend, self.config.chunk_size, others, options)
-        alone = options.budget is not None or options.readers == 0
+        # One view for all: if a collector moves a base meanwhile, the caller reads again.
+        view = cache(self.recent_view)
         reader = DeltaReader(
-            lambda located: read_places(
-                self.backend, self.config.chunk_size, located, WITHOUT_POOL
-            ),
-            self._find_bases,
-            self.places_of_base,
+            lambda links: read_places(self.backend, self.config.chunk_size, links, WITHOUT_POOL),
+            partial(self._find_bases, view),
+            lambda digest: self.places_of_base(digest, view),
         )
+        alone = options.budget is not None or options.readers == 0
         at_once = self.backend.in_flight if self.backend.costly_requests else cores()
         return failures + reader.read(deltas, 1 if alone else at_once)
 
-    def _find_bases(self, digests: list[Digest]) -> list[Place | None]:
+    def _find_bases(self, view: Callable[[], View], digests: list[Digest]) -> list[Place | None]:
         """Return where the bases of some deltas lie, or None for each that is nowhere."""
-        root = self.recent()
-        if self.backend.costly_requests and not self.index.knows(root):
+        if self.backend.costly_requests and not self.index.knows(root := self.recent()):
             places = self.index.find_few(root, digests)
             if all(places):
                 return places
-        return [preferred(self.places_of_base(digest)) for digest in digests]
+        return [preferred(self.places_of_base(digest, view)) for digest in digests]
 
-    def places_of_base(self, digest: Digest) -> list[Place]:
-        """Return all places of the base of a delta."""
-        return self.index.find_all(self.recent_view(), digest)
+    def places_of_base(self, digest: Digest, view: Callable[[], View]) -> list[Place]:
+        """Return all places of the base of a delta, as a view has them."""
+        return self.index.find_all(view(), digest)
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read and verified at this place."""
