@@ -33,7 +33,7 @@ def churn(path: Path) -> None:
     store = Store(path)
     store.delete("step_0")
     take(store, 0)
-    store.gc(grace=0, repack=0)
+    store.gc(grace=0, repack=0, recode_after=None)
 
 
 @pytest.mark.parametrize("calls", ["read", "size", "read_into", "write", "put_if_absent"])
