@@ -262,7 +262,10 @@ class _Collector:
         if after is None or self._options.dry_run or not recodes(root, self._backend):
             return
         try:
-            recoding = recode(self._objects, after, self._progress)
+            # If another collector moves what is read, this begins again; what was recoded stays.
+            recoding = self._objects.current(
+                lambda root: recode(self._objects, root, after, self._progress), lambda: root
+            )
         except StorageFullError:
             # What is freed now may make room.
             self._lacks_space = True

@@ -15,7 +15,7 @@ import msgspec
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import INTERNAL, Row
+from casnap.format.records import INTERNAL, Root, Row
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
 from casnap.storage.catalog.cell_pairs import CellPair, cell_pairs, runs_of
@@ -54,13 +54,14 @@ class Recoding:
     after_bytes: int = 0
 
 
-def recode(objects: Objects, newest: int, progress: Progress) -> Recoding:
+def recode(objects: Objects, root: Root, newest: int, progress: Progress) -> Recoding:
     """Recode what older snapshots of a store hold.
 
     What was done stays done if it is interrupted.
 
     Args:
         objects: The store.
+        root: Its newest root.
         newest: How many snapshots of each folder stay as they are.
         progress: Called with the current phase, how much of it is done, and the total.
 
@@ -69,7 +70,7 @@ def recode(objects: Objects, newest: int, progress: Progress) -> Recoding:
         StorageFullError: There is no space for the smaller forms.
     """
     recoding = Recoding()
-    table = objects.table(objects.recent())
+    table = objects.table(root)
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
     for run in runs_of(snapshots_in(table)):
