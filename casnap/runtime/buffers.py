@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from casnap.errors import StateError
+from casnap.errors import StateError, UnavailableError
 from casnap.runtime.fork import PerProcess
-from casnap.runtime.threads import works_in_background
+from casnap.runtime.threads import run_shielded, works_in_background
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
@@ -118,7 +118,7 @@ class Pool:
             with self._changed:
                 if not self._free:
                     return nbytes
-                # Unpinned while it is still here: an interrupt must not lose one that is pinned.
+                # Unpinned while it is still here: an error must not lose one that is pinned.
                 if (unpin := self._free[-1].unpin) is not None:
                     unpin()
                 self._free.pop()
@@ -152,6 +152,14 @@ def release_memory() -> int:
     Returns:
         How many bytes were given back, at most: pages that were never touched took no memory.
     """
+    try:
+        # An interrupt could leave a lock of a pool held, or a slot counted that is gone.
+        return run_shielded(lambda _: _release_all())
+    except UnavailableError:
+        return _release_all()  # no thread can be started
+
+
+def _release_all() -> int:
     pools = sum(pool.shrink() for pool in list(_all_pools))
     return pools + sum(give_back() for give_back in _givers)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from casnap import Snapshot, StateDict
 from tests.support import late_device
@@ -53,3 +55,43 @@ def test_two_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
     path = str(tmp_path / "run" / "step")
     world(2).run(take, path)
     world(2).run(restore, path)
+
+
+def sharded(rows: torch.Tensor, dim: int) -> DTensor:
+    """Return a tensor that the ranks hold in parts, each on its own device."""
+    mesh = DeviceMesh("late", list(range(dist.get_world_size())))
+    part = rows.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    local = part.contiguous().to(f"late:{dist.get_rank()}")
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+
+
+def take_parts(path: str) -> None:
+    late_device.install()
+    with late_device.module.device(dist.get_rank()):
+        values = {f"by_{dim}": sharded(weights(), dim) for dim in range(2)}
+        pending = Snapshot.async_take(path, {"s": StateDict(**values)})
+        for value in values.values():
+            value.to_local().zero_()
+        pending.wait()
+
+
+def restore_parts(path: str) -> None:
+    late_device.install()
+    device = torch.device("late", dist.get_rank())
+    with late_device.module.device(device):
+        with late_device.module.stream(late_device.Stream(device)):
+            values = {f"by_{dim}": sharded(torch.zeros(900, 1000), 1 - dim) for dim in range(2)}
+            Snapshot(path).restore({"s": StateDict(**values)})
+        for dim in range(2):
+            expected = weights().chunk(dist.get_world_size(), 1 - dim)[dist.get_rank()]
+            assert torch.equal(values[f"by_{dim}"].to_local().cpu(), expected)
+
+
+def test_parts_on_the_devices_of_two_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
+    """Parts of rows and of columns, which cut cells, and are restored the other way round."""
+    path = str(tmp_path / "run" / "step")
+    world(2).run(take_parts, path)
+    world(2).run(restore_parts, path)
+    snapshot = Snapshot(path)
+    assert torch.equal(snapshot.read_object("s/by_0"), weights())
+    assert torch.equal(snapshot.read_object("s/by_1"), weights())

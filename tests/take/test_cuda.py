@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, release_memory
+from casnap.runtime.buffers import Slot
+from casnap.state.devices import pin
 
 pytestmark = pytest.mark.gpu
 
@@ -96,6 +98,8 @@ ON_THE_LAST_GPU = """
 import sys
 import torch
 from casnap import Snapshot, StateDict, release_memory
+from casnap.runtime.buffers import Slot
+from casnap.state.devices import pin
 
 device = torch.device("cuda", torch.cuda.device_count() - 1)
 torch.cuda.set_device(device)
@@ -148,6 +152,16 @@ def test_a_restore_waits_for_the_streams_of_its_threads(tmp_path: Path) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         snapshot.restore({"s": live})
         assert torch.equal(live["x"].float().cpu(), expected)
+
+
+def test_memory_that_cannot_be_pinned_is_no_error_of_a_later_kernel() -> None:
+    device, slot = torch.device("cuda", torch.cuda.current_device()), Slot(1 << 20)
+    pin(slot, device)
+    unpin, slot.unpin = slot.unpin, None
+    pin(slot, device)  # refused: it is pinned
+    assert torch.ones(3, device=device).sum().item() == 3
+    assert unpin is not None
+    unpin()
 
 
 def test_pinned_memory_can_be_given_back(tmp_path: Path) -> None:
