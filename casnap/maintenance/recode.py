@@ -31,6 +31,8 @@ from casnap.storage.commits.transaction import Transaction
 
 RECODED = f"{INTERNAL}recoded"
 """The tag of a snapshot whose chunks were recoded."""
+# A form that saves less is not worth the copy.
+_WORTH = 0.9
 # So many bytes of chunks are held while they are encoded, and their bases too.
 _GROUP_BYTES = 8 << 20
 # So many bytes of chunks are recoded by one commit.
@@ -148,7 +150,8 @@ class _Recoder:
     def _recode_group(self, transaction: Transaction, group: list[CellPair]) -> int:
         """Recode some chunks; return how many bytes were read."""
         transaction.renew_announcement()
-        todo = [pair for pair in group if self._is_raw(transaction.base, pair.digest)]
+        sizes = {pair.digest: self._stored_bytes(transaction.base, pair.digest) for pair in group}
+        todo = [pair for pair in group if sizes[pair.digest]]
         bases = list(dict.fromkeys(pair.base for pair in todo if pair.base is not None))
         places = transaction.reused.reuse_at(bases) if bases else []
         usable = {base for base, place in zip(bases, places, strict=True) if place is not None}
@@ -157,16 +160,18 @@ class _Recoder:
         for digest, base, nbytes in todo:
             base_raw = None if base is None else raws.get(base)
             form = self._forms.choose(digest, raws[digest], base, base_raw)
-            if form is not None:
+            if form is not None and len(form.stored) < _WORTH * sizes[digest]:
                 self._forms.write(transaction.new_packs, digest, nbytes, form)
                 self._recoding.chunks += 1
-                self._recoding.before_bytes += nbytes
+                self._recoding.before_bytes += sizes[digest]
                 self._recoding.after_bytes += len(form.stored)
         return sum(map(len, raws.values()))
 
-    def _is_raw(self, view: View, digest: Digest) -> bool:
-        """Whether a chunk is to be recoded, and was not."""
+    def _stored_bytes(self, view: View, digest: Digest) -> int:
+        """Return how many bytes a chunk takes up that may be recoded; 0 for any other."""
         if digest in self._spared or self._forms.has_written(digest):
-            return False
+            return 0
         places = self._objects.index.find_all(view, digest)
-        return bool(places) and all(place.codec == Codec.RAW for place in places)
+        if any(place.codec == Codec.DELTA for place in places):
+            return 0
+        return min((place.stored for place in places), default=0)

@@ -122,7 +122,11 @@ def test_recoding_again_changes_nothing(tmp_path: Path) -> None:
 def test_the_codec_decides(tmp_path: Path, codec: str) -> None:
     store = new_store(tmp_path, codec)
     states = taken(store, 6)
-    assert (store.gc(grace=0).recoded_snapshots > 0) == (codec != "raw")
+    report = store.gc(grace=0)
+    assert (report.recoded_snapshots > 0) == (codec != "raw")
+    # What takes have compressed is not compressed again, but the deltas are smaller.
+    assert (places(store, "run/002")[0].codec == Codec.DELTA) == (codec != "raw")
+    assert report.recoded_chunks == (0 if codec == "raw" else 8)
     check_all(store, states)
 
 
