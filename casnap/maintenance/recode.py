@@ -16,6 +16,7 @@ import msgspec
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import INTERNAL, Root, Row
+from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
 from casnap.storage.catalog.cell_pairs import CellPair, cell_pairs, runs_of
@@ -110,12 +111,13 @@ class _Recoder:
     def recode(self, contents: Contents, before: Contents | None) -> None:
         """Recode a snapshot, against the one before, if there is one."""
         pairs = cell_pairs(contents, before)
+        groups = batches(pairs, lambda pair: pair.nbytes, _GROUP_BYTES)
         is_last = False
         while not is_last:
             with one_at_a_time(), Crew() as crew:
                 transaction = Transaction(self._objects, crew)
                 try:
-                    is_last = self._recode_some(transaction, pairs)
+                    is_last = self._recode_some(transaction, groups)
                     self._publish(transaction, contents, is_last=is_last)
                 except BaseException as e:
                     crew.fail(e)
@@ -133,18 +135,13 @@ class _Recoder:
 
         publish(transaction, change)
 
-    def _recode_some(self, transaction: Transaction, pairs: Iterator[CellPair]) -> bool:
+    def _recode_some(self, transaction: Transaction, groups: Iterator[list[CellPair]]) -> bool:
         """Recode some chunks, into new packs; return whether they were the last ones."""
         nbytes = 0
-        group: list[CellPair] = []
-        for pair in pairs:
-            group.append(pair)
-            if sum(each.nbytes for each in group) >= _GROUP_BYTES:
-                nbytes += self._recode_group(transaction, group)
-                group = []
-                if nbytes >= _COMMIT_BYTES:
-                    return False
-        self._recode_group(transaction, group)
+        for group in groups:
+            nbytes += self._recode_group(transaction, group)
+            if nbytes >= _COMMIT_BYTES:
+                return False
         return True
 
     def _recode_group(self, transaction: Transaction, group: list[CellPair]) -> int:

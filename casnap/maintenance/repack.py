@@ -10,6 +10,7 @@ from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
+from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.chunks.index import View
@@ -61,9 +62,9 @@ def repack(
         StorageFullError: There is no space for the copies.
         FencedError: Another collector has deleted the copies before they were committed.
     """
-    for batch in _batches(marks, packs):
+    for batch in batches(packs, lambda pack: marks.uses[pack].live, _BATCH_BYTES):
         copied_to: dict[bytes, PackId] = {}
-        contents = {digest for digest, _, _ in marks.contents_of(batch)}
+        contents = {digest for digest, _, _ in marks.contents_of(frozenset(batch))}
         to_copy: dict[Digest, bool] = {}
         for digest, is_node in marks.needed_of(contents).items():
             elsewhere = _proven_elsewhere(objects, view, Digest(digest), packs)
@@ -74,20 +75,6 @@ def repack(
         if to_copy:
             copied_to |= _copy(objects, to_copy, report)
         yield copied_to
-
-
-def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:
-    """Yield the packs in batches, each to be copied and committed."""
-    batch: list[PackId] = []
-    nbytes = 0
-    for pack in packs:
-        batch.append(pack)
-        nbytes += marks.uses[pack].live
-        if nbytes >= _BATCH_BYTES:
-            yield frozenset(batch)
-            batch, nbytes = [], 0
-    if batch:
-        yield frozenset(batch)
 
 
 def _proven_elsewhere(

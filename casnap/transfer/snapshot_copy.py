@@ -14,6 +14,7 @@ from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Row
+from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import digest_in
@@ -224,7 +225,13 @@ class SnapshotCopy:
         transaction.new_packs.use(Codec.ZSTD if sends_small else codec_among(planned.values()))
         if sends_small and self._sender is None:
             self._sender = SmallSender(self._source, destination, self._job)
-        for digests in _turns(planned):
+
+        def stored_bytes(digest: Digest) -> int:
+            place = planned[digest]
+            return place.stored if place is not None else 0
+
+        # After each batch the clock is looked at.
+        for digests in batches(planned, stored_bytes, _TURN_BYTES):
             if self._sender is not None:
                 self._sender.send(transaction, digests, note)
             else:
@@ -328,19 +335,6 @@ class SnapshotCopy:
             stand &= row is not None and row.manifest.digest == job.row.manifest.digest
         if not stand:
             raise FencedError(COLLECTED)
-
-
-def _turns(planned: Planned) -> Iterator[list[Digest]]:
-    """Cut what is to be sent into turns, after each of which the clock is looked at."""
-    turn, nbytes = list[Digest](), 0
-    for digest, place in planned.items():
-        turn.append(digest)
-        nbytes += place.stored if place is not None else 0
-        if nbytes >= _TURN_BYTES:
-            yield turn
-            turn, nbytes = [], 0
-    if turn:
-        yield turn
 
 
 def _batches(digests: list[Digest]) -> Iterator[list[Digest]]:

@@ -8,7 +8,7 @@ at all of its places, and verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from casnap.errors import DamagedError
@@ -16,6 +16,7 @@ from casnap.format.codec import Codec, decompress
 from casnap.format.delta import MOST_LINKS, apply_delta, base_of
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import Place
+from casnap.runtime.batches import batches
 from casnap.runtime.threads import mapped
 from casnap.storage.chunks.chunk_reads import FailedRead, Failure, Located, Reason, Want
 
@@ -98,7 +99,9 @@ class DeltaReader:
             at_once: How many threads read and apply deltas.
         """
         failures: list[FailedRead] = []
-        for _, failed in mapped(self._read_group, _groups(located), at_once):
+        neighbours = sorted(located, key=lambda each: (each[0].pack, each[0].offset))
+        groups = batches(neighbours, lambda each: each[0].raw, _GROUP_BYTES)
+        for _, failed in mapped(self._read_group, groups, at_once):
             failures += failed
         return failures
 
@@ -129,8 +132,7 @@ class DeltaReader:
             chains = self._read_links(chains)
             if not chains:
                 return
-            places = self._find_bases(chains)
-            chains = [chain for chain, place in zip(chains, places, strict=True) if place]
+            chains = self._find_bases(chains)
         for chain in chains:
             chain.failure = Failure(Reason.CHANGED, "its chain of deltas is too long")
 
@@ -146,26 +148,27 @@ class DeltaReader:
                     chain.failure = unread.failure
         return [c for c in chains if c.failure is None and c.next[0].codec == Codec.DELTA]
 
-    def _find_bases(self, chains: list[_Chain]) -> list[Place | None]:
-        """Find the bases of the last deltas of some chains, as their next links."""
-        bases: list[Digest | None] = []
+    def _find_bases(self, chains: list[_Chain]) -> list[_Chain]:
+        """Find the bases of the last deltas of some chains, as their next links.
+
+        Returns:
+            The chains whose base lies somewhere.
+        """
+        bases: dict[_Chain, Digest] = {}
         for chain in chains:
             try:
-                bases.append(base_of(chain.deltas[-1]))
+                bases[chain] = base_of(chain.deltas[-1])
             except DamagedError as e:
-                bases.append(None)
                 chain.failure = Failure(Reason.CHANGED, str(e))
-        known = list(dict.fromkeys(base for base in bases if base is not None))
-        by_digest = dict(zip(known, self._find(known), strict=True))
-        places = []
-        for chain, base in zip(chains, bases, strict=True):
-            place = by_digest.get(base) if base is not None else None
-            places.append(place)
-            if base is not None and place is None:
+        digests = list(dict.fromkeys(bases.values()))
+        places = dict(zip(digests, self._find(digests), strict=True))
+        for chain, base in bases.items():
+            place = places[base]
+            if place is None:
                 chain.failure = Failure(Reason.NOWHERE, f"of its base {base.hex()}")
-            elif base is not None and place is not None:
+            else:
                 chain.next = (place, base)
-        return places
+        return [chain for chain in bases if chain.failure is None]
 
     # --- where a chain failed ---
 
@@ -204,16 +207,3 @@ class DeltaReader:
         except DamagedError:
             return None
         return bytes(raw)
-
-
-def _groups(located: list[Located]) -> Iterator[list[Located]]:
-    group: list[Located] = []
-    nbytes = 0
-    for place, wants in sorted(located, key=lambda each: (each[0].pack, each[0].offset)):
-        group.append((place, wants))
-        nbytes += place.raw
-        if nbytes >= _GROUP_BYTES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group

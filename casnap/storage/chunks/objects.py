@@ -426,14 +426,14 @@ class Objects:
         self, located: list[tuple[Place, list[Want]]], options: ReadOptions
     ) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""
-        deltas = [each for each in located if each[0].codec == _DELTA]
-        if deltas:
-            located = [each for each in located if each[0].codec != _DELTA]
         # Only of nodes the length is not known, and the host keeps those elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in located):
-            located = self.chunk_cache.read(located, self.config.chunk_size, options)
+            # Deltas are proven by their results alone, so they are not cached.
+            deltas = [each for each in located if each[0].codec == _DELTA]
+            others = [each for each in located if each[0].codec != _DELTA]
+            located = self.chunk_cache.read(others, self.config.chunk_size, options) + deltas
             options = options._replace(keep=self.chunk_cache.keep)
-        return self.read_places(located + deltas, options)
+        return self.read_places(located, options)
 
     def read_places(
         self, places: list[tuple[Place, list[Want]]], options: ReadOptions = DEFAULT_READ

@@ -1,0 +1,28 @@
+"""Cutting a sequence into batches by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield some items in batches, each of which ends once it has so many bytes.
+
+    Args:
+        items: The items.
+        size: Returns the bytes of an item.
+        most: At how many bytes a batch ends.
+    """
+    batch: list[T] = []
+    nbytes = 0
+    for item in items:
+        batch.append(item)
+        nbytes += size(item)
+        if nbytes >= most:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
