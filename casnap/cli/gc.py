@@ -76,6 +76,9 @@ def gc(
     Processes that let snapshots go do this by themselves. Safe while runs take snapshots, and
     beside other collectors. A run condemns unreferenced packs, and the first run after the grace
     deletes them, so that readers can finish. After an interruption, run it again.
+
+    On a disk it first recodes: what only older snapshots need is stored as how it differs from the
+    snapshot before, where that is smaller. See `casnap config --help`.
     """
     place = open_whole_store(store)
     report = collect_garbage(
