@@ -20,7 +20,7 @@ from casnap.runtime.threads import collector_paused
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.location import locate_snapshot, locate_store
 from casnap.storage.catalog.mirror_notes import note_restored
-from casnap.storage.catalog.opening import open_objects
+from casnap.storage.catalog.opening import open_at
 from casnap.storage.catalog.table import only_marker_error
 from casnap.store import Store, store_of
 from casnap.version import __version__
@@ -180,7 +180,7 @@ class Snapshot:
         self.pg = pg
         self._requests = dict(requests)
         self._freed_bytes = freed_bytes
-        self.contents = Contents(store.objects, store.outer_name(name), row)
+        self.contents = Contents(store.open_store, store.outer_name(name), row)
 
     @classmethod
     def of(
@@ -410,7 +410,7 @@ class Snapshot:
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             report = restore(self.contents, app_state, options, comm)
-        note_restored(self.contents.objects, self.contents.name, self.row)
+        note_restored(self.contents.store, self.contents.name, self.row)
         return report
 
     def export(
@@ -770,12 +770,12 @@ def store_above(
     """
     place = locate_snapshot(path, storage_options)
     try:
-        objects, is_new = open_objects(
+        open_store, is_new = open_at(
             place._replace(name=""), is_explicit=False, look_ahead=True, **options
         )
     except NotAStoreError as e:
         raise only_marker_error(place.backend, place.name) or e from None
-    return store_of(objects, is_new=is_new), place.name
+    return store_of(open_store, is_new=is_new), place.name
 
 
 def find_store(
@@ -836,21 +836,21 @@ def find_store_together(
     with comm.reporting_errors():
         if comm.rank == 0:
             opened_store, name = find_store(path, storage_options, store, create=True)
-            objects = opened_store.objects
+            open_store = opened_store.open_store
             answer = _SnapshotPlace(
-                os.fspath(path), objects.backend.uri, opened_store.outer_name(name)
+                os.fspath(path), open_store.backend.uri, opened_store.outer_name(name)
             )
-            if objects.backend.costly_requests and comm.size > 1:
-                answer.config, answer.root = objects.config, objects.recent()
+            if open_store.backend.costly_requests and comm.size > 1:
+                answer.config, answer.root = open_store.config, open_store.recent()
             comm.broadcast_message(answer, _SnapshotPlace)
             return opened_store, name
         answer = comm.broadcast_message(None, _SnapshotPlace)
         comm.check_same("the path", os.fspath(path), answer.path)
         # Each rank reaches the store in its own way, but never looks for another one.
-        if isinstance(store, Store) and store.objects.backend.uri == answer.uri:
+        if isinstance(store, Store) and store.open_store.backend.uri == answer.uri:
             return store.whole(), answer.name
         place = locate_store(answer.uri, storage_options)
-        objects, _ = open_objects(place, create=False, config=answer.config)
+        open_store, _ = open_at(place, create=False, config=answer.config)
         if answer.root is not None:
-            objects.observe_root(answer.root)
-        return store_of(objects, place.name), answer.name
+            open_store.observe_root(answer.root)
+        return store_of(open_store, place.name), answer.name

@@ -35,7 +35,7 @@ from casnap.storage.catalog.mirror_notes import (
     is_newer_here,
 )
 from casnap.storage.catalog.missing_folders import MissingFoldersChange
-from casnap.storage.catalog.opening import locate, open_objects
+from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.other_formats import hint_in
 from casnap.storage.catalog.retention import (
     PruneChange,
@@ -63,7 +63,7 @@ from casnap.storage.catalog.table import (
     without_tags,
 )
 from casnap.storage.catalog.uris import joined
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
 from casnap.storage.log.config import RECORD
 
@@ -152,7 +152,7 @@ class Store:
             check_count("threads", threads)
         place = locate(uri, storage_options)
         opening = partial(
-            open_objects,
+            open_at,
             chunk_size=chunk_size,
             codec=None if codec is None else check_codec(codec),
             exclusive=exclusive,
@@ -178,7 +178,7 @@ class Store:
         self,
         uri: str | Backend,
         place: Location,
-        opening: partial[tuple[Objects, bool]],
+        opening: partial[tuple[OpenStore, bool]],
         create: bool,
         threads: int | None,
         mirror_options: MirrorOptions | None,
@@ -190,32 +190,32 @@ class Store:
         self._create = create
         self._threads = threads
         self._mirror_options = mirror_options
-        self._objects: Objects | None = None
+        self._open_store: OpenStore | None = None
         self._mirror: Mirror | None = None
         self.is_new = False
 
-    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> Objects:
+    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> OpenStore:
         """Open the store, or make it."""
-        objects, self.is_new = self._opening(place, create=create)
+        open_store, self.is_new = self._opening(place, create=create)
         options = self._mirror_options
-        mirror = None if options is None else _mirror_of(objects, place.name, options)
-        self._objects, self._mirror = objects, mirror
+        mirror = None if options is None else _mirror_of(open_store, place.name, options)
+        self._open_store, self._mirror = open_store, mirror
         self._place = place._replace(exists=True)
         if mirror is not None and start_mirror:
             mirror.start()
-        return objects
+        return open_store
 
     def _locate(self) -> Location:
         """Return where the store is, or would be; a remote one is not asked for that."""
-        if self._objects is not None or self._place.backend.costly_requests:
+        if self._open_store is not None or self._place.backend.costly_requests:
             return self._place
         # One above may have been made.
         place = locate(self._uri, None)
         return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
 
-    def _look(self) -> Objects | None:
+    def _look(self) -> OpenStore | None:
         """Open the store; return None if there is none yet, and it may be made."""
-        if self._objects is None:
+        if self._open_store is None:
             place = self._locate()
             if not self._create or place.exists:
                 # If the making of the store was cut off, this finishes it.
@@ -223,7 +223,7 @@ class Store:
             elif place.backend.costly_requests:
                 with suppress(NotAStoreError):
                     self._open(place, create=False)
-        return self._objects
+        return self._open_store
 
     def _at_mirror(self) -> Store | None:
         """Return the store at the mirror, open; None if there is no mirror.
@@ -235,7 +235,7 @@ class Store:
         if self._mirror is None:
             return None
         destination = self._mirror.destination()
-        return store_of(destination.objects, destination.prefix)
+        return store_of(destination.store, destination.prefix)
 
     def _folder(self, prefix: str | None) -> Path | None:
         """Return the folder of this machine that snapshots are, or would be, marked in."""
@@ -252,13 +252,13 @@ class Store:
         Raises:
             StoreError: A store cannot be made at this place.
         """
-        if self._objects is None:
+        if self._open_store is None:
             self._open(self._locate(), create=self._create)
         return self
 
     @property
-    def objects(self) -> Objects:
-        """The objects of the open store.
+    def open_store(self) -> OpenStore:
+        """The open store, for the modules that do the work.
 
         Raises:
             NotAStoreError: There is none yet.
@@ -268,7 +268,7 @@ class Store:
 
     def whole(self) -> Store:
         """Return the whole store that this is a view of."""
-        return store_of(self.objects, threads=self._threads) if self.prefix else self
+        return store_of(self.open_store, threads=self._threads) if self.prefix else self
 
     # --- properties ---
 
@@ -286,12 +286,12 @@ class Store:
     @property
     def id(self) -> str:
         """The id of the store: 32 hex digits. Every store has another one."""
-        return self.objects.config.store_id
+        return self.open_store.config.store_id
 
     @property
     def chunk_size(self) -> int:
         """The size of the largest chunks, in bytes."""
-        return self.objects.config.chunk_size
+        return self.open_store.config.chunk_size
 
     @property
     def requests(self) -> dict[str, int]:
@@ -304,10 +304,10 @@ class Store:
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; the pickle holds the storage options."""
         opening = self._opening
-        if self._objects is not None:
-            cache = self._objects.chunk_cache
+        if self._open_store is not None:
+            cache = self._open_store.chunk_cache
             opening = partial(opening, cache_bytes=0 if cache is None else cache.nbytes)
-        is_open = self._objects is not None
+        is_open = self._open_store is not None
         beginning = (self._uri, self._place, opening, self._create, self._threads)
         return _unpickled, ((*beginning, self._mirror_options), is_open)
 
@@ -444,7 +444,7 @@ class Store:
         with comm:
             full = self.full_name(name)
             options = self._with_settings(options)
-            result = take(self.objects, full, capture(), options, comm)
+            result = take(self.open_store, full, capture(), options, comm)
         return Snapshot.of(
             self, check_name(name), result.row, pg, result.requests, result.freed_bytes
         )
@@ -472,7 +472,7 @@ class Store:
 
         full = self.full_name(name)
         options = self._with_settings(options)
-        pending = async_take(self.objects, full, LiveState(app_state), options, comm)
+        pending = async_take(self.open_store, full, LiveState(app_state), options, comm)
         return PendingSnapshot(self, pending, check_name(name), pg)
 
     def _with_settings(self, options: TakeOptions) -> TakeOptions:
@@ -482,7 +482,7 @@ class Store:
     @property
     def hooks(self) -> CommitHooks:
         """What goes with each commit to the open store: for its mirror, and for its disk."""
-        hooks = _disk_hooks(self.objects)
+        hooks = _disk_hooks(self.open_store)
         if self._mirror is None:
             return hooks
         return replace(hooks, notes=self._mirror.notes, on_commit=self._mirror.wake)
@@ -500,12 +500,12 @@ class Store:
                 "first take to it makes one"
             )
 
-        return self.read(lambda table: row_of(table, full, self.objects.backend))
+        return self.read(lambda table: row_of(table, full, self.open_store.backend))
 
     def read(self, look: Callable[[Table], V]) -> V:
         """Call a function with the newest table, and return its result."""
-        objects = self.objects
-        return objects.current(lambda root: look(objects.table(root)))
+        open_store = self.open_store
+        return open_store.current(lambda root: look(open_store.table(root)))
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
@@ -520,7 +520,7 @@ class Store:
             mirror_store = self._at_mirror()
             if mirror_store is None:
                 raise
-        seq = mirror_store.objects.newest().seq
+        seq = mirror_store.open_store.newest().seq
         snapshot = Snapshot.of(mirror_store, check_name(name), mirror_store.row(name))
         self._note_returned(snapshot, seq)
         return snapshot
@@ -575,7 +575,7 @@ class Store:
         newest = snapshots[-1] if snapshots else None
         try:
             mirror_store = self._at_mirror()
-            seq = 0 if mirror_store is None else mirror_store.objects.newest().seq
+            seq = 0 if mirror_store is None else mirror_store.open_store.newest().seq
             mirrored = None if mirror_store is None else mirror_store.latest(prefix)
         except StoreError as e:
             if newest is None:
@@ -592,7 +592,7 @@ class Store:
         if newest is not None and not is_known:
             named_row = (newest.name, newest.row)
             if is_newer_here(
-                self.objects, mirror_store.id, named_row, (mirrored.name, mirrored.row)
+                self.open_store, mirror_store.id, named_row, (mirrored.name, mirrored.row)
             ):
                 return newest
         self._note_returned(mirrored, seq)
@@ -636,7 +636,7 @@ class Store:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
         row = self.row(name)
-        unmark(self.objects, dict([self._edit(name, commit_id, lambda _: None)]))
+        unmark(self.open_store, dict([self._edit(name, commit_id, lambda _: None)]))
         self._free_later([row])
 
     def _free_later(self, rows: Sequence[Row]) -> None:
@@ -646,7 +646,7 @@ class Store:
         nbytes = max((row.stats.logical_bytes for row in rows), default=0)
         # They are deleted, whatever happens here.
         with suppress(BackendError):
-            free = self.objects.backend.free_bytes()
+            free = self.open_store.backend.free_bytes()
             if free is not None and free <= nbytes:
                 hooks.make_room(lambda: nbytes)
 
@@ -683,7 +683,7 @@ class Store:
         full = self.full_name(name)
         if commit_id is None:
             commit_id = self.row(name).commit.hex()
-        change_table(self.objects, row_edit(full, commit_id, edit, self.objects.backend.uri))
+        change_table(self.open_store, row_edit(full, commit_id, edit, self.open_store.backend.uri))
         return full, bytes.fromhex(commit_id)
 
     def copy(
@@ -728,21 +728,21 @@ class Store:
         from casnap.transfer.report import CopyOptions
         from casnap.transfer.selection import check_pair, choose
 
-        selection = choose(self.objects, self.prefix, name, rename)
+        selection = choose(self.open_store, self.prefix, name, rename)
         if isinstance(to, Store):
             if storage_options:
                 raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
         else:
             size = self.chunk_size
             to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
-        objects = to._look() if dry_run else to.make().objects
-        if objects is not None:
-            check_pair(self.objects, objects)
+        open_store = to._look() if dry_run else to.make().open_store
+        if open_store is not None:
+            check_pair(self.open_store, open_store)
             selection = [c._replace(target=to.full_name(c.target)) for c in selection]
         is_folder = len(selection) > 1
-        hooks = CommitHooks() if objects is None else to.hooks
+        hooks = CommitHooks() if open_store is None else to.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
-        return copy_snapshots(self.objects, objects, selection, options, progress)
+        return copy_snapshots(self.open_store, open_store, selection, options, progress)
 
     # --- maintenance ---
 
@@ -810,7 +810,7 @@ class Store:
             For each snapshot whether it is kept, and by which rules.
         """
         return self._prune_report(
-            RetentionChange(self.objects, retention, self.folder(prefix)), dry_run=dry_run
+            RetentionChange(self.open_store, retention, self.folder(prefix)), dry_run=dry_run
         )
 
     def prune_missing_folders(
@@ -834,11 +834,11 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
-        change = MissingFoldersChange(self.objects, self.folder(prefix))
+        change = MissingFoldersChange(self.open_store, self.folder(prefix))
         return self._prune_report(change, dry_run=dry_run)
 
     def _prune_report(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
-        verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
+        verdicts = self.read(judging.judge) if dry_run else prune(self.open_store, judging)
         if not dry_run:
             self._free_later([verdict.row for verdict in verdicts if not verdict.kept])
         local_verdicts = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
@@ -847,7 +847,7 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
-        settings = settings_of(self.objects.newest())
+        settings = settings_of(self.open_store.newest())
         settings.pop(RECORD, None)
         return settings
 
@@ -880,9 +880,11 @@ class Store:
         self.make()
         changed = False
         if new_settings:
-            changed = change_settings(self.objects, lambda settings: {**settings, **new_settings})
+            changed = change_settings(
+                self.open_store, lambda settings: {**settings, **new_settings}
+            )
         if mirror is not None:
-            changed |= detach_mirror(self.objects)
+            changed |= detach_mirror(self.open_store)
         return changed
 
     def gc(
@@ -929,7 +931,7 @@ class Store:
             exclusive=exclusive,
             recode_after=recode_after,
         )
-        return collect(self.objects, options, progress)
+        return collect(self.open_store, options, progress)
 
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots. Only subtrees that differ are read."""
@@ -941,7 +943,7 @@ class Store:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
         from casnap.maintenance.usage import usage
 
-        return usage([s.contents for s in self.snapshots(prefix)], self.objects)
+        return usage([s.contents for s in self.snapshots(prefix)], self.open_store)
 
     def check(
         self,
@@ -976,7 +978,7 @@ class Store:
             self.row(name)
             full = self.full_name(name)
         return check(
-            self.objects, data=data, sample=sample, seed=seed, name=full, progress=progress
+            self.open_store, data=data, sample=sample, seed=seed, name=full, progress=progress
         )
 
     def repair(
@@ -1005,19 +1007,19 @@ class Store:
 
         if isinstance(sources, str | os.PathLike):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
-        places = [s.objects.backend if isinstance(s, Store) else s for s in sources]
-        return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
+        places = [s.open_store.backend if isinstance(s, Store) else s for s in sources]
+        return repair(self.open_store, sources=places, progress=progress, dry_run=dry_run)
 
 
 def store_of(
-    objects: Objects, prefix: str = "", *, is_new: bool = False, threads: int | None = None
+    open_store: OpenStore, prefix: str = "", *, is_new: bool = False, threads: int | None = None
 ) -> Store:
-    """Return a Store of open objects, or a view of the snapshots below a prefix."""
+    """Return a Store that is open, or a view of the snapshots below a prefix."""
     store = Store.__new__(Store)
-    place = Location(objects.backend, prefix, exists=True)
-    opening = partial(open_objects, markers=objects.marks)
-    store._begin(objects.backend, place, opening, False, threads or threads_asked(), None)
-    store._objects, store.is_new = objects, is_new
+    place = Location(open_store.backend, prefix, exists=True)
+    opening = partial(open_at, markers=open_store.marks)
+    store._begin(open_store.backend, place, opening, False, threads or threads_asked(), None)
+    store._open_store, store.is_new = open_store, is_new
     return store
 
 
@@ -1030,15 +1032,15 @@ def _unpickled(beginning: tuple[Any, ...], is_open: bool) -> Store:
     return store
 
 
-def _disk_hooks(objects: Objects) -> CommitHooks:
+def _disk_hooks(open_store: OpenStore) -> CommitHooks:
     """Return what keeps the garbage of a store small."""
     from casnap.maintenance.automatic import automatic_collector
 
-    collector = automatic_collector(objects)
+    collector = automatic_collector(open_store)
     return CommitHooks(
-        make_room=partial(collector.make_room, objects),
-        on_full=partial(collector.meet_full_disk, objects),
-        on_release=partial(collector.note, objects),
+        make_room=partial(collector.make_room, open_store),
+        on_full=partial(collector.meet_full_disk, open_store),
+        on_release=partial(collector.note, open_store),
         count_freed=collector.count_freed,
     )
 
@@ -1060,11 +1062,11 @@ def _mirror_options(
     return MirrorOptions(mirror, options, retention)
 
 
-def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
+def _mirror_of(open_store: OpenStore, prefix: str, options: MirrorOptions) -> Mirror:
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
 
-    return Mirror(objects, prefix, options, hooks_of=_disk_hooks, is_taking=under_way)
+    return Mirror(open_store, prefix, options, hooks_of=_disk_hooks, is_taking=under_way)
 
 
 def import_snapshot(

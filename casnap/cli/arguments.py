@@ -143,7 +143,7 @@ def open_whole_store(store: str | None) -> Store:
         CommandError: The folder was named, but does not exist.
     """
     place = open_store(store)
-    backend = place.objects.backend
+    backend = place.open_store.backend
     is_local_path = store and place.prefix and backend.folder
     if is_local_path and not Path(local_path(str(store))).exists():
         uri = backend.uri
@@ -185,7 +185,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
     try:
         if store_uri(path) is not None:
             return open_snapshot(path)
-        if elsewhere or neighbour.store.objects.backend.folder:
+        if elsewhere or neighbour.store.open_store.backend.folder:
             return Snapshot(path)
     except CasnapError as e:
         if elsewhere:
@@ -202,7 +202,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
 
 def store_fields(store: Store) -> dict[str, Any]:
     """Return the whole store and the folder in it, for JSON."""
-    return {"store": store.objects.backend.uri, "prefix": store.prefix}
+    return {"store": store.open_store.backend.uri, "prefix": store.prefix}
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -229,7 +229,7 @@ def identity_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
     store = snapshot.store
     full = store.outer_name(snapshot.name)
-    return identity(store.objects.backend, full, snapshot.commit_id)
+    return identity(store.open_store.backend, full, snapshot.commit_id)
 
 
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:

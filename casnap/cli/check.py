@@ -59,9 +59,9 @@ def check(
         seed = random.SystemRandom().randrange(1 << 32)
     with progress_bars(lambda: place.requests) as progress:
         report = check_store(
-            place.objects, data=data, sample=sample, seed=seed, name=name, progress=progress
+            place.open_store, data=data, sample=sample, seed=seed, name=name, progress=progress
         )
-    uri = place.objects.backend.uri
+    uri = place.open_store.backend.uri
     if as_json:
         emit({**_document(uri, report), "name": name}, place)
     else:
@@ -89,7 +89,7 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         except CommandError as e:  # there is no such folder
             hint = nearest(place.prefix, (s.name for s in whole_store.snapshots()))
             raise CommandError(f"{e.message}{hint}") from e
-        uri = place.objects.backend.uri
+        uri = place.open_store.backend.uri
         say(f"{text} is a folder of {uri}: the whole store is checked", err=True)
     return place, None
 

@@ -42,9 +42,9 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
             raise click.UsageError(safe(str(e))) from e
     if as_json:
         document = {
-            "store": place.objects.backend.uri,
+            "store": place.open_store.backend.uri,
             "id": place.id,
-            "format": place.objects.config.format,
+            "format": place.open_store.config.format,
             "chunk_size_bytes": place.chunk_size,
             "settings": place.settings,
         }

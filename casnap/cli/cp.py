@@ -25,7 +25,7 @@ from casnap.cli.output import (
     size,
 )
 from casnap.errors import NotAStoreError
-from casnap.storage.catalog.opening import locate, open_objects
+from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.uris import snapshot_uri, store_uri
 from casnap.store import Store, store_of
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
@@ -129,13 +129,13 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
             options, size = _options(to), origin.chunk_size
             to = Store(to, chunk_size=size, storage_options=options, exclusive=is_exclusive())
         target = to.make()
-        check_pair(origin.objects, target.objects)
+        check_pair(origin.open_store, target.open_store)
 
         def jobs() -> list[CopyJob]:
-            snapshots = choose(origin.objects, origin.prefix, name, rename)
+            snapshots = choose(origin.open_store, origin.prefix, name, rename)
             return [s._replace(target=target.full_name(s.target)) for s in snapshots]
 
-        return Pair(origin.objects, target.objects, jobs, CopyOptions(hooks=target.hooks))
+        return Pair(origin.open_store, target.open_store, jobs, CopyOptions(hooks=target.hooks))
 
     names: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -193,8 +193,8 @@ def _open_place(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
     """
     place = locate(uri, _options(uri))
     backends.append(place.backend)
-    objects, _ = open_objects(place, create=False, exclusive=is_exclusive())
-    return store_of(objects), place.name or None
+    open_store, _ = open_at(place, create=False, exclusive=is_exclusive())
+    return store_of(open_store), place.name or None
 
 
 def _opened_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:

@@ -83,5 +83,5 @@ def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:
     parts: list[bytes] = []
     digest, nbytes = chunks[0]
     want = Want(digest, nbytes, lambda raw: parts.append(bytes(raw)), path)
-    contents.objects.fetch([want])
+    contents.store.fetch([want])
     return parts[0]

@@ -7,37 +7,37 @@ from casnap.maintenance.automatic import automatic_collector
 from casnap.maintenance.gc import DAY
 from casnap.runtime.environment import collects_by_itself
 from casnap.storage.catalog.settings import collects_unasked, grace_of
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import read_root
 from casnap.store import Store
 
 
 def show_what_waits(place: Store) -> None:
     """Print, after a command has let snapshots go, what was freed, what waits, and for what."""
-    objects = place.objects
-    collector = automatic_collector(objects)
+    open_store = place.open_store
+    collector = automatic_collector(open_store)
     collector.wait()
     report = collector.last_report
     if report is None:
-        say(what_frees(objects, "the bytes", condemned=False))
+        say(what_frees(open_store, "the bytes", condemned=False))
         return
     freed = f"{size(report.freed_bytes)} freed"
     if report.waiting_packs:
-        waiting = what_frees(objects, size(report.waiting_bytes), condemned=True)
+        waiting = what_frees(open_store, size(report.waiting_bytes), condemned=True)
         say(f"{freed}; {waiting}" if report.freed_bytes else waiting)
     else:
         say(freed)
 
 
-def what_frees(objects: Objects, waiting: str, *, condemned: bool) -> str:
+def what_frees(open_store: OpenStore, waiting: str, *, condemned: bool) -> str:
     """Return what frees bytes that no snapshot needs.
 
     Args:
-        objects: The store.
+        open_store: The store.
         waiting: How many.
         condemned: Whether a collection has condemned them.
     """
-    root, backend = objects.newest(), objects.backend
+    root, backend = open_store.newest(), open_store.backend
     by_hand = f"`casnap gc {backend.uri} --grace 0`"
     if not collects_by_itself() or not collects_unasked(root):
         return f"{by_hand} frees {waiting}; no process does so by itself here"

@@ -87,7 +87,7 @@ def _identity(
         return identity(location.backend, location.name, None)
     store, name = place
     full, commit = store.outer_name(name), store.row(name).commit.hex()
-    return identity(store.objects.backend, full, commit)
+    return identity(store.open_store.backend, full, commit)
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
         )
     size = chunk_size or DEFAULT_CHUNK_SIZE
     place = open_store(store, create=True, chunk_size=size, codec=codec).make()
-    change_settings(place.objects, serving_below)
+    change_settings(place.open_store, serving_below)
     stored_codec = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):
         raise CommandError(
@@ -73,7 +73,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} codec={codec}` changes it"
         )
     # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
-    check_put_if_absent(place.objects.backend, place.objects.config)
+    check_put_if_absent(place.open_store.backend, place.open_store.config)
     if as_json:
         document = {
             "store": place.uri,

@@ -33,7 +33,7 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
         emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
         return
     if not snapshots:
-        folder = place.objects.backend.folder
+        folder = place.open_store.backend.folder
         hint = "" if folder is None else hint_in(folder / place.folder(prefix))
         say(hint or f"{place.uri} holds no snapshot yet", err=True)
         return
@@ -50,5 +50,5 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     ]
     header = ("NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA")
     table(header, rows, numbers={"LOGICAL", "NEW", "ENTRIES"})
-    if condemned := place.objects.recent().condemned:
+    if condemned := place.open_store.recent().condemned:
         say(f"{amount(len(condemned), 'pack')} of garbage to be freed; see `casnap du`", err=True)

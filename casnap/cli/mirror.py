@@ -20,20 +20,20 @@ def mirror(store: str | None, as_json: bool) -> None:
     a process of this host that has the store open with mirror=.
     """
     place = open_whole_store(store)
-    objects = place.objects
-    uri = objects.backend.uri
-    root = objects.newest()
+    open_store = place.open_store
+    uri = open_store.backend.uri
+    root = open_store.newest()
     mirror_known = mirror_place(root, uri)
     if mirror_known is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
-    lacking, succeeded = unmirrored_in(objects.table(root)), succeeded_in(objects.table(root))
-    running = HostFiles(objects, mirror_known.uri).read()
+    lacking, succeeded = unmirrored_in(open_store.table(root)), succeeded_in(open_store.table(root))
+    running = HostFiles(open_store, mirror_known.uri).read()
     status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())
     if as_json:
         snapshots = [
             {
-                **identity(objects.backend, name, row.commit.hex()),
+                **identity(open_store.backend, name, row.commit.hex()),
                 "time": json_time(row.time),
                 "new_bytes": row.stats.new_bytes,
                 "refused": status.refused.get(name),

@@ -196,7 +196,7 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
 
     import msgspec
 
-    backends = {id(store.objects.backend): store.objects.backend for store in stores}
+    backends = {id(store.open_store.backend): store.open_store.backend for store in stores}
     requests = sum((Counter(b.requests) for b in backends.values()), Counter[str]())
     if requests:
         document = {**document, "requests": dict(requests)}

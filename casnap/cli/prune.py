@@ -107,7 +107,7 @@ def prune(
     _check_grace(collect=collect)
     place = open_store(store)
     if collect:
-        check_allowed(place.objects, options)
+        check_allowed(place.open_store, options)
     _check_folder(place, prefix)
     forget = place.prune_missing_folders if retention is None else partial(place.prune, retention)
     if not (dry_run or yes):
@@ -185,7 +185,7 @@ def _ask(plan: PruneReport) -> None:
 def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
     snapshots = [
         {
-            **identity(place.objects.backend, place.outer_name(v.name), v.row.commit.hex()),
+            **identity(place.open_store.backend, place.outer_name(v.name), v.row.commit.hex()),
             "root": v.row.seq,
             "time": json_time(v.row.time),
             "metadata": v.row.metadata,

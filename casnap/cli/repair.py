@@ -67,7 +67,7 @@ def repair(
     except DamagedError as e:
         made_anew = True
         place = _with_config(store, e, yes=yes, dry_run=dry_run)
-    uri = place.objects.backend.uri
+    uri = place.open_store.backend.uri
     if not (yes or dry_run or made_anew):
         _ask(uri)
     places = [open_store(s) if store_uri(s) is not None else s for s in sources]

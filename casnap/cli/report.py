@@ -58,7 +58,7 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     place = open_store(store)
     contents = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
     with progress_bars(lambda: place.requests) as progress:
-        facts = gather(place.objects, contents, last, progress)
+        facts = gather(place.open_store, contents, last, progress)
     if as_json:
         emit({**store_fields(place), **_document(facts)}, place)
         return

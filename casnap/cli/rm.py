@@ -42,7 +42,7 @@ def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_js
         deleted = [{**identity_of(s), "tags": list(s.tags)} for s in doomed]
         emit({"dry_run": dry_run, "deleted": deleted}, *(s.store for s in doomed))
     elif not dry_run:
-        for place in {s.store.objects.backend.uri: s.store for s in doomed}.values():
+        for place in {s.store.open_store.backend.uri: s.store for s in doomed}.values():
             show_what_waits(place)
 
 

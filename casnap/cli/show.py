@@ -87,7 +87,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     facts: Facts = {"entry": path, "rank": entries.owner(inner), **entry_fields(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunk_count"] = len(contents.chunks(bare, entry))
-        with progress_bars(lambda: contents.objects.backend.requests) as report:
+        with progress_bars(lambda: contents.store.backend.requests) as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)

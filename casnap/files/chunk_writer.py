@@ -56,7 +56,7 @@ class ChunkWriter:
         """
         tensors = list(placed)
         sums = {tensor.start: _Crc() for tensor in tensors} if crcs is not None else {}
-        self._contents.objects.fetch(self._wants(fd, tensors, sums))
+        self._contents.store.fetch(self._wants(fd, tensors, sums))
         for tensor in tensors if crcs is not None else ():
             assert crcs is not None
             crcs[tensor.start] = sums[tensor.start].value()

@@ -30,7 +30,7 @@ def export(
         OSError: The files cannot be written for another reason.
     """
     start = time.monotonic()
-    check_place(out, contents.objects.backend)
+    check_place(out, contents.store.backend)
     if options.format == "safetensors":
         from casnap.files.to_safetensors import plan_safetensors as plan
     elif options.format == "torch":

@@ -44,8 +44,8 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
         subject: What they say, as for :func:`notice`.
         names: Their names.
     """
-    objects = snapshot.store.objects
-    if objects.backend.folder is None or not objects.marks:
+    open_store = snapshot.store.open_store
+    if open_store.backend.folder is None or not open_store.marks:
         return
     for path in (Path(snapshot.path, name) for name in names):
         try:

@@ -26,7 +26,7 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
 from casnap.storage.catalog.settings import collects_unasked, grace_of
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
@@ -76,11 +76,11 @@ class AutomaticCollector:
         # What was condemned up to this root had a whole cycle; at first, what others condemned.
         self._condemned_until: int | None = None
 
-    def note(self, objects: Objects, rows: Iterable[Row]) -> None:
+    def note(self, store: OpenStore, rows: Iterable[Row]) -> None:
         """Note that snapshots were let go; collect in the background once that is worth it.
 
         Args:
-            objects: The store, as the caller has it open.
+            store: The store, as the caller has it open.
             rows: The rows that the snapshots had.
         """
         rows = list(rows)
@@ -93,8 +93,8 @@ class AutomaticCollector:
         if _main_thread_lives():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
-                if self._is_due(objects) and collects_unasked(objects.recent()):
-                    self._start(objects)
+                if self._is_due(store) and collects_unasked(store.recent()):
+                    self._start(store)
 
     def count_freed(self) -> int:
         """Return how many bytes were freed since the last call."""
@@ -110,98 +110,98 @@ class AutomaticCollector:
         while worker is not None and not worker.ended and time.monotonic() < until:
             time.sleep(_LOOK)
 
-    def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
+    def make_room(self, store: OpenStore, count_bytes: Callable[[], int]) -> None:
         """Collect all that nobody needs, now, if a state may not fit on the disk.
 
         Args:
-            objects: The store, as the caller has it open.
+            store: The store, as the caller has it open.
             count_bytes: Returns the bytes of the state.
         """
         try:
-            if self._may_not_fit(objects, count_bytes):
+            if self._may_not_fit(store, count_bytes):
                 # A collection that is under way has not condemned yet what it will.
                 with self._collecting:
-                    root = objects.newest()
+                    root = store.newest()
                 if self._released or root.condemned:
-                    self._sweep(objects)
+                    self._sweep(store)
         except Exception as e:  # noqa: BLE001 - the take may fit all the same
-            _log.warning("%s: its garbage is not collected: %s", objects.backend.uri, e)
+            _log.warning("%s: its garbage is not collected: %s", store.backend.uri, e)
 
     def meet_full_disk(
-        self, objects: Objects, error: StorageFullError, count_bytes: Callable[[], int]
+        self, store: OpenStore, error: StorageFullError, count_bytes: Callable[[], int]
     ) -> None:
         """Collect all that nobody needs, so that what found no space can start again.
 
         Args:
-            objects: The store, as the caller has it open.
+            store: The store, as the caller has it open.
             error: What was found.
             count_bytes: Returns how many bytes are to be written, at most.
 
         Raises:
             StorageFullError: That freed nothing. The message says what would.
         """
-        uri, report = objects.backend.uri, None
+        uri, report = store.backend.uri, None
         try:
-            report = self._sweep(objects)
+            report = self._sweep(store)
         except Exception as e:  # noqa: BLE001 - the disk is full in any case
             _log.warning("%s: its garbage is not collected: %s", uri, e)
         if report is not None and report.freed_bytes:
             return
-        free = objects.backend.free_bytes()
+        free = store.backend.free_bytes()
         lacking = f"up to {size(count_bytes())} are needed"
         lacking += "" if free is None else f", {size(free)} are free"
         raise StorageFullError(f"{error}. {lacking}; {_what_frees(uri, report)}") from (
             error.__cause__ or error
         )
 
-    def _may_not_fit(self, objects: Objects, count_bytes: Callable[[], int]) -> bool:
-        free = objects.backend.free_bytes()
+    def _may_not_fit(self, store: OpenStore, count_bytes: Callable[[], int]) -> bool:
+        free = store.backend.free_bytes()
         # To count takes long for many tensors, and states hardly ever grow by so much.
         if free is None or (self._counted and free > 4 * self._counted):
             return False
         self._counted = count_bytes()
         return free <= self._counted + self._counted // 10
 
-    def _sweep(self, objects: Objects) -> GcReport | None:
+    def _sweep(self, store: OpenStore) -> GcReport | None:
         """Collect without any grace; return None if the store's garbage is left to the user."""
         with self._collecting:
-            if not collects_by_itself() or not collects_unasked(objects.newest()):
+            if not collects_by_itself() or not collects_unasked(store.newest()):
                 return None
-            report = self._collect(objects, GcOptions(grace=0))
-        uri, freed = objects.backend.uri, report.freed_bytes
+            report = self._collect(store, GcOptions(grace=0))
+        uri, freed = store.backend.uri, report.freed_bytes
         _log.info("%s: the disk is full, or nearly; %d bytes freed", uri, freed)
         return report
 
-    def _start(self, objects: Objects) -> None:
+    def _start(self, store: OpenStore) -> None:
         with self._lock:
             if self._worker is None or self._worker.ended:
-                self._worker = Worker(partial(self._run, objects), "casnap-gc", in_background=True)
+                self._worker = Worker(partial(self._run, store), "casnap-gc", in_background=True)
                 self._worker.start()
 
-    def _run(self, objects: Objects) -> None:
-        patience = 0.0 if objects.backend.costly_requests else _LAST_SECONDS
+    def _run(self, store: OpenStore) -> None:
+        patience = 0.0 if store.backend.costly_requests else _LAST_SECONDS
         progress = _ending_with_process(patience)
-        while self._collect_in_background(objects, progress):
+        while self._collect_in_background(store, progress):
             with self._lock:
                 # What is let go from here on starts another thread.
-                if not self._is_due(objects):
+                if not self._is_due(store):
                     self._worker = None
                     return
 
-    def _collect_in_background(self, objects: Objects, progress: Progress) -> bool:
+    def _collect_in_background(self, store: OpenStore, progress: Progress) -> bool:
         """Collect once; return whether that succeeded."""
-        backend = objects.backend
+        backend = store.backend
         rest = _REMOTE_REST if backend.costly_requests else 0.0
         began = time.monotonic()
         try:
             with self._collecting:
-                root, until = objects.recent(), self._condemned_until
+                root, until = store.recent(), self._condemned_until
                 has_grace = backend.costly_requests or grace_of(root) is not None
                 if not has_grace and until is None:
                     until = root.seq
                 until = None if has_grace else until
                 options = GcOptions(condemned_until=until, repack=_REPACK)
-                report = self._collect(objects, options, progress)
+                report = self._collect(store, options, progress)
         except _ExitError:
             return False
         except Exception as e:  # noqa: BLE001 - a backend may raise anything; the takes go on
@@ -222,7 +222,7 @@ class AutomaticCollector:
         )
         return True
 
-    def _is_due(self, objects: Objects) -> bool:
+    def _is_due(self, store: OpenStore) -> bool:
         """Whether a collection is worth it, and the process has done enough else since the last."""
         # What waits counts too: of packs that were copied it may be as much as what is kept.
         to_free = self._released + self._waiting
@@ -230,20 +230,20 @@ class AutomaticCollector:
             return False
         if self._ready_at is None:
             self._ready_at = time.monotonic()
-            self._ready_at += _REMOTE_START if objects.backend.costly_requests else 0.0
-            cost = _SNAPSHOT_SECONDS * len(objects.table(objects.recent()))
+            self._ready_at += _REMOTE_START if store.backend.costly_requests else 0.0
+            cost = _SNAPSHOT_SECONDS * len(store.table(store.recent()))
             # For what costs less, the end of the process waits.
             self._processor_ready_at = _SHARE * cost if cost > _LAST_SECONDS else 0.0
         is_rested = time.process_time() >= self._processor_ready_at
         return is_rested and time.monotonic() >= self._ready_at
 
     def _collect(
-        self, objects: Objects, options: GcOptions, progress: Progress | None = None
+        self, store: OpenStore, options: GcOptions, progress: Progress | None = None
     ) -> GcReport:
         with self._lock:
             released, self._released = self._released, 0.0
         try:
-            report = collect(objects, options, progress)
+            report = collect(store, options, progress)
         except BaseException:
             with self._lock:
                 self._released += released
@@ -251,7 +251,7 @@ class AutomaticCollector:
         with self._lock:
             self._freed += report.freed_bytes
         self._needed, self._waiting = report.live_bytes, report.waiting_bytes
-        self._condemned_until = objects.newest().seq
+        self._condemned_until = store.newest().seq
         self.last_report = report
         return report
 
@@ -306,9 +306,9 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def automatic_collector(objects: Objects) -> AutomaticCollector:
+def automatic_collector(store: OpenStore) -> AutomaticCollector:
     """Return the collector of a store, the same for the whole process."""
-    name = f"{objects.config.store_id} {objects.backend.identity}"
+    name = f"{store.config.store_id} {store.backend.identity}"
     with _collectors_lock:
         if name not in _collectors:
             _collectors[name] = AutomaticCollector()

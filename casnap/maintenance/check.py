@@ -20,7 +20,7 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.missing_folders import unknown_markers
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.put_if_absent import put_if_absent_warnings
 
 
@@ -82,7 +82,7 @@ class CheckReport:
 
 
 def check(
-    objects: Objects,
+    store: OpenStore,
     *,
     data: bool = False,
     sample: float | None = None,
@@ -93,7 +93,7 @@ def check(
     """Check a store. Takes and collectors may run meanwhile.
 
     Args:
-        objects: The store.
+        store: The store.
         data: Read and verify every chunk and node at each of its places.
         sample: Read and verify a random share of them, up to 1.
         seed: Chooses the share; by default a different one each time.
@@ -107,10 +107,10 @@ def check(
         raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
     if data and sample is not None:
         raise ValueError("data reads all, sample a share; give one of them")
-    backend = objects.backend
-    damages = config_damages(objects)
+    backend = store.backend
+    damages = config_damages(store)
     try:
-        survey = Survey(objects, progress)
+        survey = Survey(store, progress)
     except DamagedError as e:
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
@@ -134,7 +134,7 @@ def check(
         warnings=[*_bucket_warnings(backend), *put_if_absent_warnings(backend)],
     )
     if report.ok:  # a damaged store could not tell what it holds
-        report.warnings += lost_commits(objects)
+        report.warnings += lost_commits(store)
     _count_orphans(backend, survey, report)
     return report
 
@@ -157,14 +157,14 @@ def _of_one(
     )
 
 
-def lost_commits(objects: Objects) -> list[str]:
+def lost_commits(store: OpenStore) -> list[str]:
     """Return warnings of commits that markers tell of, and the newest root does not."""
     return [
         f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "
-        f"{objects.newest().seq} has. If the folder was not copied there by hand, a newer root was "
+        f"{store.newest().seq} has. If the folder was not copied there by hand, a newer root was "
         "lost: put it back into roots/ from a backup before the next take and the next gc, or copy "
         "the snapshot back from a mirror by `casnap cp`. Else delete the marker"
-        for name, commit in unknown_markers(objects).items()
+        for name, commit in unknown_markers(store).items()
     ]
 
 
@@ -181,7 +181,7 @@ def _bucket_warnings(backend: Backend) -> list[str]:
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
-    files = StoredFiles(survey.objects, survey.root)
+    files = StoredFiles(survey.store, survey.root)
     live_ids = {ref.id for ref in survey.root.segments}.union(survey.index.packs)
     keys = [segment_key(ident) for ident in files.segments - live_ids]
     report.orphan_segments = len(keys)

@@ -7,21 +7,21 @@ from casnap.errors import CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
 from casnap.storage.catalog.location import has_object
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.config import config_content, config_in, read_config
 from casnap.storage.log.roots import read_root
 
 
-def config_damages(objects: Objects) -> list[Damage]:
+def config_damages(store: OpenStore) -> list[Damage]:
     """Return what is wrong with the ``casnap.json`` of an open store."""
     try:
-        if read_config(objects.backend) == objects.config:
+        if read_config(store.backend) == store.config:
             return []
         kind, message = "changed", "it has changed since this store was opened"
     except UnavailableError:
         raise
     except CasnapError as e:
-        kind, message = "changed" if has_object(objects.backend, CONFIG_KEY) else "missing", str(e)
+        kind, message = "changed" if has_object(store.backend, CONFIG_KEY) else "missing", str(e)
     return [Damage(kind, CONFIG_KEY, message, hurts={ALL: None})]
 
 

@@ -73,7 +73,7 @@ def diff(a: Contents, b: Contents) -> Diff:
         DamagedError: A node is missing or damaged.
         StoreError: The snapshots are in two stores with different chunk sizes.
     """
-    if a.objects.config.chunk_size != b.objects.config.chunk_size:
+    if a.store.config.chunk_size != b.store.config.chunk_size:
         raise StoreError(
             f"{a.label} and {b.label} are cut into chunks of different sizes, so equal tensors "
             "cannot be told from their digests; compare two snapshots of one store"

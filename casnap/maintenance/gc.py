@@ -36,7 +36,7 @@ from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.settings import grace_of, recodes
 from casnap.storage.catalog.table import drop_stale_copies
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.segments import Rewriting, rewrite_segments
 from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
@@ -147,11 +147,11 @@ class GcReport:
     processor_seconds: float = 0.0
 
 
-def collect(objects: Objects, options: GcOptions, progress: Progress | None = None) -> GcReport:
+def collect(store: OpenStore, options: GcOptions, progress: Progress | None = None) -> GcReport:
     """Collect the garbage of a store.
 
     Args:
-        objects: The store.
+        store: The store.
         options: How.
         progress: Called with the current phase, how much of it is done, and the total.
 
@@ -160,7 +160,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
         DamagedError: Something could not be read; the message says how to continue.
     """
     started = time.monotonic()
-    check_allowed(objects, options)
+    check_allowed(store, options)
 
     def work(crew: Crew) -> GcReport:
         def tell(what: str, done: int, total: int) -> None:
@@ -170,27 +170,27 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
             if progress is not None:
                 progress(what, done, total)
 
-        collector = _Collector(objects, options, tell)
+        collector = _Collector(store, options, tell)
         try:
             collector.run()
         except StorageFullError as e:
-            raise with_advice(e, objects.recent()) from e
+            raise with_advice(e, store.recent()) from e
         except DamagedError as e:
-            raise DamagedError(e.what, e.paths, _advice(objects, collector.report)) from e
+            raise DamagedError(e.what, e.paths, _advice(store, collector.report)) from e
         return collector.report
 
-    with as_exclusive(objects.backend, objects.backend.exclusive or options.exclusive):
+    with as_exclusive(store.backend, store.backend.exclusive or options.exclusive):
         report = run_shielded(work)
     if report.freed_bytes:
         with suppress(BackendError):
-            report.warnings = objects.backend.bucket_warnings()
+            report.warnings = store.backend.bucket_warnings()
     report.seconds = time.monotonic() - started
     return report
 
 
-def _advice(objects: Objects, report: GcReport) -> str:
+def _advice(store: OpenStore, report: GcReport) -> str:
     done = "No more was deleted" if report.freed_bytes else "Nothing was deleted"
-    uri = objects.backend.uri
+    uri = store.backend.uri
     return (
         f"{done}. `casnap check {uri}` says what is hurt, `casnap repair {uri}` saves what can be "
         "saved (--yes in a script); if something stays lost, `casnap rm` of the snapshots "
@@ -198,21 +198,21 @@ def _advice(objects: Objects, report: GcReport) -> str:
     )
 
 
-def check_allowed(objects: Objects, options: GcOptions) -> None:
+def check_allowed(store: OpenStore, options: GcOptions) -> None:
     """Check that the garbage of a store may be collected.
 
     Raises:
         StoreError: The store cannot be written to safely beside other writers.
     """
     if not options.dry_run:
-        with as_exclusive(objects.backend, objects.backend.exclusive or options.exclusive):
-            check_put_if_absent(objects.backend, objects.config)
+        with as_exclusive(store.backend, store.backend.exclusive or options.exclusive):
+            check_put_if_absent(store.backend, store.config)
 
 
 class _Collector:
-    def __init__(self, objects: Objects, options: GcOptions, progress: Progress) -> None:
-        self._objects = objects
-        self._backend = objects.backend
+    def __init__(self, store: OpenStore, options: GcOptions, progress: Progress) -> None:
+        self._store = store
+        self._backend = store.backend
         self._options = options
         self._grace = DAY
         self._progress = progress
@@ -230,12 +230,12 @@ class _Collector:
             self.report.processor_seconds += time.thread_time() - began
 
     def _run(self) -> None:
-        self._objects.check_writable("collect the garbage of", dry_run=self._options.dry_run)
+        self._store.check_writable("collect the garbage of", dry_run=self._options.dry_run)
         grace = self._options.grace
         if grace is None:
-            grace = grace_of(self._objects.recent())
+            grace = grace_of(self._store.recent())
         self._grace = DAY if grace is None else grace
-        stale = drop_stale_copies(self._objects, dry_run=self._options.dry_run)
+        stale = drop_stale_copies(self._store, dry_run=self._options.dry_run)
         if self._options.dry_run:
             self._options = replace(self._options, forgotten=self._options.forgotten | stale)
         self._recode()
@@ -258,13 +258,13 @@ class _Collector:
             )
 
     def _recode(self) -> None:
-        after, root = self._options.recode_after, self._objects.recent()
+        after, root = self._options.recode_after, self._store.recent()
         if after is None or self._options.dry_run or not recodes(root, self._backend):
             return
         try:
             # If another collector moves what is read, this begins again; what was recoded stays.
-            recoding = self._objects.current(
-                lambda root: recode(self._objects, root, after, self._progress), lambda: root
+            recoding = self._store.current(
+                lambda root: recode(self._store, root, after, self._progress), lambda: root
             )
         except StorageFullError:
             # What is freed now may make room.
@@ -278,22 +278,22 @@ class _Collector:
         self.report.saved_bytes = recoding.before_bytes - recoding.after_bytes
 
     def _collect(self) -> None:
-        self._files = StoredFiles(self._objects, self._objects.recent())
+        self._files = StoredFiles(self._store, self._store.recent())
         while True:
             try:
-                self._objects.current(self._mark_and_condemn, self._objects.recent)
+                self._store.current(self._mark_and_condemn, self._store.recent)
                 break
             except FencedError:
                 # Another collector was faster, and deleted the copies of this one.
                 continue
         if self.report.copied_bytes:
             # The copies came with new segments, which may be merged away again.
-            self._files = StoredFiles(self._objects, self._objects.recent())
-        while not self._objects.current(self._raise_fence):
+            self._files = StoredFiles(self._store, self._store.recent())
+        while not self._store.current(self._raise_fence):
             continue
         if not self._options.dry_run:
             # A root that does not name them is durable now.
-            view = self._objects.view()
+            view = self._store.view()
             self._delete_orphans(view)
             self._note_waiting(view.root.condemned, view.root)
 
@@ -301,8 +301,8 @@ class _Collector:
 
     def _mark_and_condemn(self, root: Root) -> None:
         """Mark what is needed; condemn the packs that hold none of it."""
-        view = self._objects.index.view(root)
-        marks = Marks(self._objects, root, self._progress, self._options.forgotten)
+        view = self._store.index.view(root)
+        marks = Marks(self._store, root, self._progress, self._options.forgotten)
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -322,7 +322,7 @@ class _Collector:
             total = sum(marks.uses[pack].live for pack in sparse)
             counter = ProgressCounter(self._progress, "copying", total)
             try:
-                for copies in repack(self._objects, marks, view, sparse, counter.add):
+                for copies in repack(self._store, marks, view, sparse, counter.add):
                     copied_to |= copies
             except StorageFullError:
                 # Packs that are wholly dead can still be condemned.
@@ -356,8 +356,8 @@ class _Collector:
         required: set[bytes] = set()
         returned = set(split_digests(marks.root.lost)) - marks.missing
         while True:
-            root = self._objects.newest()
-            view = self._objects.index.view(root)
+            root = self._store.newest()
+            view = self._store.index.view(root)
             fresh = marks.advance(root) if root != marks.root else set()
             doomed = {pack for pack in doomed if pack in view.live}
             if not contents and (sparse or fresh):
@@ -393,7 +393,7 @@ class _Collector:
     def _put_next(self, root: Root, **changes: Any) -> Root | None:
         next_root = put_next_root(self._backend, root, **changes)
         if next_root is not None:
-            self._objects.note_newest(next_root)
+            self._store.note_newest(next_root)
         return next_root
 
     def _condemned_since(self, condemned_at: int, root: Root) -> int:
@@ -410,7 +410,7 @@ class _Collector:
 
     def _raise_fence(self, root: Root) -> bool:
         """Put a root without the packs whose grace is over; return False if its number is taken."""
-        view = self._objects.index.view(root)
+        view = self._store.index.view(root)
         unnamed = self._files.unnamed(view)
         fence = max(root.fence, self._grace_allows(root, unnamed.values()))
         going, orphans = _freed_by(fence, root, unnamed)
@@ -426,8 +426,8 @@ class _Collector:
         segments = None if rewriting is None else rewriting.applied(root, going)
         if segments is None:
             if rewriting is not None:
-                rewriting.discard(self._objects)
-            rewriting = rewrite_segments(self._objects, view, going)
+                rewriting.discard(self._store)
+            rewriting = rewrite_segments(self._store, view, going)
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None
@@ -441,7 +441,7 @@ class _Collector:
                 root, fence=new_fence, condemned=condemned, segments=segments
             )
         except StorageFullError:
-            rewriting.discard(self._objects)
+            rewriting.discard(self._store)
             raise
         if next_root is None:
             self._rewriting = rewriting

@@ -18,7 +18,7 @@ from casnap.storage.catalog.references import (
     references_of_row,
     walk,
 )
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import DELTAS
 
 _DELTA, _BASE = int(Codec.DELTA), int(Codec.BASE)
@@ -51,7 +51,7 @@ class Marks:
     """What the snapshots of a root need.
 
     Args:
-        objects: The store.
+        store: The store.
         root: Its newest root.
         progress: Called with the current phase, how much of it is done, and the total.
         forgotten: Names of snapshots to ignore, as if they were deleted.
@@ -70,12 +70,12 @@ class Marks:
 
     def __init__(
         self,
-        objects: Objects,
+        store: OpenStore,
         root: Root,
         progress: Progress,
         forgotten: Collection[str] = (),
     ) -> None:
-        self._objects = objects
+        self._store = store
         self._progress = progress
         self._seen: set[bytes] = set()
         self._needed: dict[bytes, int] = {}
@@ -184,7 +184,7 @@ class Marks:
         """Return what only snapshots to be passed over refer to."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._forgotten:
-            for name, row in self._objects.table(self.root).items():
+            for name, row in self._store.table(self.root).items():
                 rows[name in self._forgotten].update(references_of_row(row))
         return rows[True] - rows[False]
 
@@ -196,11 +196,11 @@ class Marks:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
-        table = self._objects.table(self.root)
+        table = self._store.table(self.root)
         unfinished = {name for name, _ in table.items_below(UNFINISHED)}
         self.snapshots = len(table) - len(unfinished.union(self._forgotten))
         manifests = 0
-        for node, children in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
+        for node, children in walk(self._store, [TABLE + self.root.table.digest], self._seen):
             manifests += node[:1] == MANIFEST
             self._progress("marking", manifests, self.snapshots)
             yield node, children
@@ -257,7 +257,7 @@ class Marks:
         segments = self.root.segments
         for number, ref in enumerate(segments):
             self._progress("reading the index", number, len(segments))
-            yield segment_records(*self._objects.index.sealed(ref))
+            yield segment_records(*self._store.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
         """Yield all places of some digests that the root lists, save endless deltas."""

@@ -16,7 +16,7 @@ from casnap.format.records import (
     read_pack_footer,
 )
 from casnap.storage.chunks.chunk_reads import Failure, Want, is_possible
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
@@ -50,12 +50,12 @@ def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
 
 
 def bad_records(
-    objects: Objects, records: Iterable[Record], report: Callable[[int], None]
+    store: OpenStore, records: Iterable[Record], report: Callable[[int], None]
 ) -> Iterator[tuple[Record, Failure]]:
     """Read chunks and nodes; yield those that are not whole, and why.
 
     Args:
-        objects: The store.
+        store: The store.
         records: The chunks and nodes, and their places.
         report: Called with the number of bytes read since the last call.
     """
@@ -65,19 +65,19 @@ def bad_records(
         window.append((place, [Want(digest, -1, _forget, "")]))
         nbytes += place.stored
         if nbytes >= _WINDOW_BYTES or len(window) >= _WINDOW_RECORDS:
-            yield from _bad_of(objects, window)
+            yield from _bad_of(store, window)
             report(nbytes)
             window, nbytes = [], 0
-    yield from _bad_of(objects, window)
+    yield from _bad_of(store, window)
     report(nbytes)
 
 
 def _bad_of(
-    objects: Objects, window: list[tuple[Place, list[Want]]]
+    store: OpenStore, window: list[tuple[Place, list[Want]]]
 ) -> Iterator[tuple[Record, Failure]]:
-    for place, wants, _ in objects.read_places(window):
+    for place, wants, _ in store.read_places(window):
         # Each alone: one unreadable chunk makes a read with its neighbours fail.
-        for unread in objects.read_places([(place, wants)]):
+        for unread in store.read_places([(place, wants)]):
             yield (wants[0].digest, place), unread.failure
 
 

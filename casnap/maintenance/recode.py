@@ -25,7 +25,7 @@ from casnap.storage.catalog.references import MANIFEST, is_node, walk
 from casnap.storage.catalog.table import Table, snapshots_in
 from casnap.storage.chunks.copying import one_at_a_time, read_chunks
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.small_forms import SmallForms
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
@@ -57,13 +57,13 @@ class Recoding:
     after_bytes: int = 0
 
 
-def recode(objects: Objects, root: Root, newest: int, progress: Progress) -> Recoding:
+def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Recoding:
     """Recode what older snapshots of a store hold.
 
     What was done stays done if it is interrupted.
 
     Args:
-        objects: The store.
+        store: The store.
         root: Its newest root.
         newest: How many snapshots of each folder stay as they are.
         progress: Called with the current phase, how much of it is done, and the total.
@@ -73,19 +73,19 @@ def recode(objects: Objects, root: Root, newest: int, progress: Progress) -> Rec
         StorageFullError: There is no space for the smaller forms.
     """
     recoding = Recoding()
-    table = objects.table(root)
+    table = store.table(root)
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
     for run in runs_of(snapshots_in(table)):
-        older = [Contents(objects, *each) for each in run[: max(0, len(run) - newest)]]
+        older = [Contents(store, *each) for each in run[: max(0, len(run) - newest)]]
         kept += [row for _, row in run[len(older) :]]
         pairs = zip(older, [None, *older], strict=False)
         todo += [pair for pair in pairs if RECODED not in pair[0].row.tags]
     if not todo:
         return recoding
     tops = [MANIFEST + row.manifest.digest for row in kept]
-    spared = {d for _, below in walk(objects, tops, set()) for d in below if not is_node(d)}
-    recoder = _Recoder(objects, spared, recoding)
+    spared = {d for _, below in walk(store, tops, set()) for d in below if not is_node(d)}
+    recoder = _Recoder(store, spared, recoding)
     for done, (contents, before) in enumerate(todo):
         progress("recoding", done, len(todo))
         recoder.recode(contents, before)
@@ -97,16 +97,16 @@ class _Recoder:
     """Recodes snapshots, one after the other.
 
     Args:
-        objects: The store.
+        store: The store.
         spared: The chunks that stay as they are.
         recoding: What was recoded so far.
     """
 
-    def __init__(self, objects: Objects, spared: set[bytes], recoding: Recoding) -> None:
-        self._objects = objects
+    def __init__(self, store: OpenStore, spared: set[bytes], recoding: Recoding) -> None:
+        self._store = store
         self._spared = spared
         self._recoding = recoding
-        self._forms = SmallForms(lambda d: objects.index.newest_chain(objects.recent_view(), d))
+        self._forms = SmallForms(lambda d: store.index.newest_chain(store.recent_view(), d))
 
     def recode(self, contents: Contents, before: Contents | None) -> None:
         """Recode a snapshot, against the one before, if there is one."""
@@ -115,7 +115,7 @@ class _Recoder:
         is_last = False
         while not is_last:
             with one_at_a_time(), Crew() as crew:
-                transaction = Transaction(self._objects, crew)
+                transaction = Transaction(self._store, crew)
                 try:
                     is_last = self._recode_some(transaction, groups)
                     self._publish(transaction, contents, is_last=is_last)
@@ -153,7 +153,7 @@ class _Recoder:
         places = transaction.reused.reuse_at(bases) if bases else []
         usable = {base for base, place in zip(bases, places, strict=True) if place is not None}
         chunks = dict.fromkeys([*(pair.digest for pair in todo), *usable])
-        raws = read_chunks(self._objects, chunks)
+        raws = read_chunks(self._store, chunks)
         for digest, base, nbytes in todo:
             base_raw = None if base is None else raws.get(base)
             form = self._forms.choose(digest, raws[digest], base, base_raw)
@@ -168,7 +168,7 @@ class _Recoder:
         """Return how many bytes a chunk takes up that may be recoded; 0 for any other."""
         if digest in self._spared or self._forms.has_written(digest):
             return 0
-        places = self._objects.index.find_all(view, digest)
+        places = self._store.index.find_all(view, digest)
         if any(place.codec == Codec.DELTA for place in places):
             return 0
         return min((place.stored for place in places), default=0)

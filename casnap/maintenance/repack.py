@@ -14,7 +14,7 @@ from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 
@@ -40,7 +40,7 @@ def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
 
 
 def repack(
-    objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report
+    store: OpenStore, marks: Marks, view: View, packs: list[PackId], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
     """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
 
@@ -49,7 +49,7 @@ def repack(
     it is.
 
     Args:
-        objects: The store.
+        store: The store.
         marks: What is needed.
         view: The view that was marked.
         packs: The packs to copy from.
@@ -67,30 +67,28 @@ def repack(
         contents = {digest for digest, _, _ in marks.contents_of(frozenset(batch))}
         to_copy: dict[Digest, bool] = {}
         for digest, is_node in marks.needed_of(contents).items():
-            elsewhere = _proven_elsewhere(objects, view, Digest(digest), packs)
+            elsewhere = _proven_elsewhere(store, view, Digest(digest), packs)
             if elsewhere is None:
                 to_copy[Digest(digest)] = is_node
             else:
                 copied_to[digest] = elsewhere
         if to_copy:
-            copied_to |= _copy(objects, to_copy, report)
+            copied_to |= _copy(store, to_copy, report)
         yield copied_to
 
 
 def _proven_elsewhere(
-    objects: Objects, view: View, digest: Digest, packs: list[PackId]
+    store: OpenStore, view: View, digest: Digest, packs: list[PackId]
 ) -> PackId | None:
     """Return the newest live pack of a digest, if it holds it whole and is not one of these.
 
     If it holds a delta there, that must not stand on an older place of the same chunk.
     """
-    chain = objects.index.newest_chain(view, digest)
+    chain = store.index.newest_chain(view, digest)
     if not chain:
         return None
     newest = chain[0][1]
-    return (
-        None if newest.pack in packs or not objects.holds(newest, digest) else PackId(newest.pack)
-    )
+    return None if newest.pack in packs or not store.holds(newest, digest) else PackId(newest.pack)
 
 
 def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> bool:
@@ -99,13 +97,13 @@ def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> boo
     Of several deltas of a chunk, the one that was read may be another than that of which another
     collector has found the end.
     """
-    chain = transaction.objects.index.newest_chain(transaction.base, base)
+    chain = transaction.store.index.newest_chain(transaction.base, base)
     if not chain or digest in dict(chain):
         return False
     return transaction.reused.reuse_at([base])[0] is not None
 
 
-def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
+def _copy(store: OpenStore, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
     sizes: list[int] = []
 
     def count(_digest: Digest, nbytes: int) -> None:
@@ -113,20 +111,20 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
         report(nbytes)
 
     chunks = [digest for digest, is_node in to_copy.items() if not is_node]
-    codec = codec_among(objects.index.find(objects.view(), chunks))
+    codec = codec_among(store.index.find(store.view(), chunks))
     with one_at_a_time(), Crew() as crew:
-        transaction = Transaction(objects, crew, codec)
+        transaction = Transaction(store, crew, codec)
         try:
             try:
                 copy_verified(
-                    objects,
+                    store,
                     to_copy.items(),
                     transaction.new_packs,
                     count,
                     keeps_delta=partial(_can_stand_on, transaction),
                 )
             except DamagedError as e:
-                if objects.newest() != transaction.base.root:
+                if store.newest() != transaction.base.root:
                     # Another collector has moved the chunks, so this one must mark again.
                     raise
                 _log.warning(

@@ -47,7 +47,7 @@ from casnap.storage.chunks.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.chunks.copying import one_at_a_time
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.new_packs import NewPacks
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack import moved_place, new_id
 from casnap.storage.chunks.segments import add_segment, drop_packs
 from casnap.storage.log.roots import put_next_root
@@ -99,7 +99,7 @@ class RepairReport:
 
 
 def repair(
-    objects: Objects,
+    store: OpenStore,
     *,
     sources: Sequence[str | os.PathLike[str] | Backend] = (),
     progress: Progress | None = None,
@@ -108,7 +108,7 @@ def repair(
     """Repair a store. Takes may run meanwhile.
 
     Args:
-        objects: The store.
+        store: The store.
         sources: Other stores, in which to look for lost chunks.
         progress: Called with the current phase, how much of it is done, and the total.
         dry_run: Change nothing.
@@ -118,18 +118,18 @@ def repair(
         BackendError: Something cannot be read now, but may be whole.
     """
     with one_at_a_time():
-        return run_shielded(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
+        return run_shielded(lambda crew: _Repair(store, sources, dry_run, crew).run(progress))
 
 
 class _Repair:
     def __init__(
         self,
-        objects: Objects,
+        store: OpenStore,
         sources: Sequence[str | os.PathLike[str] | Backend],
         dry_run: bool,
         crew: Crew,
     ) -> None:
-        self._objects = objects
+        self._store = store
         self._sources = sources
         self._crew = crew
         self._salvage: NewPacks | None = None
@@ -142,15 +142,15 @@ class _Repair:
         self.report = RepairReport(dry_run=dry_run)
 
     def run(self, progress: Progress | None) -> RepairReport:
-        self._survey = survey = Survey(self._objects, progress)
-        self._objects.check_writable("repair", dry_run=self.report.dry_run)
+        self._survey = survey = Survey(self._store, progress)
+        self._store.check_writable("repair", dry_run=self.report.dry_run)
         survey.run(share=1.0)
         self._refuse_unreadable()
-        stood_in_for, history = root_damages(self._objects.backend, survey.root.seq)
-        record = config_damages(self._objects)
+        stood_in_for, history = root_damages(self._store.backend, survey.root.seq)
+        record = config_damages(self._store)
         self.report.found = [*record, *history, *stood_in_for, *survey.damages]
         if record and not self.report.dry_run:
-            restore_config(self._objects.backend, self._objects.config)
+            restore_config(self._store.backend, self._store.config)
         self._must_replace = {survey.root.seq} if stood_in_for else set()
         try:
             if self.report.dry_run:
@@ -168,7 +168,7 @@ class _Repair:
             self._drop_salvage()
         self.report.root = survey.root.seq
         if not survey.damages:
-            self.report.warnings = lost_commits(self._objects)
+            self.report.warnings = lost_commits(self._store)
         return self.report
 
     def _change(self) -> bool:
@@ -178,7 +178,7 @@ class _Repair:
         except DamagedError:
             # A collector removes segments that the root at hand names, and the newest does not.
             self._tries += 1
-            if self._tries == _MOST_TRIES or self._objects.newest() == self._survey.root:
+            if self._tries == _MOST_TRIES or self._store.newest() == self._survey.root:
                 raise
             self._drop_salvage()
             return True
@@ -186,7 +186,7 @@ class _Repair:
     def _drop_rows(self) -> bool:
         """Remove the rows of the table whose names cannot be ones."""
         names = self._survey.rejected_names
-        return bool(names) and change_table(self._objects, lambda *_: dict.fromkeys(names))
+        return bool(names) and change_table(self._store, lambda *_: dict.fromkeys(names))
 
     def _refuse_unreadable(self) -> None:
         """Refuse to go on if an object cannot be read now: it may be whole."""
@@ -196,7 +196,7 @@ class _Repair:
 
     def _unreadable(self, key: str, reason: str) -> BackendError:
         return BackendError(
-            f"{self._objects.backend.where(key)}: {reason}; it may be whole, so it is not given up."
+            f"{self._store.backend.where(key)}: {reason}; it may be whole, so it is not given up."
             " Make it readable, then repair again; of a broken disk, put what can be read of it in "
             "its place, or delete it"
         )
@@ -228,7 +228,7 @@ class _Repair:
     def _orphans(self) -> Iterator[tuple[PackId, list[Record]]]:
         """Yield the packs to list again, and the whole records of each."""
         survey = self._survey
-        files = StoredFiles(self._objects, survey.root)
+        files = StoredFiles(self._store, survey.root)
         for ident in sorted(files.packs - set(survey.index.packs)):
             pack = PackId(ident)
             footer = self._footer(pack)
@@ -238,7 +238,7 @@ class _Repair:
             if not useful:
                 continue
             bad = set()
-            for record, failure in bad_records(self._objects, footer, lambda n: None):
+            for record, failure in bad_records(self._store, footer, lambda n: None):
                 if failure.reason is Reason.UNREADABLE:
                     raise self._unreadable(pack_key(pack), str(failure))
                 bad.add(record)
@@ -247,7 +247,7 @@ class _Repair:
                 yield pack, records
 
     def _footer(self, pack: PackId) -> list[Record]:
-        backend = self._objects.backend
+        backend = self._store.backend
         try:
             size = backend.size(pack_key(pack))
             footer = read_footer(backend, pack, size)
@@ -263,25 +263,25 @@ class _Repair:
 
     def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
         """Put a root that lists these packs under new names; return False if it came too late."""
-        root = self._objects.newest()
+        root = self._store.newest()
         new_packs: dict[PackId, PackId] = {}
         for pack in packs:
             # A collector may be deleting the old name.
             to = PackId(new_id(root.seq)[:-1] + pack[-1:])
             try:
-                self._objects.backend.copy(pack_key(pack), pack_key(to))
+                self._store.backend.copy(pack_key(pack), pack_key(to))
             except FileNotFoundError:
                 continue
             new_packs[pack] = to
         records = [(d, moved_place(p, new_packs)) for pack in new_packs for d, p in packs[pack]]
         segment = Segment(tuple(new_packs.values()), records)
-        segments = add_segment(self._objects, self._readable(root), segment, root.seq)
-        return put_next_root(self._objects.backend, root, segments=segments) is not None
+        segments = add_segment(self._store, self._readable(root), segment, root.seq)
+        return put_next_root(self._store.backend, root, segments=segments) is not None
 
     def _readable(self, root: Root) -> View:
         """Return the index by those segments of a root that can be read."""
         refs = tuple(ref for ref in root.segments if ref not in self._survey.unreadable)
-        return self._objects.index.view(msgspec.structs.replace(root, segments=refs))
+        return self._store.index.view(msgspec.structs.replace(root, segments=refs))
 
     # --- damaged packs, and what is lost ---
 
@@ -311,11 +311,11 @@ class _Repair:
             except FileNotFoundError:
                 self._drop_salvage()
                 return True
-            if put_next_root(self._objects.backend, root, segments=segments, **changes) is not None:
+            if put_next_root(self._store.backend, root, segments=segments, **changes) is not None:
                 self._count(damaged)
                 self._drop_salvage()
                 return True
-            newer = self._objects.newest()
+            newer = self._store.newest()
             if not self._holds_for(newer, root, damaged):
                 return True
             root = newer
@@ -326,7 +326,7 @@ class _Repair:
         Raises:
             FileNotFoundError: A collector has deleted what was saved.
         """
-        segments = drop_packs(self._objects, self._readable(root), damaged)
+        segments = drop_packs(self._store, self._readable(root), damaged)
         if self._salvage is None:
             return segments
         without_damage = msgspec.structs.replace(root, segments=segments)
@@ -334,9 +334,7 @@ class _Repair:
         if root.fence > self._salvage.base:
             self._salvage.move(root.seq)
         segment = self._salvage.segment()
-        return add_segment(
-            self._objects, self._objects.index.view(without_damage), segment, root.seq
-        )
+        return add_segment(self._store, self._store.index.view(without_damage), segment, root.seq)
 
     def _holds_for(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
         """Whether the survey of a root is also true of a newer root, which a take has put."""
@@ -390,7 +388,7 @@ class _Repair:
             if self.report.dry_run:
                 self._copied.update(wants[0].digest for _, wants in places_to_read)
                 continue
-            for place, wants, failure in self._objects.read_places(places_to_read, _READ):
+            for place, wants, failure in self._store.read_places(places_to_read, _READ):
                 survey.note_bad(wants[0].digest, place, failure)
                 all_whole = False
         return all_whole
@@ -409,7 +407,7 @@ class _Repair:
             compressed = any(place.codec == Codec.ZSTD for _, place in records)
             codec = Codec.ZSTD if compressed else Codec.RAW
             base = self._survey.root.seq
-            self._salvage = NewPacks(self._objects, base, self._crew, codec)
+            self._salvage = NewPacks(self._store, base, self._crew, codec)
         self._salvage.copy(digest, raw, is_node=self._survey.needed.get(digest) == -1)
 
     # --- sources ---
@@ -417,14 +415,14 @@ class _Repair:
     def _heal(self) -> None:
         """Look for lost chunks and nodes in the cache and in the sources."""
         for digest in self._still_lost():
-            node = self._objects.index.cache.node(digest)
+            node = self._store.index.cache.node(digest)
             if node is not None:
                 self._heal_one(digest, memoryview(node))
         for source in self._sources:
             name = source.uri if isinstance(source, Backend) else os.fspath(source)
             try:
                 place = source if isinstance(source, Backend) else _store_at(name)
-                self._heal_from(Objects(place))
+                self._heal_from(OpenStore(place))
             except CasnapError as e:
                 self._skip(f"{name}: {e}")
 
@@ -435,7 +433,7 @@ class _Repair:
         self._keep(digest, raw)
         self._healed.add(digest)
 
-    def _heal_from(self, source: Objects) -> None:
+    def _heal_from(self, source: OpenStore) -> None:
         places = Survey(source).index
         places_to_read: list[tuple[Place, list[Want]]] = []
         for digest in self._still_lost():

@@ -11,7 +11,7 @@ from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack_lengths import listed_packs
 from casnap.storage.log.roots import read_root
 
@@ -31,7 +31,7 @@ class StoredFiles:
     """The packs and segments that the store had when this object was created.
 
     Args:
-        objects: The store.
+        store: The store.
         root: A root of it, which says how large it is.
 
     Attributes:
@@ -39,8 +39,8 @@ class StoredFiles:
         segments: The ids of the segments.
     """
 
-    def __init__(self, objects: Objects, root: Root) -> None:
-        self._backend = backend = objects.backend
+    def __init__(self, store: OpenStore, root: Root) -> None:
+        self._backend = backend = store.backend
         is_large = (
             backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
         )

@@ -47,7 +47,7 @@ from casnap.runtime.threads import mapped
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Failure, Reason, Want
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack_lengths import listed_packs
 
 T = TypeVar("T")
@@ -83,11 +83,11 @@ def _wrong_length(size: int, records: Sequence[Record]) -> str:
     return f"the pack has {size:,} bytes, not the {_length_of(records):,} it was written with"
 
 
-class _UncachedObjects(Objects):
+class _UncachedStore(OpenStore):
     """A store whose nodes are read from packs only, at places that are not known to be bad."""
 
     def __init__(self, survey: Survey) -> None:
-        super().__init__(survey.objects.backend, survey.objects)
+        super().__init__(survey.store.backend, survey.store)
         self._survey = survey
         self.asked: list[Digest] = []
         # Nodes that were read with their neighbours, and are whole at all their places.
@@ -167,7 +167,7 @@ class Survey:
     A new survey has read the index. :meth:`run` reads the rest.
 
     Args:
-        objects: The store.
+        store: The store.
         progress: Called with the current phase, how much of it is done, and the total.
 
     Raises:
@@ -190,8 +190,8 @@ class Survey:
 
     root: Root
 
-    def __init__(self, objects: Objects, progress: Progress | None = None) -> None:
-        self.objects = objects
+    def __init__(self, store: OpenStore, progress: Progress | None = None) -> None:
+        self.store = store
         self.read_bytes = 0
         # Places that were read and are not whole. This stays true for newer roots.
         self._bad: dict[Record, Failure] = {}
@@ -200,7 +200,7 @@ class Survey:
         self._wanted: set[Digest] | None = None
         self._progress = progress or (lambda phase, done, total: None)
         try:
-            root = objects.newest()
+            root = store.newest()
         except DamagedError as e:
             raise DamagedError(f"{e}. {_ROOT_ADVICE}") from e
         self._begin(root)
@@ -228,7 +228,7 @@ class Survey:
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
-        self._uncached = _UncachedObjects(self)
+        self._uncached = _UncachedStore(self)
         self.index = FullIndex(self._segments())
 
     def run(
@@ -255,14 +255,14 @@ class Survey:
             self._snapshots()
         # What is missing may have been collected or merged since the survey began.
         for _ in range(_LOOKS):
-            if not self.damages or self.objects.newest() == self.root:
+            if not self.damages or self.store.newest() == self.root:
                 return
             self.run_again()
         self._drop_outdated()
 
     def run_again(self) -> None:
         """Survey the newest root, and keep the bad places that were found before."""
-        self._begin(self.objects.newest())
+        self._begin(self.store.newest())
         for (digest, place), failure in list(self._bad.items()):
             if place in self.index.of(digest):
                 self.note_bad(digest, place, failure)
@@ -272,8 +272,8 @@ class Survey:
     def _drop_outdated(self) -> None:
         """Drop the damages of objects that the newest root no longer names."""
         try:
-            view = self.objects.view()
-            commits = {n: r.commit for n, r in self.objects.table(view.root).items()}
+            view = self.store.view()
+            commits = {n: r.commit for n, r in self.store.table(view.root).items()}
         except DamagedError:
             return
         keys = {pack_key(pack) for pack in view.packs}
@@ -347,7 +347,7 @@ class Survey:
                 damage.hurts[ALL] = None
 
     def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
-        content = self.objects.backend.read(key, max_segment_bytes(ref.count))
+        content = self.store.backend.read(key, max_segment_bytes(ref.count))
         if merged_segment([(content, key)])[2] != ref.count:
             raise DamagedError(f"{key} is another index segment than the root says")
         return content
@@ -363,7 +363,7 @@ class Survey:
 
     def _look_at_packs(self) -> None:
         """Compare the size and the footer of each pack with the index."""
-        packs, backend = self.packs, self.objects.backend
+        packs, backend = self.packs, self.store.backend
         listed = listed_packs(backend, many=False) if backend.costly_requests else None
         states = mapped(lambda pack: self._state_of(pack, listed), packs, backend.in_flight)
         for number, (pack, state) in enumerate(states):
@@ -378,7 +378,7 @@ class Survey:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
     def _state_of(self, pack: PackId, listed: dict[bytes, int] | None) -> _PackState:
-        backend, size = self.objects.backend, -1
+        backend, size = self.store.backend, -1
         try:
             records = self.index.of_pack(pack)
             size = -1 if listed is None else listed.get(pack, -1)

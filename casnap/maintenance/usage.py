@@ -19,7 +19,7 @@ from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import MANIFEST, digest_in, is_node, references, walk
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _NO_OWNER, _SHARED = -1, -2
 
@@ -42,7 +42,7 @@ class Usage:
 
 
 def usage(
-    snapshots: list[Contents], objects: Objects, progress: Progress | None = None
+    snapshots: list[Contents], store: OpenStore, progress: Progress | None = None
 ) -> list[Usage]:
     """Return how many bytes each of some snapshots takes up.
 
@@ -50,18 +50,18 @@ def usage(
 
     Args:
         snapshots: The snapshots.
-        objects: Their store.
+        store: Their store.
         progress: Called with the number of snapshots that were read, and the total.
 
     Raises:
         DamagedError: A node is missing or damaged.
     """
-    view = objects.view()
-    by_commit = {(c.name, c.row.commit): c for c in _snapshots(objects, view)}
+    view = store.view()
+    by_commit = {(c.name, c.row.commit): c for c in _snapshots(store, view)}
     by_commit.update({(c.name, c.row.commit): c for c in snapshots})
     # Neighbours share most, so put the snapshots of one run side by side.
     order = sorted(by_commit.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
-    walk, sizes = _Walk(objects, view), {}
+    walk, sizes = _Walk(store, view), {}
     for index, contents in enumerate(order):
         if progress is not None:
             progress("reading snapshots", index, len(order))
@@ -95,10 +95,10 @@ class DiskUsage:
         return self.kept_bytes + self.waiting_bytes + self.orphaned_bytes
 
 
-def disk_usage(objects: Objects) -> DiskUsage:
+def disk_usage(store: OpenStore) -> DiskUsage:
     """Return what a store takes up."""
-    view = objects.view()
-    files = StoredFiles(objects, view.root)
+    view = store.view()
+    files = StoredFiles(store, view.root)
     segments = (segment_key(segment) for segment in view.segments)
     return DiskUsage(
         files.size_of([*map(pack_key, view.live), *segments]),
@@ -121,10 +121,10 @@ def shared_bytes(
     Raises:
         DamagedError: A node is missing or damaged.
     """
-    objects = contents.objects
+    store = contents.store
     chunks = contents.chunks(path, entry)
     unseen: set[bytes] = {digest for digest, _ in chunks}
-    snapshots = _snapshots(objects, objects.view())
+    snapshots = _snapshots(store, store.view())
     earlier = [c.row for c in snapshots if c.row.seq < contents.row.seq]
     earlier.sort(key=lambda row: -row.seq)
     visited: set[bytes] = set()
@@ -133,16 +133,16 @@ def shared_bytes(
             break
         if progress is not None:
             progress("looking through earlier snapshots", number, len(earlier))
-        for _, children in walk(objects, [MANIFEST + row.manifest.digest], visited):
+        for _, children in walk(store, [MANIFEST + row.manifest.digest], visited):
             unseen.difference_update(children)
             if not unseen:
                 break
     return sum(nbytes for digest, nbytes in chunks if digest not in unseen)
 
 
-def _snapshots(objects: Objects, view: View) -> list[Contents]:
-    table = objects.table(view.root)
-    return [Contents(objects, name, row) for name, row in snapshots_in(table)]
+def _snapshots(store: OpenStore, view: View) -> list[Contents]:
+    table = store.table(view.root)
+    return [Contents(store, name, row) for name, row in snapshots_in(table)]
 
 
 class _Walk:
@@ -151,12 +151,12 @@ class _Walk:
     Nodes and chunks have numbers. The owner of one is the only step that referred to it.
 
     Args:
-        objects: The store.
+        store: The store.
         view: The view that gives the places.
     """
 
-    def __init__(self, objects: Objects, view: View) -> None:
-        self._objects = objects
+    def __init__(self, store: OpenStore, view: View) -> None:
+        self._store = store
         self._view = view
         self._numbers: dict[bytes, int] = {}
         self._nodes: dict[int, bytes] = {}
@@ -172,7 +172,7 @@ class _Walk:
         """Move on to a snapshot; return the bytes of all that it refers to."""
         self._step += 1
         # The hint finds the node without the index. From now on it is cached.
-        self._objects.node(Digest(row.manifest.digest), row.manifest.hint)
+        self._store.node(Digest(row.manifest.digest), row.manifest.hint)
         previous = self._top
         top = self._top = self._number([MANIFEST + row.manifest.digest])[0]
         self._enter(top)
@@ -191,7 +191,7 @@ class _Walk:
     def _number(self, references: list[bytes]) -> array[int]:
         """Return the numbers of nodes and chunks; new ones get a number."""
         unnumbered = [r for r in dict.fromkeys(references) if r not in self._numbers]
-        places = self._objects.index.find(self._view, [digest_in(r) for r in unnumbered])
+        places = self._store.index.find(self._view, [digest_in(r) for r in unnumbered])
         for reference, place in zip(unnumbered, places, strict=True):
             number = self._numbers[reference] = len(self._numbers)
             if is_node(reference):
@@ -215,7 +215,7 @@ class _Walk:
             self._bytes += self._stored[number]
             self._owner[number] = self._step if owner == _NO_OWNER else _SHARED
             if number in self._nodes:
-                children = self._number(references(self._objects.node, self._nodes[number]))
+                children = self._number(references(self._store.node, self._nodes[number]))
                 self._below[number] = children
                 pending += children
 

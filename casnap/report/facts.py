@@ -17,7 +17,7 @@ from casnap.maintenance.usage import disk_usage, usage
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -120,12 +120,12 @@ class Facts:
 
 
 def gather(
-    objects: Objects, snapshots: Sequence[Contents], most: int, progress: Progress | None = None
+    store: OpenStore, snapshots: Sequence[Contents], most: int, progress: Progress | None = None
 ) -> Facts:
     """Gather what a report on some snapshots shows.
 
     Args:
-        objects: The store.
+        store: The store.
         snapshots: The snapshots, in the order of their commits.
         most: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
@@ -133,7 +133,7 @@ def gather(
     Raises:
         DamagedError: Something in the store cannot be read.
     """
-    usages = usage(list(snapshots), objects, progress)
+    usages = usage(list(snapshots), store, progress)
     by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
     for contents, use in zip(snapshots, usages, strict=True):
         facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
@@ -141,13 +141,13 @@ def gather(
     newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
     runs = [_run(folder, by_folder[folder], most, progress) for folder in newest[:_MOST_RUNS]]
     # A dry run counts what is needed, and changes nothing.
-    live = collect(objects, GcOptions(grace=0, dry_run=True), progress).live_bytes
+    live = collect(store, GcOptions(grace=0, dry_run=True), progress).live_bytes
     return Facts(
-        uri=objects.backend.uri,
-        chunk_size=objects.config.chunk_size,
+        uri=store.backend.uri,
+        chunk_size=store.config.chunk_size,
         snapshots=len(snapshots),
         logical_bytes=sum(use.logical_bytes for use in usages),
-        store_bytes=disk_usage(objects).nbytes,
+        store_bytes=disk_usage(store).nbytes,
         live_bytes=live,
         runs=runs,
         more_runs=len(newest) - len(runs),

@@ -44,7 +44,7 @@ from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Has the contract of :meth:`casnap.storage.chunks.objects.Objects.fetch`."""
+"""Has the contract of :meth:`casnap.storage.chunks.open_store.Objects.fetch`."""
 Target: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
@@ -143,7 +143,7 @@ class Loading:
         Raises:
             DamagedError: Some chunks are missing or damaged. All others were read.
         """
-        fetch = fetch or self._contents.objects.fetch
+        fetch = fetch or self._contents.store.fetch
         try:
             with collector_paused():
                 fetch(self.wants(), ReadOptions(budget, _preparation(self._tensors_to_fill())))

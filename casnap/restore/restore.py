@@ -219,16 +219,16 @@ def _agree(
 
     Reading and loading a state may itself be a collective, so the order must be the same.
     """
-    backend = contents.objects.backend
+    backend = contents.store.backend
     costly = backend.costly_requests and comm.size > 1
     keys_message = _Asked([component_of(key) for key in random_states_first(app_state)])
     if costly:
-        keys_message.cache = contents.objects.index.cache.identity
+        keys_message.cache = contents.store.index.cache.identity
     elif comm.size > 1 and (boot := boot_id()):
         keys_message.cache = f"{boot} {backend.identity}".encode()
     everyone = comm.gather_messages(keys_message, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
-    root = contents.objects.recent() if costly and comm.rank == 0 else None
+    root = contents.store.recent() if costly and comm.rank == 0 else None
     caches = {of_rank.cache for of_rank in everyone}
     has_one_cache = not costly and len(caches) == 1 and b"" not in caches
     own = _Agreed(contents.row.commit, options.read_once, has_one_cache, order, root)
@@ -237,7 +237,7 @@ def _agree(
     comm.check_same(f"the commit of {contents.label}", contents.row.commit.hex(), commit)
     comm.check_same("the option read_once=", options.read_once, agreed.read_once)
     if agreed.root is not None:
-        contents.objects.observe_root(agreed.root)
+        contents.store.observe_root(agreed.root)
         share_trees(comm, contents, agreed.order, [of_rank.cache for of_rank in everyone])
     return agreed
 
@@ -283,7 +283,7 @@ def _load(
     if options.read_once is not False:
         # One page cache reads each byte once by itself, and passes it on faster than sockets do.
         only_in_memory = options.read_once is None and agreed.has_one_cache
-        fetch = partial(fetch_shared, comm, contents.objects, only_in_memory=only_in_memory)
+        fetch = partial(fetch_shared, comm, contents.store, only_in_memory=only_in_memory)
     leaves = loading.load(fetch=fetch)
     for group in groups:
         if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):

@@ -35,7 +35,7 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.chunks.chunk_reads import DEFAULT_READ, ReadOptions, Want
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
@@ -74,7 +74,7 @@ _Copies: TypeAlias = defaultdict[Digest, list[_Copy]]
 
 def fetch_shared(
     comm: Comm,
-    objects: Objects,
+    store: OpenStore,
     wants: Iterable[Want],
     options: ReadOptions = DEFAULT_READ,
     *,
@@ -85,7 +85,7 @@ def fetch_shared(
 
     Args:
         comm: The ranks; all call this.
-        objects: Where to read from.
+        store: Where to read from.
         wants: The chunks that this rank wants, each with its length; may be empty.
         options: How this rank reads.
         window: About how many bytes a rank receives at once, the same on all ranks. A rank also
@@ -98,9 +98,9 @@ def fetch_shared(
             raised on all ranks.
     """
     if comm.size == 1:
-        objects.fetch(wants, options)
+        store.fetch(wants, options)
         return
-    passing = _SharedFetch(comm, objects, wants, options)
+    passing = _SharedFetch(comm, store, wants, options)
     passing.run(window or window_for(comm.size), only_in_memory)
     error = passing.fetch_the_rest()
     errors = comm.all_gather(error_text(error).text.encode() if error else b"")
@@ -123,10 +123,10 @@ class _SharedFetch:
     """What one rank does in one fetch."""
 
     def __init__(
-        self, comm: Comm, objects: Objects, wants: Iterable[Want], options: ReadOptions
+        self, comm: Comm, store: OpenStore, wants: Iterable[Want], options: ReadOptions
     ) -> None:
         self._comm = comm
-        self._objects = objects
+        self._store = store
         self._how = options
         # The wants that have not been handed over yet.
         self._left: dict[Digest, list[Want]] = {}
@@ -140,7 +140,7 @@ class _SharedFetch:
     def fetch_the_rest(self) -> DamagedError | None:
         """Read the chunks that were not passed on: also damaged ones, and ones without a place."""
         try:
-            self._objects.fetch((w for wants in self._left.values() for w in wants), self._how)
+            self._store.fetch((w for wants in self._left.values() for w in wants), self._how)
         except DamagedError as e:
             return e
         return None
@@ -149,7 +149,7 @@ class _SharedFetch:
         """Read what several ranks want and the index places, and meanwhile other chunks."""
         if only_in_memory and self._wanted_again() < _WORTH_SHARING:
             return
-        size, chunk_size = self._comm.size, self._objects.config.chunk_size
+        size, chunk_size = self._comm.size, self._store.config.chunk_size
         # Each rank reads an equal share of a window, so that what a rank receives fits.
         share, unit = max(window // size, chunk_size), _UNIT_BYTES
         # Twice as much, as several ranks may want some chunks each of a unit; most is not touched.
@@ -158,7 +158,7 @@ class _SharedFetch:
             # Of this memory each rank has its part, and it is the same for all.
             window = min(window, _LEAST_WINDOW)
             share = max(window // size, chunk_size)
-            if not self._objects.backend.costly_requests:
+            if not self._store.backend.costly_requests:
                 # Small units are shared out more evenly. From a server, long runs are asked for, or
                 # each rank would also get the units of others in between.
                 unit = chunk_size
@@ -195,7 +195,7 @@ class _SharedFetch:
 
         It is the same number on all ranks.
         """
-        least = self._objects.config.chunk_size // 2
+        least = self._store.config.chunk_size // 2
         large = [digest for digest in self._left if self._nbytes(digest) >= least]
         nbytes = sum(map(self._nbytes, large))
         # Digests are random, so the smallest ones are a sample, and the same one on all ranks.
@@ -246,7 +246,7 @@ class _SharedFetch:
     def _by_unit(self, nbytes: int, share: int) -> dict[Unit, list[Digest]]:
         """Return the chunks to read by their units, in order; a unit is raw less than a share."""
         digests = list(self._left)
-        places = self._objects.index.find(self._objects.recent_view(), digests)
+        places = self._store.index.find(self._store.recent_view(), digests)
         by_unit: dict[Unit, list[Digest]] = {}
         for digest, place in zip(digests, places, strict=True):
             if place is not None:
@@ -376,7 +376,7 @@ class _SharedFetch:
             wants.append(Want(digest, nbytes, sink, "", target))
         # A rank that wants a damaged chunk notices that it did not arrive.
         with suppress(DamagedError):
-            self._objects.fetch(wants, self._how)
+            self._store.fetch(wants, self._how)
 
     def _hand_over(
         self, digest: Digest, is_own: bool, copies: Iterable[_Copy], raw: memoryview

@@ -34,7 +34,7 @@ def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: lis
     if comm.rank == 0:
         _send_trees(comm, contents, keys, [caches.index(cache) for cache in caches])
         return
-    cache = contents.objects.index.cache
+    cache = contents.store.index.cache
     while part := comm.scatter():
         nodes = decoder(list[bytes]).decode(part)
         cache.keep_nodes([(digest_of(node), node) for node in nodes])
@@ -75,20 +75,20 @@ def _nodes(
     contents: Contents, keys: Iterable[str], size: int
 ) -> Iterator[tuple[frozenset[int], bytes]]:
     """Yield the nodes of the trees of some keys, each with the ranks that need it."""
-    objects, keys = contents.objects, set(keys)
+    store, keys = contents.store, set(keys)
     everyone = frozenset(range(size))
     # A rank that the take did not have looks at the entries of all ranks, to say what it lacks.
     without_tree = everyone - set(contents.ranks())
     subtrees = [(contents.manifest.shared, everyone)]
     for rank, subtree in contents.manifest.ranks.items():
         subtrees.append((subtree, without_tree | (everyone & {int(rank)})))
-    yield everyone, objects.node(Digest(contents.row.manifest.digest))
+    yield everyone, store.node(Digest(contents.row.manifest.digest))
     ranks_of: dict[bytes, frozenset[int]] = {}
     for subtree, ranks in subtrees:
         for key in subtree.keys() & keys:
             top = TREE + subtree[key]
             ranks_of[top] = ranks_of.get(top, frozenset()) | ranks
-    for node, children in walk(objects, list(ranks_of), set()):
+    for node, children in walk(store, list(ranks_of), set()):
         for reference in filter(is_node, children):
             ranks_of[reference] = ranks_of.get(reference, frozenset()) | ranks_of[node]
-        yield ranks_of[node], objects.node(digest_in(node))
+        yield ranks_of[node], store.node(digest_in(node))

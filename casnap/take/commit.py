@@ -20,7 +20,7 @@ from casnap.runtime.threads import mapped
 from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
 from casnap.storage.catalog.table import Table, check_free, replace_markers
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.reused_packs import COLLECTED
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
@@ -67,7 +67,7 @@ class TakeCommit:
     """The commit of a take, on each of its ranks.
 
     Attributes:
-        objects: The store.
+        store: The store.
         name: The name of the snapshot.
         options: How it is taken.
         comm: The ranks.
@@ -75,7 +75,7 @@ class TakeCommit:
         notes: The tags of casnap's own that the snapshot gets.
     """
 
-    objects: Objects
+    store: OpenStore
     name: str
     options: TakeOptions
     comm: Comm
@@ -130,7 +130,7 @@ class TakeCommit:
             StoreError: They write to another storage, such as a copy of the store.
         """
         # At a remote place one of each rank says where it writes; all see a put that was answered.
-        backend = self.objects.backend
+        backend = self.store.backend
         packs = others.samples if backend.costly_requests else others.packs
         ends = dict.fromkeys(map(pack_key, packs), 0)
         ends |= {segment_key(ref.id): 0 for ref in others.segments}
@@ -140,7 +140,7 @@ class TakeCommit:
                 ends[key] = max(ends[key], place.offset + place.stored)
         sizes = mapped(backend.size_if_there, ends, backend.in_flight)
         lacking = [key for key, size in sizes if size is None or size < ends[key]]
-        if lacking and self.objects.newest().fence > others.base:
+        if lacking and self.store.newest().fence > others.base:
             raise FencedError(COLLECTED)
         if lacking:
             raise StoreError(
@@ -154,7 +154,7 @@ class TakeCommit:
     ) -> TakeResult:
         """Put the root, which prunes the run too, and see to the markers."""
         digest = transaction.put_node(encode(summary.manifest))
-        uri, options = self.objects.backend.uri, self.options
+        uri, options = self.store.backend.uri, self.options
         row: Row | None = None
         released: dict[str, Row] = {}
 
@@ -185,7 +185,7 @@ class TakeCommit:
         assert row is not None
         options.hooks.on_release(list(released.values()))
         options.hooks.on_commit()
-        replace_markers(self.objects, self.name, row, released)
+        replace_markers(self.store, self.name, row, released)
         requests = dict(transaction.requests + others.requests)
         return TakeResult(row, requests, options.hooks.count_freed())
 
@@ -198,7 +198,7 @@ class TakeCommit:
         if retention is None:
             return {}
         run = self.name.rpartition("/")[0]
-        judging = RetentionChange(self.objects, retention, run, row.commit)
+        judging = RetentionChange(self.store, retention, run, row.commit)
         try:
             verdicts = judging.judge(table, {self.name: row})
         except Exception as e:  # noqa: BLE001
@@ -209,10 +209,10 @@ class TakeCommit:
                 e,
             )
             return {}
-        store = self.objects.config.store_id
+        store_id = self.store.config.store_id
         unknown = unknown_metrics(retention, (v.row for v in verdicts))
-        if unknown and store not in _warned:
-            _warned.add(store)
+        if unknown and store_id not in _warned:
+            _warned.add(store_id)
             _log.warning(
                 "%s: keep_best keeps every snapshot, since none has %r as a number in its "
                 "metadata; give it to the takes: metadata={%r: ...}",
@@ -251,7 +251,7 @@ class TakeCommit:
                 part = self._finish(transaction, instruction.move)
         except RankError as e:
             has_ended = 0 not in e.ranks and self.comm.await_end(0)
-            row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
+            row = self.store.current(lambda root: self.store.table(root).get(self.name))
             if row is not None and row.commit == commit:
                 return TakeResult(row)
             if has_ended:

@@ -20,7 +20,7 @@ from casnap.storage.catalog.other_formats import check_no_other_form
 from casnap.storage.catalog.retention import Retention, check_retention
 from casnap.storage.catalog.settings import codec_of
 from casnap.storage.catalog.table import check_free, check_path_is_free
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
 
 
@@ -62,7 +62,7 @@ class Request(msgspec.Struct, array_like=True):
     """The arguments of a take on one rank.
 
     Attributes:
-        store: The id of the store.
+        store_id: The id of the store.
         name: The name of the snapshot.
         keys: The keys of the app state, as components: a key need not be Unicode.
         options: The options that must be the same on all ranks.
@@ -71,7 +71,7 @@ class Request(msgspec.Struct, array_like=True):
         root: The newest root, which rank 0 reads for all where each look is a request.
     """
 
-    store: str
+    store_id: str
     name: str
     keys: list[str]
     options: dict[str, str]
@@ -81,7 +81,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 def agree_on_request(
-    objects: Objects,
+    store: OpenStore,
     name: str,
     keys: list[str],
     options: TakeOptions,
@@ -93,7 +93,7 @@ def agree_on_request(
     the trainer's.
 
     Args:
-        objects: The store.
+        store: The store.
         name: The name of the snapshot.
         keys: The keys of this rank.
         options: How to take.
@@ -105,10 +105,10 @@ def agree_on_request(
     """
     root, codec = None, Codec.RAW
     if comm.rank == 0:
-        root = _check_name_is_free(objects, name, options)
-        codec = codec_of(root, objects.backend.uri)
+        root = _check_name_is_free(store, name, options)
+        codec = codec_of(root, store.backend.uri)
     mine = Request(
-        objects.config.store_id,
+        store.config.store_id,
         name,
         [component_of(key) for key in keys],
         {
@@ -119,13 +119,13 @@ def agree_on_request(
         },
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
-        root=root if objects.backend.costly_requests else None,
+        root=root if store.backend.costly_requests else None,
     )
     agreed = comm.broadcast_message(mine, Request)
     if agreed.root is not None and comm.rank:
-        objects.observe_root(agreed.root)
+        store.observe_root(agreed.root)
     for subject, on_this_rank, on_rank_0 in (
-        ("the store", mine.store, agreed.store),
+        ("the store", mine.store_id, agreed.store_id),
         ("the name", mine.name, agreed.name),
         ("the keys of app_state", sorted(mine.keys), sorted(agreed.keys)),
         *((f"the option {key}=", text, agreed.options[key]) for key, text in mine.options.items()),
@@ -134,19 +134,19 @@ def agree_on_request(
     return agreed
 
 
-def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Root:
+def _check_name_is_free(store: OpenStore, name: str, options: TakeOptions) -> Root:
     """Check it in the newest root, and return that."""
-    check_path_is_free(objects.backend, name)
-    if objects.backend.folder is not None:
-        check_no_other_form(objects.backend.folder / name)
+    check_path_is_free(store.backend, name)
+    if store.backend.folder is not None:
+        check_no_other_form(store.backend.folder / name)
 
     def check(root: Root) -> Root:
-        table = objects.table(root)
-        check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
+        table = store.table(root)
+        check_free(table, name, overwrite=options.overwrite, uri=store.backend.uri)
         return root
 
     try:
-        return check(objects.recent())
+        return check(store.recent())
     except (SnapshotExistsError, DamagedError):
         # That root may be a moment old.
-        return objects.current(check)
+        return store.current(check)

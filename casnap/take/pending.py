@@ -39,13 +39,13 @@ def _pending() -> list[PendingTake]:
     return [take for take in list(_takes) if not take.done()]
 
 
-def wait_for_room(store: str, name: str, max_pending: int, *, is_alone: bool) -> None:
+def wait_for_room(store_id: str, name: str, max_pending: int, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
     On many ranks, all do this alike: a take that may still be pending on another rank is left out.
 
     Args:
-        store: The id of the store. Errors of its takes are raised.
+        store_id: The id of the store. Errors of its takes are raised.
         name: The name of the take that is about to begin.
         max_pending: How many takes may be pending, together with that one.
         is_alone: Whether this process takes alone, so that each take that has ended counts.
@@ -55,7 +55,7 @@ def wait_for_room(store: str, name: str, max_pending: int, *, is_alone: bool) ->
     """
     _wait_for_others(max_pending - 1)
     last_count = _count if is_alone else _count - (max_pending - 1)
-    _raise_unseen(store, last_count, f"the take of {name!r} has not begun: call again for it")
+    _raise_unseen(store_id, last_count, f"the take of {name!r} has not begun: call again for it")
 
 
 def _wait_for_others(most: int) -> None:
@@ -90,7 +90,7 @@ class PendingTake:
     """A take in a background thread; the interpreter waits for it before it exits.
 
     Args:
-        store: The id of the store.
+        store_id: The id of the store.
         name: The name of the snapshot.
         finish: Does the rest of the take.
 
@@ -100,8 +100,8 @@ class PendingTake:
         error_seen: Whether the caller has got its error, or gets it from the call that began it.
     """
 
-    def __init__(self, store: str, name: str, finish: Callable[[], TakeResult]) -> None:
-        self.store = store
+    def __init__(self, store_id: str, name: str, finish: Callable[[], TakeResult]) -> None:
+        self.store_id = store_id
         self.name = name
         self.number = 0
         self.error: BaseException | None = None
@@ -200,15 +200,18 @@ class PendingTake:
                 f"the take of {self.name!r} goes on in the process that began it; wait for it "
                 "there, not in a fork"
             )
-        _raise_unseen(self.store, self.number, f"{self.name!r} is stored")
+        _raise_unseen(self.store_id, self.number, f"{self.name!r} is stored")
         return self._result
 
 
-def _raise_unseen(store: str, last_count: int, so: str) -> None:
+def _raise_unseen(store_id: str, last_count: int, so: str) -> None:
     failed = [
         take
         for take in list(_takes)
-        if take.store == store and take.number <= last_count and take.error and not take.error_seen
+        if take.store_id == store_id
+        and take.number <= last_count
+        and take.error
+        and not take.error_seen
     ]
     if _held_back or not failed:
         return

@@ -18,7 +18,7 @@ from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, run_shielded
 from casnap.storage.catalog.table import checked_metadata
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.capture import Capturable
@@ -36,7 +36,7 @@ _TRIES = 5
 
 
 def take(
-    objects: Objects, name: str, source: Capturable, options: TakeOptions, comm: Comm
+    open_store: OpenStore, name: str, source: Capturable, options: TakeOptions, comm: Comm
 ) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
@@ -47,15 +47,15 @@ def take(
         StoreError: The store failed; nothing was committed.
         RankError: Another rank failed, died or hangs.
     """
-    work = _Take(objects, name, options, comm)
+    work = _Take(open_store, name, options, comm)
     with background.turn:
-        background.wait_for_room(objects.config.store_id, name, 1, is_alone=comm.size == 1)
+        background.wait_for_room(open_store.config.store_id, name, 1, is_alone=comm.size == 1)
         work.begin(source)
         return work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
 
 
 def async_take(
-    objects: Objects, name: str, source: Capturable, options: TakeOptions, comm: Comm
+    open_store: OpenStore, name: str, source: Capturable, options: TakeOptions, comm: Comm
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
@@ -64,16 +64,16 @@ def async_take(
     This blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
-    work = _Take(objects, name, options, comm)
+    work = _Take(open_store, name, options, comm)
     pending: PendingTake | None = None
     try:
         with background.turn:
-            store, most = objects.config.store_id, options.max_pending
-            background.wait_for_room(store, name, most, is_alone=comm.size == 1)
+            store_id, most = open_store.config.store_id, options.max_pending
+            background.wait_for_room(store_id, name, most, is_alone=comm.size == 1)
             work.begin(source)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
             in_call = work.requests()
-            pending = PendingTake(store, name, lambda: work.store_copies(copies, in_call))
+            pending = PendingTake(store_id, name, lambda: work.store_copies(copies, in_call))
             try:
                 if options.max_pending > 1:
                     comm.leave()
@@ -101,15 +101,15 @@ class _Take:
     """A take, on one of its ranks.
 
     Args:
-        objects: The store.
+        open_store: The store.
         name: The name of the snapshot.
         options: How to take it.
         comm: The ranks.
     """
 
-    def __init__(self, objects: Objects, name: str, options: TakeOptions, comm: Comm) -> None:
+    def __init__(self, open_store: OpenStore, name: str, options: TakeOptions, comm: Comm) -> None:
         self._started = time.monotonic()
-        self._objects = objects
+        self._open_store = open_store
         self._name = name
         self._options = options
         self._comm = comm
@@ -117,16 +117,16 @@ class _Take:
 
     def begin(self, source: Capturable) -> None:
         """Do the steps that need the caller's state: agree, capture, divide the work."""
-        objects, comm = self._objects, self._comm
+        open_store, comm = self._open_store, self._comm
         metadata = checked_metadata(self._options.metadata or {})
         options = self._options = replace(self._options, metadata=metadata)
-        self._requests_before = Counter(objects.backend.requests)
+        self._requests_before = Counter(open_store.backend.requests)
         comm.enter_phase("beginning a take")
-        request = agree_on_request(objects, self._name, source.keys(), options, comm)
+        request = agree_on_request(open_store, self._name, source.keys(), options, comm)
         # The root to base the take on; if it is None, the newest one.
         self._base_root = request.root
         self._codec, self._seed = request.codec, request.seed
-        chunk_size = objects.config.chunk_size
+        chunk_size = open_store.config.chunk_size
         keys = [key_of(component) for component in request.keys]
         self.capture = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
         self._notes = options.hooks.notes(self._name) if comm.rank == 0 else ()
@@ -149,7 +149,7 @@ class _Take:
 
     def requests(self) -> Counter[str]:
         """Return how many requests it has made so far, by kind."""
-        return Counter(self._objects.backend.requests) - self._requests_before
+        return Counter(self._open_store.backend.requests) - self._requests_before
 
     # --- in the background ---
 
@@ -165,12 +165,12 @@ class _Take:
                 if self._options.max_pending > 1:
                     # Takes that were pending at the call have ended since: rely on what they wrote,
                     # and do not count their requests.
-                    self._requests_before = Counter(self._objects.backend.requests)
+                    self._requests_before = Counter(self._open_store.backend.requests)
                     self._requests_before.subtract(in_call)
                     root = None
                     if comm.rank == 0:
                         self._options.hooks.make_room(self._count_bytes)
-                        root = self._objects.recent()
+                        root = self._open_store.recent()
                     self._base_root = comm.broadcast_message(root, Root)
                     self._comm = comm
                 return self.store(copies.batches, copies.rewind)
@@ -194,7 +194,7 @@ class _Take:
         if self._options.max_pending == 1:
             self._comm.__exit__(type(error), error, None)
             return
-        telling = PendingTake(self._objects.config.store_id, self._name, tell)
+        telling = PendingTake(self._open_store.config.store_id, self._name, tell)
         telling.error_seen = True
         telling.start()
 
@@ -224,7 +224,7 @@ class _Take:
                     if comm.ended:
                         raise
                     reason = "a collector went past it"
-                    self._objects.announces_at_once = True
+                    self._open_store.announces_at_once = True
                 else:
                     if not comm.resume(e):
                         raise
@@ -238,16 +238,16 @@ class _Take:
                     raise
             _log.info("%s: the take starts again: %s", self._name, reason)
             self._base_root = None
-            if comm.size > 1 and self._objects.backend.costly_requests:
+            if comm.size > 1 and self._open_store.backend.costly_requests:
                 # Other ranks may know an older root.
-                newest = self._objects.newest() if comm.rank == 0 else None
+                newest = self._open_store.newest() if comm.rank == 0 else None
                 self._base_root = comm.broadcast_message(newest, Root)
         raise AssertionError
 
     def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options
         transaction = Transaction(
-            self._objects,
+            self._open_store,
             crew,
             self._codec,
             self._requests_before,
@@ -268,7 +268,7 @@ class _Take:
                 )
             comm.enter_phase("committing")
             commit = TakeCommit(
-                self._objects, self._name, options, comm, self._started, self._notes
+                self._open_store, self._name, options, comm, self._started, self._notes
             )
             if summary is None:
                 return commit.follow(transaction)

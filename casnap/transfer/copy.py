@@ -17,7 +17,7 @@ from casnap.errors import FencedError, SnapshotNotFoundError, StorageFullError
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import Table
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
@@ -30,8 +30,8 @@ _MOST_SEEN = 1 << 19
 
 
 def copy_snapshots(
-    source: Objects,
-    destination: Objects | None,
+    source: OpenStore,
+    destination: OpenStore | None,
     snapshots: Sequence[CopyJob],
     options: CopyOptions | None = None,
     progress: Progress | None = None,
@@ -70,8 +70,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: Objects,
-        destination: Objects | None,
+        source: OpenStore,
+        destination: OpenStore | None,
         options: CopyOptions,
         progress: Progress | None,
     ) -> None:

@@ -22,7 +22,7 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.runtime.progress import Progress
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
 
@@ -46,8 +46,8 @@ class Pair:
         options: How to copy.
     """
 
-    source: Objects
-    destination: Objects
+    source: OpenStore
+    destination: OpenStore
     choose: Callable[[], Iterable[CopyJob]]
     options: CopyOptions = field(default_factory=CopyOptions)
 

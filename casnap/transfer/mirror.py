@@ -46,11 +46,11 @@ from casnap.storage.catalog.mirror_notes import (
     unmirrored_in,
     wrong_mirror_error,
 )
-from casnap.storage.catalog.opening import locate, open_objects
+from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.settings import CODEC, CODECS, settings_of
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.lmdb_files import BusyError, locked
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
 from casnap.transfer.follow import Backoff, Follower, Pair
 from casnap.transfer.mirror_report import (
@@ -105,11 +105,11 @@ class Mirror:
 
     def __init__(
         self,
-        source: Objects,
+        source: OpenStore,
         prefix: str,
         options: MirrorOptions,
         *,
-        hooks_of: Callable[[Objects], CommitHooks],
+        hooks_of: Callable[[OpenStore], CommitHooks],
         is_taking: Callable[[], bool],
     ) -> None:
         if prefix:
@@ -287,7 +287,7 @@ class Mirror:
         """Copy what is new; return whether anything was."""
         if self._follower is None:
             choose = partial(self._choose, destination)
-            pair = Pair(self._source, destination.objects, choose, destination.options)
+            pair = Pair(self._source, destination.store, choose, destination.options)
             self._follower = Follower(pair, self._on_progress, partial(self._explain, destination))
         commits: dict[str, bytes] = {}
         settled = time.monotonic()
@@ -316,7 +316,7 @@ class Mirror:
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
             target = f"{destination.prefix}/{name}" if destination.prefix else name
             succession = Succession(
-                self._source, destination.objects, target, row, self.how.retention
+                self._source, destination.store, target, row, self.how.retention
             )
             self._succession = succession
             yield CopyJob(name, target, row, place=succession.place, prune=succession.prune)
@@ -332,7 +332,7 @@ class Mirror:
             "%s continues the run%s of %s, by %s%s",
             self._source.backend.uri,
             run,
-            destination.objects.backend.uri,
+            destination.store.backend.uri,
             job.name,
             f", which replaces {replaced:.1000} of another branch" if replaced else "",
         )
@@ -367,14 +367,14 @@ class Mirror:
             self._succeeded.setdefault(run, (str(error), time.time()))
             self._given_up[job.name] = job.row.commit
             return None
-        objects, source = destination.objects, self._source
-        row = objects.current(lambda root: objects.table(root).get(job.target))
+        store, source = destination.store, self._source
+        row = store.current(lambda root: store.table(root).get(job.target))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
         origin = origin_of(row)
         origin_text = f"copied from the store {origin}" if origin else "not copied by a mirror"
         return (
-            f"{objects.backend.uri} holds another snapshot {job.target!r} (commit "
+            f"{store.backend.uri} holds another snapshot {job.target!r} (commit "
             f"{row.commit.hex()}, {origin_text}) than {source.backend.uri} (commit "
             f"{job.row.commit.hex()}, the store {source.config.store_id}). Neither is "
             "overwritten. Take it under another name, or delete the one that you do not need; two "
@@ -409,7 +409,7 @@ class Mirror:
         attached = mirror_place(root, source.backend.uri)
         codec = settings_of(root)[CODEC]
         try:
-            objects, _ = open_objects(
+            store, _ = open_at(
                 self._place,
                 create=attached is None,
                 chunk_size=source.config.chunk_size,
@@ -419,27 +419,27 @@ class Mirror:
             if attached is None:
                 raise
             raise wrong_mirror_error(source, attached, f"there is no store: {e}") from e
-        objects.check_writable("mirror to")
-        if objects.config.store_id == source.config.store_id:
+        store.check_writable("mirror to")
+        if store.config.store_id == source.config.store_id:
             raise MirrorError(
                 f"{self.uri} is the store {source.backend.uri} itself, or a copy of its files; a "
                 "mirror is another store, which casnap makes"
             )
-        check_pair(source, objects)
-        attach_mirror(source, MirrorPlace(objects.config.store_id, name, self.uri))
-        return Destination(objects, name, CopyOptions(hooks=self._hooks_of(objects)))
+        check_pair(source, store)
+        attach_mirror(source, MirrorPlace(store.config.store_id, name, self.uri))
+        return Destination(store, name, CopyOptions(hooks=self._hooks_of(store)))
 
     # --- what is known ---
 
     def lacking(self) -> dict[str, Row]:
         """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
-        objects = self._source
-        return objects.current(lambda root: unmirrored_in(objects.table(root)))
+        store = self._source
+        return store.current(lambda root: unmirrored_in(store.table(root)))
 
     def succeeded(self) -> dict[str, Row]:
         """Return the snapshots that the mirror never gets, by full name."""
-        objects = self._source
-        return objects.current(lambda root: succeeded_in(objects.table(root)))
+        store = self._source
+        return store.current(lambda root: succeeded_in(store.table(root)))
 
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""

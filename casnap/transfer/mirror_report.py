@@ -16,7 +16,7 @@ from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.runtime.environment import cache_folder, is_running
 from casnap.storage.catalog.retention import Retention
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.report import CopyOptions
 
 
@@ -24,12 +24,12 @@ class Destination(NamedTuple):
     """The open mirror.
 
     Attributes:
-        objects: The store.
+        store: The store.
         prefix: The folder there that all snapshots go into; empty for none.
         options: How to copy to it.
     """
 
-    objects: Objects
+    store: OpenStore
     prefix: str
     options: CopyOptions
 
@@ -97,7 +97,7 @@ class HostFiles:
         uri: The mirror.
     """
 
-    def __init__(self, source: Objects, uri: str) -> None:
+    def __init__(self, source: OpenStore, uri: str) -> None:
         pair = f"{source.config.store_id} {source.backend.identity} {uri}"
         self._name = f"mirror-{digest_of(pair.encode()).hex()[:32]}"
 

@@ -10,11 +10,11 @@ from casnap.format.names import check_name
 from casnap.format.records import Row
 from casnap.storage.catalog.settings import codec_of
 from casnap.storage.catalog.table import Table, snapshots_in
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.report import CopyJob
 
 
-def choose(source: Objects, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:
+def choose(source: OpenStore, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:
     """Return the snapshots that are meant, each with its full name and what it is called there.
 
     Args:
@@ -61,7 +61,7 @@ def _renamed(name: str, folder: str, rename: str | None) -> str:
     return check_name(check_name(rename) + suffix)
 
 
-def check_pair(source: Objects, destination: Objects) -> None:
+def check_pair(source: OpenStore, destination: OpenStore) -> None:
     """Check that snapshots of one store can be copied into another one.
 
     Raises:

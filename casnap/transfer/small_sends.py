@@ -14,7 +14,7 @@ from casnap.storage.catalog.cell_pairs import cell_pairs
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.copying import read_chunks
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.small_forms import Form, SmallForms
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.report import CopyJob
@@ -38,7 +38,7 @@ class SmallSender:
         job: The snapshot.
     """
 
-    def __init__(self, source: Objects, destination: Objects, job: CopyJob) -> None:
+    def __init__(self, source: OpenStore, destination: OpenStore, job: CopyJob) -> None:
         self._source = source
         self._job = job
         self._forms = SmallForms(

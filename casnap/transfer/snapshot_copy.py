@@ -21,7 +21,7 @@ from casnap.storage.catalog.references import digest_in
 from casnap.storage.catalog.settings import compresses_copies
 from casnap.storage.catalog.table import Table, check_free, check_path_is_free, replace_markers
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 from casnap.storage.commits.commit import Change, publish
 from casnap.storage.commits.transaction import Transaction
@@ -75,7 +75,7 @@ class SnapshotCopy:
 
     def __init__(
         self,
-        source: Objects,
+        source: OpenStore,
         job: CopyJob,
         tree: SourceTree,
         options: CopyOptions,
@@ -134,7 +134,7 @@ class SnapshotCopy:
                 self._tally.bytes.add(place.raw)
         return lacking
 
-    def look(self, destination: Objects | None) -> None:
+    def look(self, destination: OpenStore | None) -> None:
         """Report what would be sent.
 
         Args:
@@ -165,7 +165,7 @@ class SnapshotCopy:
 
     # --- sending ---
 
-    def copy(self, destination: Objects) -> bool:
+    def copy(self, destination: OpenStore) -> bool:
         """Copy the snapshot; return False if another process has copied it meanwhile.
 
         Raises:
@@ -181,7 +181,7 @@ class SnapshotCopy:
         self._options.hooks.on_commit()
         return True
 
-    def _part(self, destination: Objects, crew: Crew) -> Row | None:
+    def _part(self, destination: OpenStore, crew: Crew) -> Row | None:
         """Send a part, and commit it; return the row of the snapshot if that completes it."""
         with one_at_a_time():
             transaction = Transaction(destination, crew)
@@ -219,7 +219,7 @@ class SnapshotCopy:
             self._tally.bytes.add(nbytes)
             transaction.renew_announcement()
 
-        destination = transaction.objects
+        destination = transaction.store
         sends_small = compresses_copies(transaction.base.root, destination.backend)
         # A store that compresses compresses all; another one takes chunks as they are.
         transaction.new_packs.use(Codec.ZSTD if sends_small else codec_among(planned.values()))
@@ -317,7 +317,7 @@ class SnapshotCopy:
         self._tally.count_sent(chunks, transaction.new_packs.stored_bytes)
 
     def _placement(self, transaction: Transaction, table: Table, seq: int) -> Placement:
-        placement = placement_in(table, self._job, transaction.objects.backend, seq)
+        placement = placement_in(table, self._job, transaction.store.backend, seq)
         if placement is None:
             raise _CopiedMeanwhileError
         return placement
@@ -328,7 +328,7 @@ class SnapshotCopy:
         Raises:
             FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
         """
-        parts = unfinished.parts_of(transaction.objects, table.get(unfinished.name_of(self._job)))
+        parts = unfinished.parts_of(transaction.store, table.get(unfinished.name_of(self._job)))
         stand = self._parts.items() <= parts.items()
         for name, job in self._tree.shared_with.items():
             row = table.get(name)

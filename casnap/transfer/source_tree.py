@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from casnap.format.digest import Digest
 from casnap.storage.catalog.references import MANIFEST, is_node, walk
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.report import CopyJob
 
 
@@ -26,7 +26,7 @@ class SourceTree:
 
     def __init__(
         self,
-        source: Objects,
+        source: OpenStore,
         job: CopyJob,
         visited: set[bytes],
         owners: dict[bytes, CopyJob],

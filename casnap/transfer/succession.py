@@ -23,7 +23,7 @@ from casnap.storage.catalog.mirror_notes import (
 )
 from casnap.storage.catalog.retention import Retention, RetentionChange
 from casnap.storage.catalog.table import Table
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.report import Placement
 
 
@@ -45,8 +45,8 @@ class Succession:
         replaced: The names of the copies of earlier lives that the last placement replaces.
     """
 
-    source: Objects
-    there: Objects
+    source: OpenStore
+    there: OpenStore
     target: str
     row: Row
     retention: Retention | None

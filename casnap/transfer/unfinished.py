@@ -15,7 +15,7 @@ from casnap.format.names import UNFINISHED
 from casnap.format.records import NodeRef, Row, Stats, decode, encode
 from casnap.format.tree import build
 from casnap.storage.catalog.table import Table
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.report import CopyJob
 
@@ -42,11 +42,11 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
     return {transaction.commit.hex(): build(entries, transaction.put_node)}
 
 
-def parts_of(objects: Objects, row: Row | None) -> dict[str, bytes]:
+def parts_of(store: OpenStore, row: Row | None) -> dict[str, bytes]:
     """Return the parts that a row refers to."""
     if row is None:
         return {}
-    node = objects.node(Digest(row.manifest.digest), row.manifest.hint)
+    node = store.node(Digest(row.manifest.digest), row.manifest.hint)
     return decode(node, Manifest, "the manifest of an unfinished copy").shared
 
 
@@ -59,7 +59,7 @@ def with_parts(
 ) -> dict[str, Row | None]:
     """Return the change of the table that adds some parts."""
     name = name_of(job)
-    every = {**parts_of(transaction.objects, table.get(name)), **parts}
+    every = {**parts_of(transaction.store, table.get(name)), **parts}
     manifest = encode(Manifest(every, {"0": {}}))
     row = Row(
         commit=transaction.commit,

@@ -100,7 +100,7 @@ class Parts:
     """The records of a store, by kind."""
 
     def __init__(self, store: Store, folder: Path) -> None:
-        survey = Survey(store.objects)
+        survey = Survey(store.open_store)
         survey.run()
         self.roots = [
             p.read_bytes()[8:-32] for p in (folder / "casnap-store/roots" / "0").iterdir()
@@ -126,7 +126,7 @@ def memory(key: str, content: bytes) -> MemoryBackend:
 
 
 def forget(backend: MemoryBackend) -> None:
-    backend._objects.clear()
+    backend._open_store.clear()
 
 
 def footer(head: bytes) -> object:

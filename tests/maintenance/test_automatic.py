@@ -211,7 +211,7 @@ def test_it_is_turned_off(tmp_path: Path) -> None:
     for step in range(6):
         take(store, step)
     assert nbytes_of(tmp_path / "run") > 6 * STATE
-    assert not store.objects.newest().condemned
+    assert not store.open_store.newest().condemned
     with pytest.raises(ValueError, match="'auto' or 'off'"):
         store.configure(gc="sometimes")
 
@@ -228,7 +228,7 @@ def test_each_way_to_let_snapshots_go(tmp_path: Path, let_go: str) -> None:
     else:
         store.take({"s": StateDict(w=dense(9))}, "step_0", overwrite=True)
     wait_for_collectors()
-    assert store.objects.newest().condemned
+    assert store.open_store.newest().condemned
 
 
 def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_in_a_store_of_many_snapshots_a_process_has_to_work_first(
     for step in range(5):
         take(store, step)
         wait_for_collectors()
-    assert not store.objects.newest().condemned
+    assert not store.open_store.newest().condemned
     assert nbytes_of(tmp_path / "store") > 5 * STATE
 
 
@@ -399,7 +399,7 @@ def test_a_command_that_follows(tmp_path: Path) -> None:
         assert process.stdout.readline().startswith("copied newest")
         process.send_signal(signal.SIGTERM)
         assert process.communicate()[0] == "4 snapshots copied\n"
-    assert Store(there).objects.newest().condemned
+    assert Store(there).open_store.newest().condemned
 
 
 def test_a_disk_that_turns_read_only(
@@ -422,8 +422,8 @@ def test_a_disk_that_turns_read_only(
         ):
             with pytest.raises(BackendError, match="Read-only file system"):
                 refused()
-        collector = automatic.automatic_collector(store.objects)
-        collector.note(store.objects, [store.row("step_3")])
+        collector = automatic.automatic_collector(store.open_store)
+        collector.note(store.open_store, [store.row("step_3")])
         wait_for_collectors()
         assert "its garbage is not collected" in caplog.text
         assert_newest(disk / "run", 3)
@@ -508,13 +508,13 @@ def test_a_take_that_was_killed_holds_no_collector_up(tmp_path: Path) -> None:
     store.take({"s": StateDict(w=dense(0))}, "kept")
 
     def announce() -> None:
-        with store.objects.backend.announced(1):
+        with store.open_store.backend.announced(1):
             os.kill(os.getpid(), 9)
 
     assert wait(start(announce)) == -9
     tmp = tmp_path / "store/casnap-store/tmp"
     assert list(tmp.iterdir())
-    assert store.objects.backend.announced_bases(60) == []
+    assert store.open_store.backend.announced_bases(60) == []
     assert list(tmp.iterdir()) == []
 
 
@@ -526,13 +526,13 @@ def test_children_of_a_take_that_was_killed_hold_no_collector_up(tmp_path: Path)
 
     def announce() -> None:
         os.close(lives)
-        with store.objects.backend.announced(1):
+        with store.open_store.backend.announced(1):
             start(lambda: os.read(waits, 1))
             os.kill(os.getpid(), 9)
 
     assert wait(start(announce)) == -9
     try:
-        assert store.objects.backend.announced_bases(60) == []
+        assert store.open_store.backend.announced_bases(60) == []
     finally:
         os.close(lives)
         os.close(waits)
@@ -549,7 +549,7 @@ def test_takes_are_seen_where_there_are_no_locks(
     store = Store(tmp_path / "store")
     store.take({"s": StateDict(w=dense(0))}, "gone")
     tmp = tmp_path / "store/casnap-store/tmp"
-    with store.objects.backend.announced(store.objects.newest().seq):
+    with store.open_store.backend.announced(store.open_store.newest().seq):
         store.delete("gone")
         assert in_child(lambda: assert_nothing_is_freed(store)) == 0
         (left,) = tmp.iterdir()
@@ -578,15 +578,15 @@ def test_a_take_that_a_collector_takes_for_dead(
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", busy)
-    with store.objects.backend.announced(1):
-        assert store.objects.backend.announced_bases(60) == [1]
+    with store.open_store.backend.announced(1):
+        assert store.open_store.backend.announced_bases(60) == [1]
     assert not list((tmp_path / "store/casnap-store/tmp").iterdir())
 
 
 def test_a_collector_waits_for_takes_under_way(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store.take({"s": StateDict(w=dense(0))}, "gone")
-    with store.objects.backend.announced(store.objects.newest().seq):
+    with store.open_store.backend.announced(store.open_store.newest().seq):
         store.delete("gone")
         assert in_child(lambda: assert_nothing_is_freed(store)) == 0
     assert store.gc(grace=0).freed_bytes >= STATE

@@ -211,7 +211,7 @@ def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
     digest, place = record_of(store, FROZEN)
 
     def copy(crew: object) -> None:
-        transaction = Transaction(opened.objects, crew)  # type: ignore[arg-type]
+        transaction = Transaction(opened.open_store, crew)  # type: ignore[arg-type]
         try:
             transaction.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
             publish(transaction, lambda table, seq: {})
@@ -340,8 +340,8 @@ def test_the_record_of_the_store(store: Path) -> None:
 def test_needed_but_condemned(store: Path) -> None:
     opened = Store(store).make()
     _, place = record_of(store, FROZEN)
-    root = opened.objects.newest()
-    assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    root = opened.open_store.newest()
+    assert put_next_root(opened.open_store.backend, root, condemned={place.pack: root.seq + 1})
     [damage] = opened.check(data=True).damages
     assert (damage.kind, damage.object) == ("condemned", pack_key(place.pack))
     assert ("run/c", f"{KEY}/frozen") in {(h.snapshot, h.path) for h in damage.hurts}

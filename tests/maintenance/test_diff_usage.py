@@ -21,7 +21,7 @@ from casnap.format.entries import Payload, TensorEntry, ValueEntry, payload_of
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
 from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 CHUNK = 64 << 10
 
@@ -35,13 +35,13 @@ def store() -> Store:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     """Count how often each node is asked for."""
     counted: Counter[bytes] = Counter()
-    node = Objects.node
+    node = OpenStore.node
 
-    def counting(self: Objects, digest: Digest, hint: Any = None) -> bytes:
+    def counting(self: OpenStore, digest: Digest, hint: Any = None) -> bytes:
         counted[digest] += 1
         return node(self, digest, hint)
 
-    monkeypatch.setattr(Objects, "node", counting)
+    monkeypatch.setattr(OpenStore, "node", counting)
     return counted
 
 
@@ -164,7 +164,7 @@ def test_only_leaves_that_differ_are_read(store: Store, reads: Counter[bytes]) -
     old, new = (c.tree(c.manifest.shared["s"]) for c in (a, b))
     leaves = [{digest for _, digest, _ in tree.children} for tree in (old, new)]
     assert len(leaves[0]) > 5
-    a, b = (Contents(store.objects, c.name, c.row) for c in (a, b))
+    a, b = (Contents(store.open_store, c.name, c.row) for c in (a, b))
     reads.clear()
     assert by_path(diff(a, b).changes) == {"s/v77": ("changed", 1, 1)}
     assert not set(reads) & leaves[0] & leaves[1]
@@ -229,7 +229,7 @@ def references(contents: Contents) -> set[bytes]:
         level = list(split_digests(payload.digests))
         yield from level
         for _ in range(payload.depth):
-            level = [d for node in level for d in split_digests(contents.objects.node(node))]
+            level = [d for node in level for d in split_digests(contents.store.node(node))]
             yield from level
 
     found: set[bytes] = {contents.row.manifest.digest}
@@ -243,12 +243,12 @@ def references(contents: Contents) -> set[bytes]:
 
 
 def expected(store: Store, snapshots: list[Contents]) -> list[Usage]:
-    objects = store.objects
-    view = objects.view()
+    open_store = store.open_store
+    view = open_store.view()
     every = {c.name: references(c) for c in (s.contents for s in Store(store.uri).snapshots())}
 
     def stored(digests: set[bytes]) -> int:
-        places = objects.index.find(view, [Digest(d) for d in digests])
+        places = open_store.index.find(view, [Digest(d) for d in digests])
         return sum(found.stored for found in places)
 
     usages = []
@@ -292,7 +292,7 @@ def test_usage_is_what_counting_everything_gives(store: Store, seed: int) -> Non
             store.delete(f"run{i % 2}/{i}")
     for prefix in (None, "run0"):
         snapshots = [s.contents for s in store.snapshots(prefix)]
-        assert usage(snapshots, store.objects) == expected(store, snapshots)
+        assert usage(snapshots, store.open_store) == expected(store, snapshots)
 
 
 def test_a_view_sees_what_others_share(store: Store) -> None:
@@ -308,7 +308,7 @@ def test_a_view_sees_what_others_share(store: Store) -> None:
 
 def test_no_snapshots_no_usage(store: Store) -> None:
     assert store.usage() == []
-    assert disk_usage(store.objects).kept_bytes == 0
+    assert disk_usage(store.open_store).kept_bytes == 0
 
 
 def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes]) -> None:
@@ -318,7 +318,7 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
         take(store, f"s{step}", **values)
     reads.clear()
     told: list[tuple[str, int, int]] = []
-    usage([s.contents for s in store.snapshots()], store.objects, lambda *a: told.append(a))
+    usage([s.contents for s in store.snapshots()], store.open_store, lambda *a: told.append(a))
     assert told == [("reading snapshots", i, 4) for i in range(4)]
     tree = store["s0"].contents.tree(store["s0"].contents.manifest.shared["s"])
     leaves = {digest for _, digest, _ in tree.children}
@@ -328,12 +328,12 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
 
 def test_disk_usage_counts_all_packs_and_segments(store: Store) -> None:
     take(store, "a", t=chunks_of_floats(3))
-    backend = store.objects.backend
+    backend = store.open_store.backend
     sizes = {**backend.sizes("packs"), **backend.sizes("index")}
-    assert disk_usage(store.objects).kept_bytes == sum(sizes.values()) > 3 * CHUNK
+    assert disk_usage(store.open_store).kept_bytes == sum(sizes.values()) > 3 * CHUNK
     pack = next(key for key in sizes if key.startswith("packs"))
     backend.delete(pack)
-    assert disk_usage(store.objects).nbytes == sum(sizes.values()) - sizes[pack]
+    assert disk_usage(store.open_store).nbytes == sum(sizes.values()) - sizes[pack]
 
 
 def test_shared_bytes_looks_at_earlier_snapshots_alone(store: Store) -> None:
@@ -370,12 +370,12 @@ def test_a_list_of_digests_that_is_none_is_damaged(
 ) -> None:
     contents = take(store, "a", t=chunks_of_floats(6))
     (listed,) = split_digests(payload_of(contents.entry("s/t")[1]).digests)
-    node = Objects.node
+    node = OpenStore.node
 
-    def cut_short(self: Objects, digest: Digest, hint: Any = None) -> bytes:
+    def cut_short(self: OpenStore, digest: Digest, hint: Any = None) -> bytes:
         return node(self, digest, hint)[: -1 if digest == listed else None]
 
-    monkeypatch.setattr(Objects, "node", cut_short)
+    monkeypatch.setattr(OpenStore, "node", cut_short)
     with pytest.raises(DamagedError, match="list of digests"):
         store.usage()
 

@@ -21,7 +21,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import pack_key, segment_key
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from tests.support.cli_calls import failure
 from tests.support.damaged import drop_from_index
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
@@ -114,7 +114,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     hidden = Fault(flip(), ["read"], keys=fence_root)
     with backend.during(lost, hidden), contextlib.suppress(CasnapError):
         store.gc(grace=0)
-    view = Objects(LocalBackend(path)).view()
+    view = OpenStore(LocalBackend(path)).view()
     assert all((path / "casnap-store" / segment_key(ident)).exists() for ident in view.segments)
     assert_store(path, {3})
     Store(path).gc(grace=0)
@@ -126,8 +126,8 @@ def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path)
     """Each marking sees a newer root, but the lost node stays lost."""
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)
-    segment = store.objects.newest().segments[0]
-    [(_, place), *_] = store.objects.index.segment(segment).records
+    segment = store.open_store.newest().segments[0]
+    [(_, place), *_] = store.open_store.index.segment(segment).records
     drop_from_index(store, place.pack)
     markings = []
 

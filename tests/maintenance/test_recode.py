@@ -72,9 +72,9 @@ def places(store: Store, name: str) -> list[Place]:
     """Return the newest place of each chunk of the weights."""
     contents = store[name].contents
     path, entry, _ = contents.entry("m/w")
-    objects = contents.objects
-    view = objects.view()
-    chains = [objects.index.newest_chain(view, d) for d, _ in contents.chunks(path, entry)]
+    open_store = contents.store
+    view = open_store.view()
+    chains = [open_store.index.newest_chain(view, d) for d, _ in contents.chunks(path, entry)]
     return [chain[0][1] for chain in chains]
 
 
@@ -108,10 +108,10 @@ def test_recoding_again_changes_nothing(tmp_path: Path) -> None:
     states = taken(store, 6)
     assert store.gc(grace=0).recoded_chunks == 12
     store.gc(grace=0)
-    seq = store.objects.newest().seq
+    seq = store.open_store.newest().seq
     report = store.gc(grace=0)
     assert (report.recoded_snapshots, report.recoded_chunks, report.copied_bytes) == (0, 0, 0)
-    assert store.objects.newest().seq == seq
+    assert store.open_store.newest().seq == seq
     # What grew old since is recoded then.
     store.take({"m": StateDict(w=weights(5), step=0)}, "run/999")
     assert store.gc(grace=0).recoded_snapshots == 1
@@ -161,14 +161,14 @@ def test_chains_are_bounded(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     states = taken(store, 40, 0.005)
     store.gc(grace=0)
-    objects = store.objects
-    view = objects.view()
+    open_store = store.open_store
+    view = open_store.view()
     longest = 0
     for step in range(37):
         contents = store[f"run/{step:03}"].contents
         path, entry, _ = contents.entry("m/w")
         for digest, nbytes in contents.chunks(path, entry):
-            chain = objects.index.newest_chain(view, digest)
+            chain = open_store.index.newest_chain(view, digest)
             assert sum(place.stored for _, place in chain) <= 2 * nbytes
             longest = max(longest, len(chain) - 1)
     assert 8 < longest <= MOST_LINKS
@@ -211,7 +211,7 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
     for _ in range(2):
         store.gc(grace=0)
     with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
+        transaction = Transaction(store.open_store, crew)
         contents = store["run/004"].contents
         path, entry, _ = contents.entry("m/w")
         chunks = [digest for digest, _ in contents.chunks(path, entry)]
@@ -234,14 +234,14 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
 
 def add_delta(store: Store, digest: Digest, base: Digest) -> None:
     """Store a chunk as a delta of another one, as another process may."""
-    objects = store.objects
+    open_store = store.open_store
     raws: dict[Digest, bytes] = {}
     for each in (digest, base):
-        objects.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
+        open_store.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
     stored = encode_delta(raws[digest], raws[base], base)
     assert stored is not None
     with Crew() as crew:
-        transaction = Transaction(objects, crew)
+        transaction = Transaction(open_store, crew)
         transaction.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
         publish(transaction, lambda table, seq: {})
         transaction.close()
@@ -297,7 +297,8 @@ def test_a_damaged_base_names_all_that_stand_on_it(tmp_path: Path) -> None:
     states = taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    chain = store.objects.index.newest_chain(store.objects.view(), chunks_of(store, "run/004")[0])
+    opened = store.open_store
+    chain = opened.index.newest_chain(opened.view(), chunks_of(store, "run/004")[0])
     place = chain[-1][1]
     file = tmp_path / "s/casnap-store" / pack_key(place.pack)
     content = bytearray(file.read_bytes())
@@ -322,7 +323,8 @@ def test_a_base_that_is_gone(tmp_path: Path) -> None:
     taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    chain = store.objects.index.newest_chain(store.objects.view(), chunks_of(store, "run/004")[0])
+    opened = store.open_store
+    chain = opened.index.newest_chain(opened.view(), chunks_of(store, "run/004")[0])
     (tmp_path / "s/casnap-store" / pack_key(chain[-1][1].pack)).unlink()
     again = Store(tmp_path / "s")
     with pytest.raises(DamagedError, match="m/w"):
@@ -456,11 +458,11 @@ def test_a_delta_whose_base_went_with_its_snapshots(tmp_path: Path) -> None:
 
 def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -> None:
     """Store a chunk as a delta of another one in a pack that holds other chunks too."""
-    chunks = read_chunks(store.objects, [digest, base, *others])
+    chunks = read_chunks(store.open_store, [digest, base, *others])
     stored = encode_delta(chunks[digest], chunks[base], base)
     assert stored is not None
     with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
+        transaction = Transaction(store.open_store, crew)
         assert all(transaction.reused.reuse_at([base]))
         transaction.new_packs.copy_stored(digest, stored, len(chunks[digest]), Codec.DELTA)
         for each in others:

@@ -102,7 +102,7 @@ def test_check_and_usage_list_the_packs(tmp_path: Path) -> None:
         store.take(state_of(n), f"step_{n}")
     backend = RemoteDouble(name)
     store = Store(backend)
-    total = disk_usage(store.objects).nbytes
+    total = disk_usage(store.open_store).nbytes
     listed = [size for f in ("packs", "index") for size in backend.sizes(f).values()]
     assert total == sum(listed)
     assert backend.requests.get("head", 0) == 0
@@ -168,9 +168,9 @@ def test_a_million_packs(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     store = Store(RemoteDouble(name))
-    store.objects.view()
+    store.open_store.view()
     print(f"index: {time.process_time() - started:.1f} s of processor time, {grown(before)}")
-    files = StoredFiles(store.objects, root)
+    files = StoredFiles(store.open_store, root)
     assert len(files.packs) > count
     print(f"listing: {time.process_time() - started:.1f} s, {grown(before)}")
     del files
@@ -178,7 +178,7 @@ def test_a_million_packs(tmp_path: Path) -> None:
     print(f"all: {time.process_time() - started:.1f} s, {grown(before)}")
     assert report.deleted_packs >= count // 2
     assert backend.requests == {}
-    double = store.objects.backend
+    double = store.open_store.backend
     assert isinstance(double, RemoteDouble)
     assert double.requests.get("head", 0) == 0
     assert double.requests["delete"] <= 2 * count // 1000 + 10
@@ -266,13 +266,13 @@ def test_no_root_is_put_for_what_a_take_under_way_may_need(tmp_path: Path) -> No
     for name in "ab":
         store.take(state_of(0), name)
     store.delete("a")
-    orphans(store.objects.backend, 1)
+    orphans(store.open_store.backend, 1)
     store.gc(grace=0)
-    assert store.objects.newest().fence > 1
-    store.objects.backend.write(pack_key(new_id(1)), b"of that take")
-    with store.objects.backend.announced(1, at_once=True):
+    assert store.open_store.newest().fence > 1
+    store.open_store.backend.write(pack_key(new_id(1)), b"of that take")
+    with store.open_store.backend.announced(1, at_once=True):
         for _ in range(3):
-            before = store.objects.newest().seq
+            before = store.open_store.newest().seq
             store.gc(grace=0)
-        assert store.objects.newest().seq == before
+        assert store.open_store.newest().seq == before
     assert store.gc(grace=0).freed_bytes == len(b"of that take")

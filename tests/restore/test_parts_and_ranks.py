@@ -87,7 +87,7 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, tensor):
 
     def fetch(wants, how):
         wanted.extend(wants)
-        snapshot.contents.objects.fetch(wanted, how)
+        snapshot.contents.store.fetch(wanted, how)
 
     assert loading.load(fetch=fetch) == {}
     for region, target in parts:

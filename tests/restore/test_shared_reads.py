@@ -29,7 +29,7 @@ from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.chunks.chunk_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.chunks.index import Index
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from tests.support.examples import FEW
@@ -112,7 +112,7 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> tuple[list[Any], list[Th
 # --- stores, and what is wanted of them -------------------------------------------------------
 
 
-class Watched(Objects):
+class Watched(OpenStore):
     """A store that notes which chunks were asked of it, by all ranks."""
 
     def __init__(self, backend: Backend, fetched: list[Digest]) -> None:
@@ -125,11 +125,11 @@ class Watched(Objects):
         super().fetch(wants, how)
 
 
-def put(objects: Objects, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
+def put(open_store: OpenStore, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
 
     def commit(crew: Crew) -> None:
-        transaction = Transaction(objects, crew, codec)
+        transaction = Transaction(open_store, crew, codec)
         try:
             for raw in raws:
                 transaction.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
@@ -156,19 +156,19 @@ class Chunks:
         # Half of each can be compressed.
         self.raws = [os.urandom(n // 2).ljust(n, b"\1") for n in sizes]
         for i in range(3):
-            put(store.objects, self.raws[10 * i : 10 * i + 10], codec)
+            put(store.open_store, self.raws[10 * i : 10 * i + 10], codec)
 
-    def objects(self) -> Objects:
+    def open_store(self) -> OpenStore:
         """Open the store anew, as each rank does."""
-        return Objects(self.backend)
+        return OpenStore(self.backend)
 
     def places(self) -> dict[Digest, Any]:
-        objects = self.objects()
+        open_store = self.open_store()
         digests = [digest_of(raw) for raw in self.raws]
-        return dict(zip(digests, objects.index.find(objects.view(), digests), strict=True))
+        return dict(zip(digests, open_store.index.find(open_store.view(), digests), strict=True))
 
     def fetch(
-        self, wanted: Sequence[Iterable[int]], window: int = 1 << 20, objects: Any = None
+        self, wanted: Sequence[Iterable[int]], window: int = 1 << 20, open_store: Any = None
     ) -> tuple[list[Any], list[Thread]]:
         """Let each rank want some chunks; return what came by number, or the error; and the ranks.
 
@@ -190,7 +190,7 @@ class Chunks:
             ]
             random.Random(comm.rank).shuffle(wants)
             try:
-                mine = self.objects() if objects is None else objects(comm.rank)
+                mine = self.open_store() if open_store is None else open_store(comm.rank)
                 fetch_shared(comm, mine, wants, window=window)
             except DamagedError as e:
                 e.got = got  # type: ignore[attr-defined]
@@ -289,7 +289,7 @@ def test_memory_is_bounded(own: Chunks) -> None:
 def test_memory_is_bounded_also_for_what_is_strongly_compressed() -> None:
     chunks = Chunks(MemoryBackend(f"passing-{os.urandom(4).hex()}"), Codec.ZSTD)
     chunks.raws = [i.to_bytes(8, "big").ljust(CHUNK, b"\1") for i in range(60)]
-    put(chunks.objects(), chunks.raws, Codec.ZSTD)
+    put(chunks.open_store(), chunks.raws, Codec.ZSTD)
     results, ranks = chunks.fetch([range(60)] * 3, 6 * CHUNK)
     assert_came(chunks, [range(60)] * 3, results)
     assert all(rank.most_kept < 5 * CHUNK and rank.most_got < 12 * CHUNK for rank in ranks)
@@ -358,7 +358,7 @@ def test_nothing_stale_comes_in_place_of_what_is_damaged(own: Chunks) -> None:
     first = len(own.raws)
     own.raws += large + small
     for raw in large + small:
-        put(own.objects(), [raw])
+        put(own.open_store(), [raw])
     for number in range(first + 8, first + 16):
         damage(own, number)
     results, _ = own.fetch([range(first, first + 16)] * 2, 1)
@@ -376,7 +376,7 @@ def test_a_wrong_length_is_damage_for_who_has_it(own: Chunks, less: int) -> None
     def work(comm: Comm) -> None:
         length = CHUNK - less * (comm.rank == 1)
         sink = lambda raw: got.append(comm.rank)  # noqa: E731
-        fetch_shared(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
+        fetch_shared(comm, own.open_store(), [Want(digest, length, sink, f"w{comm.rank}")])
 
     results, _ = on_ranks(3, work)
     assert [error.paths for error in results] == [(), ("w1",), ()]
@@ -397,7 +397,7 @@ def test_what_lies_nowhere_is_raised_on_all_ranks(own: Chunks) -> None:
 
 def test_what_is_damaged_in_one_place_is_read_from_another(own: Chunks) -> None:
     damage(own, 4)
-    put(own.objects(), [own.raws[4]])
+    put(own.open_store(), [own.raws[4]])
     wanted = [EVERYTHING] * 3
     results, _ = own.fetch(wanted)
     assert_came(own, wanted, results)
@@ -419,16 +419,16 @@ class OtherPlaces(Index):
 
 @pytest.mark.parametrize("window", [1, 1 << 28])
 def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
-    put(own.objects(), own.raws[5:15])
+    put(own.open_store(), own.raws[5:15])
 
-    def objects(rank: int) -> Objects:
-        opened = own.objects()
+    def open_store(rank: int) -> OpenStore:
+        opened = own.open_store()
         if rank:
             opened.index = OtherPlaces(opened.index, blind=rank == 2)
         return opened
 
     wanted = [range(20), EVERYTHING, range(3, 12)]
-    results, _ = own.fetch(wanted, window, objects)
+    results, _ = own.fetch(wanted, window, open_store)
     assert_came(own, wanted, results)
 
 
@@ -459,7 +459,7 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
 
     with joining.join(None, 30, "a test") as comm:
         wants = [Want(Digest(d), n, sink, "w") for d, n in numbers]
-        fetch_shared(comm, Objects(backend), wants, window=3 * CHUNK)
+        fetch_shared(comm, OpenStore(backend), wants, window=3 * CHUNK)
     shared = memory_of_others() - before
     forget_links()
     return (

@@ -300,15 +300,15 @@ def test_one_damage_to_a_node_hurts_no_snapshot(store: Path, cache_dir: Path) ->
 
 def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
     nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
-    objects = Store(store).objects
+    open_store = Store(store).open_store
     with Crew() as crew:
-        transaction = Transaction(objects, crew)
+        transaction = Transaction(open_store, crew)
         digests = [transaction.put_node(node) for node in nodes]
         publish(transaction, lambda table, seq: {})
         transaction.close()
     result = [digest for digest, _ in all_places_of(store)]
     assert [result.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
-    assert [Store(store).objects.node(digest) for digest in digests] == nodes
+    assert [Store(store).open_store.node(digest) for digest in digests] == nodes
     assert Store(store).check(data=True).ok
 
 

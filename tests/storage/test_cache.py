@@ -149,7 +149,7 @@ def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
     store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stand_still() -> None:
-        cache = Store(store).objects.index.cache
+        cache = Store(store).open_store.index.cache
         assert isinstance(cache, LmdbCache)
         with cache._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -189,7 +189,7 @@ def test_the_cache_of_a_long_run_levels_off(
         store.take({"s": StateDict(step=step)}, f"step_{step}", retention=Retention(keep_last=2))
         if step % 10 == 0:
             store.gc(grace=0)
-        cache = store.objects.index.cache
+        cache = store.open_store.index.cache
         assert isinstance(cache, LmdbCache)
         sizes.append(cache.nbytes())
         del cache
@@ -462,12 +462,12 @@ def test_a_store_without_users_is_freed_at_once(tmp_path: Path) -> None:
     try:
         store = Store(tmp_path / "store")
         snapshot = store.take({}, "x")
-        freed, objects = ref(store), ref(store.objects)
+        freed, open_store = ref(store), ref(store.open_store)
         del store
         assert snapshot.store is freed()
         del snapshot
         assert freed() is None
-        assert objects() is None
+        assert open_store() is None
     finally:
         gc.enable()
 
@@ -505,7 +505,7 @@ def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
 
     def look() -> None:
         backend = FarFolder(tmp_path / "store")
-        objects = Store(backend, create=False).objects
+        open_store = Store(backend, create=False).open_store
         real = backend.read
 
         def slow(key: str, *most: int) -> bytes:
@@ -515,7 +515,7 @@ def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
             return real(key, *most)
 
         with mock.patch.object(backend, "read", slow):
-            assert objects.view().packs
+            assert open_store.view().packs
 
     def look_anew() -> None:
         os.environ["CASNAP_CACHE_DIR"] = str(tmp_path / "cache")

@@ -118,8 +118,8 @@ def harm(path: Path) -> tuple[Path, bytes]:
 
 
 def places(path: Path) -> int:
-    objects = Store(path).objects
-    return len(objects.index.find_all(objects.view(), record_of(path, FROZEN)[0]))
+    open_store = Store(path).open_store
+    return len(open_store.index.find_all(open_store.view(), record_of(path, FROZEN)[0]))
 
 
 def test_what_a_process_found_damaged_it_stores_anew(path: Path) -> None:
@@ -174,18 +174,18 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
 
     def move(pack: bytes) -> None:
         with Crew() as crew:
-            transaction = Transaction(store.objects, crew)
+            transaction = Transaction(store.open_store, crew)
             raw = memoryview(bytearray(ALONE.numpy().tobytes()))
             transaction.new_packs.copy(digest, raw, is_node=False)
             root = publish(transaction, lambda table, seq: {})
             transaction.close()
-        assert put_next_root(store.objects.backend, root, condemned={PackId(pack): root.seq})
+        assert put_next_root(store.open_store.backend, root, condemned={PackId(pack): root.seq})
         assert store.gc(grace=0).deleted_packs
 
     def act(call: Call) -> object:
         pack = id_from_name(call.key.rpartition("/")[2])
-        view = store.objects.view()
-        if pack in {p.pack for p in store.objects.index.find_all(view, digest)}:
+        view = store.open_store.view()
+        if pack in {p.pack for p in store.open_store.index.find_all(view, digest)}:
             looks.append(pack)
             if len(looks) <= moves:
                 move(pack)

@@ -11,7 +11,7 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import Root, pack_key
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import newest_root, put_next_root
 from tests.support.remote import RemoteDouble
 
@@ -44,7 +44,7 @@ def chunk_requests(backend: RemoteDouble, store: Store, path: str) -> int:
     contents = store["first"].contents
     inner, entry, _ = contents.entry(path)
     digests = [digest for digest, _ in contents.chunks(inner, entry)]
-    places = store.objects.index.find(store.objects.view(), digests)
+    places = store.open_store.index.find(store.open_store.view(), digests)
     keys = {pack_key(place.pack) for place in places if place is not None}
     return sum(kind == "get" and key in keys for kind, key in backend.log)
 
@@ -160,7 +160,7 @@ def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str
     contents = store["first"].contents
     inner, entry, _ = contents.entry("model/w0")
     digests = [digest for digest, _ in contents.chunks(inner, entry)]
-    place = store.objects.index.find(store.objects.view(), digests)[0]
+    place = store.open_store.index.find(store.open_store.view(), digests)[0]
     assert place is not None
     backend.delete(pack_key(place.pack))
     with pytest.raises(DamagedError):
@@ -223,10 +223,10 @@ def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
     """A host that has not looked for long lists the roots instead."""
     store = Store(RemoteDouble(name)).make()
     root = put_roots(name, 1200)
-    backend = store.objects.backend
+    backend = store.open_store.backend
     assert isinstance(backend, RemoteDouble)
     backend.reset()
-    assert store.objects.newest() == root
+    assert store.open_store.newest() == root
     assert backend.count <= 10, backend.log
 
 
@@ -289,7 +289,7 @@ def test_an_open_that_finds_nothing(tmp_path: Path) -> None:
         Store(backend, create=False).make()
     assert not backend.sizes("")
     Store(backend).make()
-    assert Objects(backend).newest().seq == 0
+    assert OpenStore(backend).newest().seq == 0
 
 
 def test_a_snapshot_is_opened_and_read_in_few_round_trips(

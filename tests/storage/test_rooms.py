@@ -22,7 +22,7 @@ from casnap.format.records import PackId, Segment, pack_key
 from casnap.runtime.threads import Crew
 from casnap.runtime.typing import override
 from casnap.storage.chunks.copying import copy_verified, one_at_a_time
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log.roots import newest_root, put_next_root
@@ -55,7 +55,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     contents = store["a"].contents
     inner, entry, _ = contents.entry("m/w")
     digest = contents.chunks(inner, entry)[0][0]
-    [place] = store.objects.index.find(store.objects.view(), [digest])
+    [place] = store.open_store.index.find(store.open_store.view(), [digest])
     assert place is not None
     content = bytearray((tmp_path / "source" / "casnap-store" / pack_key(place.pack)).read_bytes())
     begin = place.offset + HALF
@@ -70,16 +70,16 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     assert put_next_root(backend, root, segments=(*root.segments, more)) is not None
     there = Store(tmp_path / "there").make()
     with one_at_a_time(), Crew() as crew:
-        transaction = Transaction(there.objects, crew)
+        transaction = Transaction(there.open_store, crew)
         try:
             wanted = [(digest, False), (other, False)]
-            copy_verified(Objects(backend), wanted, transaction.new_packs, lambda *_: None)
+            copy_verified(OpenStore(backend), wanted, transaction.new_packs, lambda *_: None)
             publish(transaction, lambda table, seq: {})
         finally:
             transaction.close()
     assert there.check(data=True).ok
     for ident in (digest, other):
-        assert there.objects.index.find(there.objects.view(), [ident]) != [None]
+        assert there.open_store.index.find(there.open_store.view(), [ident]) != [None]
 
 
 def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
     store = Store(tmp_path).make()
     chunk = os.urandom(1 << 20)
     with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
+        transaction = Transaction(store.open_store, crew)
         try:
             room = transaction.new_packs.room(2 << 20, 2)
             assert room is not None

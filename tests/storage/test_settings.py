@@ -32,14 +32,14 @@ def codecs(store: Store, name: str) -> set[int]:
     contents = store[name].contents
     path, entry, _ = contents.entry("s/x")
     digests = [digest for digest, _ in contents.chunks(path, entry)]
-    places = contents.objects.index.find(contents.objects.view(), digests)
+    places = contents.store.index.find(contents.store.view(), digests)
     return {place.codec for place in places if place is not None}
 
 
 def put_setting(store: Store, codec: object) -> None:
     """Set a codec as a newer version may."""
-    objects = store.objects
-    assert put_next_root(objects.backend, objects.newest(), settings={"codec": codec})
+    open_store = store.open_store
+    assert put_next_root(open_store.backend, open_store.newest(), settings={"codec": codec})
 
 
 def take_with_snapshot(folder: Path, name: str) -> None:
@@ -70,10 +70,10 @@ def test_configure(tmp_path: Path) -> None:
     other = Store(tmp_path / "s").make()
     assert store.configure(codec="zstd")
     # No commit that changes nothing.
-    seq = store.objects.newest().seq
+    seq = store.open_store.newest().seq
     assert not store.configure(codec="zstd")
     assert not store.configure()
-    assert store.objects.newest().seq == seq
+    assert store.open_store.newest().seq == seq
     other.take(state(2), "b")
     other.take(state(1), "same")
     assert [codecs(store, name) for name in ("a", "b", "same")] == [
@@ -199,5 +199,5 @@ def test_collections_by_themselves_obey_the_grace(
     for n in range(4):
         store.take(state(n), "a", overwrite=True)
         wait_for_collectors()
-    assert len(store.objects.newest().condemned) > 2
+    assert len(store.open_store.newest().condemned) > 2
     assert torch.equal(store["a"].read_object("s/x"), torch.full((CHUNK,), 3))

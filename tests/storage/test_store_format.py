@@ -33,7 +33,7 @@ def state(n: int) -> dict[str, StateDict]:
 
 def newest_record(store: Store) -> dict[str, Any]:
     """Return the fields of the newest root."""
-    data = store.objects.backend.read(root_key(store.objects.newest().seq))
+    data = store.open_store.backend.read(root_key(store.open_store.newest().seq))
     fields: dict[str, Any] = msgspec.msgpack.decode(unseal(b"r", data, "the root"))
     return fields
 
@@ -55,9 +55,9 @@ def assert_restores(store: Store, name: str, n: int) -> None:
 def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     row = store.take({"s": StateDict(step=0)}, "first").row
-    change_table(store.objects, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
+    change_table(store.open_store, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
     assert len(store.snapshots()) == 20_001
-    table = store.objects.table(store.objects.newest())
+    table = store.open_store.table(store.open_store.newest())
     assert any(isinstance(table.node(Digest(d)), Branch) for _, d, _ in table.children)
     before = bytes_in(tmp_path / "s")
     for i in range(10):
@@ -92,7 +92,7 @@ def test_large_metadata_stand_apart(tmp_path: Path) -> None:
 def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
     """Flip a bit of a snapshot's metadata, at all their places."""
     node = Digest(store.row(name).metadata_node)
-    for place in store.objects.index.find_all(store.objects.view(), node):
+    for place in store.open_store.index.find_all(store.open_store.view(), node):
         path = Path(store.uri) / "casnap-store" / pack_key(place.pack)
         content = bytearray(path.read_bytes())
         content[place.offset + 9] ^= 1
@@ -134,7 +134,7 @@ def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     longest: dict[str, Any] = {"x": [1.0] * 16_300}
     store.take(state(1), "a", metadata=longest)
-    assert len(store.objects.node(Digest(store.row("a").metadata_node))) > 146_000
+    assert len(store.open_store.node(Digest(store.row("a").metadata_node))) > 146_000
     assert Store(tmp_path / "s")["a"].metadata.user == longest
 
 
@@ -154,9 +154,9 @@ WRITES: dict[str, Callable[[Store], Any]] = {
 
 def with_root(store: Store, **fields: Any) -> None:
     """Put the next root, with some more fields, as a later version might."""
-    root = store.objects.newest()
+    root = store.open_store.newest()
     said = {**newest_record(store), "seq": root.seq + 1, "commit": b"f" * 16, **fields}
-    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
+    store.open_store.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
 
 
 @pytest.mark.parametrize("fields", [{"write_features": ["holograms"]}, {"holograms": 1}])
@@ -169,10 +169,10 @@ def test_what_a_writer_does_not_know_it_refuses(
     for name in ("a", "c"):
         store.take(state(1), name)
     with_root(store, **fields)
-    seq = store.objects.newest().seq
+    seq = store.open_store.newest().seq
     with pytest.raises(UnsupportedFormatError, match=r"holograms; update casnap"):
         WRITES[write](store)
-    assert store.objects.newest().seq == seq
+    assert store.open_store.newest().seq == seq
     assert_restores(Store(tmp_path / "s"), "a", 1)
 
 
@@ -211,11 +211,11 @@ def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     store = Store(tmp_path / "s").make()
     for n, name in enumerate("ac"):
         store.take(state(n), name)
-    root = store.objects.newest()
+    root = store.open_store.newest()
     settings = {**root.settings, "colour": ["red", 1]}
-    assert put_next_root(store.objects.backend, root, settings=settings)
+    assert put_next_root(store.open_store.backend, root, settings=settings)
     WRITES[write](store)
-    assert store.objects.newest().settings == settings
+    assert store.open_store.newest().settings == settings
 
 
 def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(

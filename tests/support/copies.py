@@ -32,7 +32,7 @@ def filled(place: Place, steps: int = 3) -> Store:
 
 def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) -> CopyReport:
     """Copy all snapshots, and commit what was sent after each few chunks."""
-    here, there = opened(source).objects, opened(destination).objects
+    here, there = opened(source).open_store, opened(destination).open_store
     table = here.table(here.newest())
     chosen = [CopyJob(name, name, row) for name, row in snapshots_in(table)]
     options = CopyOptions(part_bytes=part_bytes, skip_gone=True)
@@ -41,8 +41,8 @@ def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) ->
 
 def unfinished(place: Place) -> list[str]:
     """Return the names of the rows of copies that are under way."""
-    objects = opened(place).objects
-    return [name for name, _ in objects.table(objects.newest()).items_below(UNFINISHED)]
+    open_store = opened(place).open_store
+    return [name for name, _ in open_store.table(open_store.newest()).items_below(UNFINISHED)]
 
 
 def assert_copied(source: Place, destination: Place, names: set[str] | None = None) -> None:

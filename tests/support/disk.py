@@ -10,7 +10,7 @@ import torch
 
 from casnap import Store
 from casnap.maintenance import automatic
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 SAVES = 10
 WIDTH = 512
@@ -40,9 +40,9 @@ def assert_bounded(
     automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
     start = automatic.AutomaticCollector._start
 
-    def start_and_wait(self: automatic.AutomaticCollector, objects: Objects) -> None:
+    def start_and_wait(self: automatic.AutomaticCollector, store: OpenStore) -> None:
         # However busy the machine is, as between the steps of a training.
-        start(self, objects)
+        start(self, store)
         if (worker := self._worker) is not None:
             worker.wait()
 

@@ -74,7 +74,7 @@ class Forger:
         self.body: Callable[[bytes], bytes] = bytes
         self.footer: Callable[[bytes], bytes] = bytes
         self.count: Any = None
-        self._newest = store.objects.newest()
+        self._newest = store.open_store.newest()
         self._good = msgspec.to_builtins(store.row("good"), builtin_types=(bytes,))
         self._body = bytearray()
         self._records: list[tuple[Digest, Place]] = []

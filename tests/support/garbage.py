@@ -12,7 +12,7 @@ from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
 from casnap.maintenance import automatic
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from tests.support.faults import files
 
 
@@ -48,14 +48,14 @@ def collecting(store: Store) -> Iterator[None]:
 
 def assert_tidy(path: Path) -> None:
     """Check that no file is there that the newest root does not name, and none is missing."""
-    view = Objects(LocalBackend(path)).view()
+    view = OpenStore(LocalBackend(path)).view()
     named = {*map(pack_key, view.packs), *map(segment_key, view.segments)}
     assert files(path, "packs") | files(path, "index") | files(path, "tmp") == named
 
 
 def places_of(store: Store, snapshot: Snapshot) -> list[Any]:
     """Return where the chunks of a snapshot lie."""
-    view = store.objects.view()
+    view = store.open_store.view()
     contents = snapshot.contents
     digests = [d for path, e in contents.entries() for d, _ in contents.chunks(path, e)]
-    return [p for p in store.objects.index.find(view, digests) if p is not None]
+    return [p for p in store.open_store.index.find(view, digests) if p is not None]

@@ -19,7 +19,7 @@ class Gate:
 
     def __init__(self, store: Store, errors: Iterable[Exception] = ()) -> None:
         self.open, self.errors = threading.Event(), iter(errors)
-        backend = store.objects.backend
+        backend = store.open_store.backend
         through = backend.write
 
         def write(key: str, content: Any) -> Any:

@@ -52,7 +52,7 @@ def write(
     """
     ranks = [states] if isinstance(states, Mapping) else list(states)
     with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
+        transaction = Transaction(store.open_store, crew)
         try:
             writer = _Writer(store, transaction)
             top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
@@ -85,7 +85,7 @@ class _Writer:
     """Stores the bytes of leaves, and trees of them."""
 
     def __init__(self, store: Store, transaction: Transaction) -> None:
-        self._chunk_size = store.objects.config.chunk_size
+        self._chunk_size = store.open_store.config.chunk_size
         self._transaction = transaction
         self._chunks = transaction.chunk_writer()
         self.finish = self._chunks.finish
@@ -126,7 +126,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def publish(store: Store, rows: dict[str, Row]) -> None:
     """Put rows into the table as they are."""
     with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
+        transaction = Transaction(store.open_store, crew)
         try:
             commit.publish(transaction, lambda _table, _seq: dict(rows))
         finally:

@@ -187,7 +187,7 @@ def test_the_codec_of_rank_0_counts(world, tmp_path, how):
     for rank in range(2):
         path, entry, _ = contents.entry(f"{rank}/model/x")
         digests = [digest for digest, _ in contents.chunks(path, entry)]
-        places = contents.objects.index.find(contents.objects.view(), digests)
+        places = contents.store.index.find(contents.store.view(), digests)
         assert {place.codec for place in places} == {Codec.ZSTD}
 
 

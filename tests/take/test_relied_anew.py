@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Store:
 def writer(store: Store) -> Iterator[tuple[Transaction, Callable[[], None]]]:
     """Give a transaction that relies on the chunk, and what has it copied, and its pack deleted."""
     with Crew() as crew:
-        transaction = Transaction(Store(store.uri).objects, crew)
+        transaction = Transaction(Store(store.uri).open_store, crew)
         chunks = transaction.chunk_writer()
         chunks.store([memoryview(bytearray(KEPT.numpy().tobytes()))])
         chunks.finish()
@@ -113,7 +113,7 @@ def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
                 repack()
             return [finish_rank_part(transaction, 2, seq)]
 
-        leader = Transaction(store.objects, crew)
+        leader = Transaction(store.open_store, crew)
         publish(leader, lambda table, seq: {}, OtherRanks([handover], move))  # type: ignore[arg-type]
         leader.close()
         assert asked

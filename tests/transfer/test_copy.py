@@ -193,7 +193,7 @@ def test_a_store_that_was_copied_by_hand_is_another_one(source: Store, tmp_path:
 def test_parts_leave_nothing(source: Store, tmp_path: Path) -> None:
     report = copy_in_parts(source, tmp_path / "copy")
     there = Store(tmp_path / "copy").make()
-    assert there.objects.newest().seq > len(report.copied) == 3
+    assert there.open_store.newest().seq > len(report.copied) == 3
     assert unfinished(there) == []
     assert_copied(source, there)
     there.gc(grace=0)
@@ -216,7 +216,7 @@ def interrupted(
     chosen = [CopyJob("step_0", "step_0", source.row("step_0"))]
     options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
     with pytest.raises(_StopError):
-        copy_snapshots(source.objects, opened(path).objects, chosen, options, stop)
+        copy_snapshots(source.open_store, opened(path).open_store, chosen, options, stop)
 
 
 def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) -> None:
@@ -318,10 +318,10 @@ def test_a_snapshot_that_was_deleted_at_the_source(source: Store, tmp_path: Path
     source.delete("step_1")
     source.gc(grace=0, repack=0.9)
     with pytest.raises(SnapshotNotFoundError, match="step_1 was deleted or replaced"):
-        copy_snapshots(source.objects, opened(tmp_path / "one").objects, chosen[1:2])
+        copy_snapshots(source.open_store, opened(tmp_path / "one").open_store, chosen[1:2])
     assert Store(tmp_path / "one").snapshots() == []
     options = CopyOptions(skip_gone=True)
-    report = copy_snapshots(source.objects, opened(tmp_path / "all").objects, chosen, options)
+    report = copy_snapshots(source.open_store, opened(tmp_path / "all").open_store, chosen, options)
     assert (report.copied, report.gone) == (["step_0", "step_2"], ["step_1"])
     assert_copied(source, tmp_path / "all")
 
@@ -442,8 +442,8 @@ def test_damage_at_the_source_is_told_and_not_copied(source: Store, tmp_path: Pa
     """What was copied before stands."""
     digests = {d for s in source.snapshots()[1:2] for d, _ in _chunks(s)}
     digests -= {d for s in source.snapshots()[:1] for d, _ in _chunks(s)}
-    view = source.objects.view()
-    place = source.objects.index.find(view, [min(digests)])[0]
+    view = source.open_store.view()
+    place = source.open_store.index.find(view, [min(digests)])[0]
     assert place is not None
     pack = tmp_path / "source" / "casnap-store" / pack_key(place.pack)
     content = bytearray(pack.read_bytes())

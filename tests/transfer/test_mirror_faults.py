@@ -319,13 +319,13 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 def follower(here: Any, there: Any) -> ContinuousCopy:
     def open_pair() -> Pair:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
-        objects = source.objects
+        open_store = source.open_store
 
         def chosen() -> list[CopyJob]:
-            rows = list(snapshots_in(objects.table(objects.newest())))
+            rows = list(snapshots_in(open_store.table(open_store.newest())))
             return [CopyJob(name, name, row) for name, row in rows]
 
-        return Pair(objects, target.objects, chosen, CopyOptions(part_bytes=CHUNK))
+        return Pair(open_store, target.open_store, chosen, CopyOptions(part_bytes=CHUNK))
 
     return ContinuousCopy(open_pair, FollowOptions(interval=0.001))
 

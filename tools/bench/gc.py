@@ -80,10 +80,10 @@ def mark(settings: Settings, path: str, cache: str) -> dict[str, float]:
     """Mark what a store needs; return seconds, extra memory, and how many chunks are live."""
     os.environ["CASNAP_CACHE_DIR"] = str(settings.path("gc", cache))
     settings.path("gc", cache).mkdir(exist_ok=True)
-    objects = Store(path, create=False).objects
+    store = Store(path, create=False).open_store
     found: list[Marks] = []
     with PeakMemory() as memory:
-        took = seconds(lambda: found.append(Marks(objects, objects.newest(), lambda *_: None)))
+        took = seconds(lambda: found.append(Marks(store, store.newest(), lambda *_: None)))
     return {"seconds": took, "memory": memory.extra, "live": found[0].count}
 
 

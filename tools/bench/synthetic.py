@@ -49,7 +49,7 @@ class Synthetic:
         self._tensors[self._new[0]] = os.urandom(32 * self._rows)
 
     def _commit(self, name: str, crew: Crew) -> None:
-        transaction = Transaction(self.store.objects, crew)
+        transaction = Transaction(self.store.open_store, crew)
         try:
             self._add_chunks(transaction)
             lists = [transaction.put_node(digests) for digests in self._tensors]

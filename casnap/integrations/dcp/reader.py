@@ -100,8 +100,8 @@ class CasnapReader(StorageReader):
             path, store, storage_options = self._place
             assert path is not None
             opened, name = find_store(path, storage_options, store, create=False)
-            contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
-            folder = opened.objects.backend.folder
+            contents = Contents(opened.open_store, opened.full_name(name), opened.row(name))
+            folder = opened.open_store.backend.folder
             if folder is not None and _is_dcps_own(folder / contents.name / ".metadata"):
                 raise StateError(
                     f"{folder / contents.name} holds a snapshot of casnap, and a checkpoint that "
@@ -139,7 +139,7 @@ class CasnapReader(StorageReader):
         assert contents is not None, "DCP reads the metadata first"
         ranks = checked_ranks(plan.storage_data)
         comm = join_ranks(ranks, self._timeout, f"the dcp.load of {self._place.id!r}")
-        fetch = partial(fetch_shared, comm, contents.objects)
+        fetch = partial(fetch_shared, comm, contents.store)
         with comm, contents.reading():
             agreed = comm.broadcast_message(_Agreed(contents.row.commit, self._read_once), _Agreed)
             commit = contents.row.commit.hex()

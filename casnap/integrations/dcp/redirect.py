@@ -80,10 +80,10 @@ def install(
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
-    objects = store.make().objects
-    has_folders = objects.backend.folder is not None and objects.marks
+    open_store = store.make().open_store
+    has_folders = open_store.backend.folder is not None and open_store.marks
     if dcp_files and not has_folders:
-        check_has_folders(objects.backend)
+        check_has_folders(open_store.backend)
         raise StoreError(
             f"{store.uri} was opened with markers=False, so its snapshots have no folders that the "
             "files of DCP could lie in; leave markers=False out, or dcp_files=True"

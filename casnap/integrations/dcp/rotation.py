@@ -33,7 +33,7 @@ class RunFolder:
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
         self._prefix = f"{run}/" if run else ""
-        self._path = Path(store.objects.backend.folder or "", run)
+        self._path = Path(store.open_store.backend.folder or "", run)
         self._identity = _identity(self._path)
         # Their commits and inodes, by their full names.
         self._folders: dict[str, tuple[bytes, int]] = {}
@@ -78,20 +78,20 @@ class RunFolder:
         """Return the commit that the marker in a folder names, if there is one."""
         with suppress(OSError, CasnapError):
             key = f"{self._prefix}{last}/{MARKER}"
-            return commit_in(self._store.objects.backend.read_marker(key))
+            return commit_in(self._store.open_store.backend.read_marker(key))
         return None
 
     def _see(self, table: Table) -> None:
         """Note the folders of what earlier processes have saved by DCP."""
-        objects = self._store.objects
-        verdicts = MissingFoldersChange(objects, self._prefix.rstrip("/")).judge(table)
+        open_store = self._store.open_store
+        verdicts = MissingFoldersChange(open_store, self._prefix.rstrip("/")).judge(table)
         own = [v for v in verdicts if "/" not in v.name.removeprefix(self._prefix)]
         for name, commit in ((v.name, v.row.commit) for v in own):
             folder = self._folder(name)
             if self._marked(folder.name) == commit and is_notice(folder / ".metadata"):
                 self.note(name, commit)
         if gone := sum(not verdict.kept for verdict in own):
-            uri = objects.backend.uri
+            uri = open_store.backend.uri
             text = (
                 "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
             )
@@ -103,10 +103,10 @@ _runs: dict[str, RunFolder] = {}
 
 def _run_folder(store: Store, name: str) -> RunFolder | None:
     """Return the folder that a snapshot is saved in; None where snapshots have no folders."""
-    objects, run = store.objects, name.rpartition("/")[0]
-    if objects.backend.folder is None or not objects.marks:
+    open_store, run = store.open_store, name.rpartition("/")[0]
+    if open_store.backend.folder is None or not open_store.marks:
         return None
-    key = f"{objects.backend.identity} {run}"
+    key = f"{open_store.backend.identity} {run}"
     if key not in _runs or not _runs[key].is_same:
         _runs[key] = RunFolder(store, run)
     return _runs[key]

@@ -31,7 +31,7 @@ from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode
 from casnap.format.tree import Tree
 from casnap.storage.catalog.uris import joined
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
 # Other bytes could take sixty times as much memory when they are decoded.
@@ -108,13 +108,13 @@ class Contents:
     A path without a rank means rank 0's entry if there is no global one.
 
     Args:
-        objects: The store.
+        store: The store.
         name: The snapshot's name, for messages.
         row: Its row in the table.
     """
 
-    def __init__(self, objects: Objects, name: str, row: Row) -> None:
-        self.objects = objects
+    def __init__(self, store: OpenStore, name: str, row: Row) -> None:
+        self.store = store
         self.name = name
         self.row = row
         self._trees: dict[bytes, Tree[Entry]] = {}
@@ -123,13 +123,13 @@ class Contents:
     @property
     def label(self) -> str:
         """The snapshot as a user would name it."""
-        return joined(self.objects.backend.uri, self.name)
+        return joined(self.store.backend.uri, self.name)
 
     @cached_property
     def manifest(self) -> Manifest:
         """The top of the tree."""
         ref = self.row.manifest
-        node = self.objects.node(Digest(ref.digest), ref.hint)
+        node = self.store.node(Digest(ref.digest), ref.hint)
         manifest = decode(node, Manifest, f"the manifest of {self.label}")
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
@@ -147,7 +147,7 @@ class Contents:
         """The user's own metadata."""
         if not self.row.metadata_node:
             return self.row.metadata
-        node = self.objects.node(Digest(self.row.metadata_node))
+        node = self.store.node(Digest(self.row.metadata_node))
         if len(node) > _MOST_METADATA:
             raise DamagedError(f"the metadata of {self.label} have {len(node):,} bytes, too many")
         return decode(node, dict[str, Any], f"the metadata of {self.label}")
@@ -162,7 +162,7 @@ class Contents:
         try:
             yield
         except DamagedError as e:
-            row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
+            row = self.store.current(lambda root: self.store.table(root).get(self.name))
             if row is not None and row.commit == self.row.commit:
                 raise
             raise SnapshotNotFoundError(
@@ -205,7 +205,7 @@ class Contents:
         """Return the tree of one key."""
         tree = self._trees.get(digest)
         if tree is None:
-            tree = Tree(Digest(digest), self.objects.node, Entry)
+            tree = Tree(Digest(digest), self.store.node, Entry)
             self._trees[digest] = tree
         return tree
 
@@ -380,7 +380,7 @@ class Contents:
         Raises:
             DamagedError: Shape and length do not fit each other.
         """
-        nbytes, chunk_size = payload_of(entry).nbytes, self.objects.config.chunk_size
+        nbytes, chunk_size = payload_of(entry).nbytes, self.store.config.chunk_size
         if not isinstance(entry, TensorEntry):
             return grid_of((nbytes,), 1, chunk_size)
         count = prod(entry.shape)
@@ -429,7 +429,7 @@ class Contents:
         return bytes(joined)
 
     def _list(self, digest: Digest) -> bytes:
-        listed = self.objects.node(digest)
+        listed = self.store.node(digest)
         if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
             raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
         return listed

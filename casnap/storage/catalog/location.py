@@ -27,7 +27,7 @@ from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, FOLDER_ONLY, root_key, serves_below
 from casnap.runtime.environment import local_path
 from casnap.storage.catalog.uris import Uri, snapshot_uri, store_uri
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.config import no_config_error, read_config
 from casnap.storage.log.roots import newest_root
 
@@ -238,8 +238,8 @@ def _between(place: Path, ancestor: Path) -> Iterator[Path]:
 def _has_below(place: Path, folder: str) -> bool:
     """Whether a store has a snapshot of a name, or below it; False for one that cannot be read."""
     try:
-        objects = Objects(LocalBackend(place))
-        table = objects.table(objects.newest())
+        store = OpenStore(LocalBackend(place))
+        table = store.table(store.newest())
         return table.get(folder) is not None or any(True for _ in table.items_below(f"{folder}/"))
     except CasnapError:
         return False
@@ -297,7 +297,7 @@ def _serves(store: Path, inner: str) -> bool:
         root = newest_root(backend)
         if serves_below(root):
             return True
-        table, parts = Objects(backend).table(root), inner.split("/")
+        table, parts = OpenStore(backend).table(root), inner.split("/")
         # Nothing can be below a snapshot; the take says so.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:

@@ -18,7 +18,7 @@ from casnap.errors import DamagedError, MirrorError, StoreError
 from casnap.format.records import INTERNAL, Root, Row
 from casnap.storage.catalog.settings import change_settings
 from casnap.storage.catalog.table import Table, change_table, snapshots_in
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import read_root
 
 SETTING = "mirror"
@@ -100,12 +100,12 @@ def life_of(row: Row) -> Life | None:
     return Life(int(began), follows) if _is_number(began) and follows >= 0 else None
 
 
-def note_restored(objects: Objects, name: str, row: Row) -> None:
+def note_restored(store: OpenStore, name: str, row: Row) -> None:
     """Note that this process restored a snapshot, if it is a copy at a mirror."""
     if life_of(row) is not None:
-        run, seq = (objects.config.store_id, name.rpartition("/")[0]), row.seq
+        run, seq = (store.config.store_id, name.rpartition("/")[0]), row.seq
         with suppress(StoreError):
-            seq = max(objects.recent().seq, seq)
+            seq = max(store.recent().seq, seq)
         _restored[run] = max(seq, _restored.get(run, 0))
 
 
@@ -146,30 +146,30 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20
 
 
-def is_copy_from_here(objects: Objects, row: Row) -> bool:
+def is_copy_from_here(store: OpenStore, row: Row) -> bool:
     """Whether a snapshot at a mirror is the copy of one that was taken in this store.
 
     The number of its root here, and the commit id of that, prove it: roots are never removed, and
     commit ids are random. So two stores that go on from copies of one each know what was theirs.
     """
     store_id, seq = _origin(row)
-    return store_id == objects.config.store_id and seq >= 0 and _committed(objects, seq, row)
+    return store_id == store.config.store_id and seq >= 0 and _committed(store, seq, row)
 
 
 def is_newer_here(
-    objects: Objects, mirror_id: str, newest: tuple[str, Row], newest_there: tuple[str, Row]
+    store: OpenStore, mirror_id: str, newest: tuple[str, Row], newest_there: tuple[str, Row]
 ) -> bool:
     """Whether the newest snapshot of a store is newer than that of its mirror, which it lacks.
 
     Args:
-        objects: The store.
+        store: The store.
         mirror_id: The id of the mirror.
         newest: The newest one here: its name, and its row.
         newest_there: The newest one there.
     """
     (name, row), (other_name, row_there) = newest, newest_there
     same_run = name.rpartition("/")[0] == other_name.rpartition("/")[0]
-    if is_copy_from_here(objects, row_there):
+    if is_copy_from_here(store, row_there):
         return row.seq > _origin(row_there)[1]
     life = life_of(row_there)
     if life is not None and same_run:
@@ -177,14 +177,14 @@ def is_newer_here(
     return row.time >= row_there.time
 
 
-def was_taken_here(objects: Objects, row: Row) -> bool:
+def was_taken_here(store: OpenStore, row: Row) -> bool:
     """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
-    return not origin_of(row) and _committed(objects, row.seq, row)
+    return not origin_of(row) and _committed(store, row.seq, row)
 
 
-def _committed(objects: Objects, seq: int, row: Row) -> bool:
+def _committed(store: OpenStore, seq: int, row: Row) -> bool:
     try:
-        return read_root(objects.backend, seq).commit == row.commit
+        return read_root(store.backend, seq).commit == row.commit
     except (FileNotFoundError, DamagedError):
         return False
 
@@ -215,12 +215,12 @@ def _without_note(row: Row, *notes: str) -> Row:
 
 
 def mark_mirrored(
-    objects: Objects, mirrored: Mapping[str, bytes], succeeded: Mapping[str, bytes]
+    store: OpenStore, mirrored: Mapping[str, bytes], succeeded: Mapping[str, bytes]
 ) -> None:
     """Note that the mirror holds some snapshots, and never gets others, in one commit.
 
     Args:
-        objects: The mirrored store.
+        store: The mirrored store.
         mirrored: Full name and commit id of each that it holds. A run of which the mirror gets
             snapshots again is no longer noted as succeeded.
         succeeded: Those that it never gets, since another store continues their run.
@@ -240,7 +240,7 @@ def mark_mirrored(
                 changed[name] = _without_note(row, *([_SUCCEEDED] if name in succeeded else []))
         return changed
 
-    change_table(objects, change)
+    change_table(store, change)
 
 
 def succeeded_in(table: Table) -> dict[str, Row]:
@@ -275,25 +275,25 @@ def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
     return MirrorPlace(*texts)
 
 
-def attach_mirror(objects: Objects, place: MirrorPlace) -> None:
+def attach_mirror(store: OpenStore, place: MirrorPlace) -> None:
     """Note which store is the mirror; the first time, note that it lacks all snapshots.
 
     Raises:
         MirrorError: Another store is the mirror.
     """
-    uri = objects.backend.uri
-    attached = mirror_place(objects.newest(), uri)
+    uri = store.backend.uri
+    attached = mirror_place(store.newest(), uri)
     if attached is None:
-        change_settings(objects, lambda s: {SETTING: place._asdict(), **s}, _tag_all)
-        attached = mirror_place(objects.newest(), uri)
+        change_settings(store, lambda s: {SETTING: place._asdict(), **s}, _tag_all)
+        attached = mirror_place(store.newest(), uri)
     if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
         reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
-        raise wrong_mirror_error(objects, attached, reality)
+        raise wrong_mirror_error(store, attached, reality)
 
 
-def wrong_mirror_error(objects: Objects, attached: MirrorPlace, reason: str) -> MirrorError:
+def wrong_mirror_error(store: OpenStore, attached: MirrorPlace, reason: str) -> MirrorError:
     """Return the error for another store, or none, in place of the mirror."""
-    uri = objects.backend.uri
+    uri = store.backend.uri
     return MirrorError(
         f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "
         f"{attached.uri}; {reason}. Name that one; or if it is gone for good, or you want another "
@@ -318,10 +318,10 @@ def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
     return {name: _without_note(row) for name, row in tagged_rows}
 
 
-def detach_mirror(objects: Objects) -> bool:
+def detach_mirror(store: OpenStore) -> bool:
     """Forget the mirror, and which snapshots it lacks; return whether there was any of that."""
 
     def without(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key != SETTING}
 
-    return change_settings(objects, without, _tag_none)
+    return change_settings(store, without, _tag_none)

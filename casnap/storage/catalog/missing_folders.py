@@ -20,7 +20,7 @@ from casnap.runtime.typing import override
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored, was_taken_here
 from casnap.storage.catalog.retention import PruneChange, Verdict
 from casnap.storage.catalog.table import Table, commit_in, snapshots_in
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _OWN = {STORE_FOLDER}
 _MOST_NAMES = 10_000
@@ -67,17 +67,17 @@ class MissingFoldersChange(PruneChange):
     """The change of a table that removes the snapshots whose folders were deleted.
 
     Args:
-        objects: The store.
+        store: The store.
         folder: Where the runs are; "" for the whole store.
 
     Raises:
         StoreError: The store is not in a folder of this machine.
     """
 
-    def __init__(self, objects: Objects, folder: str) -> None:
+    def __init__(self, store: OpenStore, folder: str) -> None:
         super().__init__()
-        self._objects = objects
-        self._base = check_has_folders(objects.backend)
+        self._store = store
+        self._base = check_has_folders(store.backend)
         self._folder = folder
 
     @override
@@ -98,7 +98,7 @@ class MissingFoldersChange(PruneChange):
 
     def _judge_run(self, run: str, rows: dict[str, Row]) -> dict[str, str]:
         """Return why each snapshot of a run is kept, by the name of its folder; "" if it is not."""
-        listing = _listed(self._objects.backend, f"{self._base}/{run}".rstrip("/"), run)
+        listing = _listed(self._store.backend, f"{self._base}/{run}".rstrip("/"), run)
         if listing is None:
             return dict.fromkeys(rows, "the folder of its run is gone")
         if rows.keys() <= listing.names:
@@ -122,7 +122,7 @@ class MissingFoldersChange(PruneChange):
             return "its folder was renamed"
         if not had_markers:
             return "no snapshot of its run has its folder"
-        if not was_taken_here(self._objects, row):
+        if not was_taken_here(self._store, row):
             return "copied from another store"
         return ""
 
@@ -138,7 +138,7 @@ def _listed(backend: Backend, path: str, run: str) -> _Listing | None:
     return _Listing(backend, run, frozenset(names))
 
 
-def unknown_markers(objects: Objects) -> dict[str, bytes]:
+def unknown_markers(store: OpenStore) -> dict[str, bytes]:
     """Return the markers that name a commit which no snapshot has; nothing for a remote store.
 
     A marker is written after its commit, and removed with its snapshot. So such a one is of a
@@ -149,10 +149,10 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
         have a snapshot, and those right in the store's folder; but none with very many names, and
         none that is a link.
     """
-    backend = objects.backend
+    backend = store.backend
     if backend.folder is None:
         return {}
-    rows = dict(snapshots_in(objects.table(objects.newest())))
+    rows = dict(snapshots_in(store.table(store.newest())))
     base = check_has_folders(backend)
     top = _listed(backend, str(base), "")
     runs = {name.rpartition("/")[0] for name in rows} | {""} | (top.names if top else set())
@@ -171,5 +171,5 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
             if commit is not None:
                 markers[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.
-    commits = {row.commit for _, row in snapshots_in(objects.table(objects.newest()))}
+    commits = {row.commit for _, row in snapshots_in(store.table(store.newest()))}
     return {name: commit for name, commit in markers.items() if commit not in commits}

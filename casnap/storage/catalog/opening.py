@@ -18,13 +18,13 @@ from casnap.storage.catalog.location import Location, exists, locate_store, narr
 from casnap.storage.catalog.other_formats import no_store_error
 from casnap.storage.catalog.table import only_marker_error
 from casnap.storage.chunks.chunk_cache import room_for
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.config import not_a_store_error, object_error
 
 _log = logging.getLogger("casnap")
 
 
-def open_objects(
+def open_at(
     place: Location,
     *,
     create: bool,
@@ -36,7 +36,7 @@ def open_objects(
     look_ahead: bool = False,
     cache_bytes: int | None = None,
     markers: bool = True,
-) -> tuple[Objects, bool]:
+) -> tuple[OpenStore, bool]:
     """Open a store, or make it.
 
     Args:
@@ -54,7 +54,7 @@ def open_objects(
         markers: Whether snapshots get markers.
 
     Returns:
-        The objects of the store, and whether it was made just now.
+        The open store, and whether it was made just now.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -72,23 +72,21 @@ def open_objects(
     backend.exclusive |= exclusive
     # If only the record of the store above is there, its making was cut off.
     may_make = create and (not place.name or place.exists)
-    new_objects = partial(Objects, backend, marks=markers)
-    objects = new_objects(config=config) if config is not None else None
-    new_store: CreatedStore | None = None
-    if objects is None and backend.costly_requests:
-        objects = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
-    if objects is None and may_make:
+    open_here = partial(OpenStore, backend, marks=markers)
+    store = open_here(config=config) if config is not None else None
+    created: CreatedStore | None = None
+    if store is None and backend.costly_requests:
+        store = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
+    if store is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        new_store = create_store(
-            backend, chunk_size=chunk_size, is_explicit=is_explicit, codec=codec
-        )
-        if new_store.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+        created = create_store(backend, chunk_size=chunk_size, is_explicit=is_explicit, codec=codec)
+        if created.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
             level = logging.INFO if is_explicit else logging.WARNING
             _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
-        objects = new_objects(config=new_store.config)
-        if new_store.root is not None and backend.costly_requests:
-            objects.note_newest(new_store.root)
-    elif objects is None and not place.exists:
+        store = open_here(config=created.config)
+        if created.root is not None and backend.costly_requests:
+            store.note_newest(created.root)
+    elif store is None and not place.exists:
         raise (
             only_marker_error(backend, "")
             or _no_name_error(backend)
@@ -96,10 +94,10 @@ def open_objects(
                 not_a_store_error(backend) if (at := backend.folder) is None else no_store_error(at)
             )
         )
-    objects = objects or new_objects()
+    store = store or open_here()
     if room is not None:
-        objects.chunk_cache = room.of(objects.config, backend)
-    return objects, new_store is not None and new_store.is_new
+        store.chunk_cache = room.of(store.config, backend)
+    return store, created is not None and created.is_new
 
 
 def _no_name_error(backend: Backend) -> NotAStoreError | None:
@@ -126,14 +124,14 @@ def locate(
     return Location(uri, "", not uri.costly_requests)
 
 
-def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Objects | None:
+def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> OpenStore | None:
     """Open a remote store; with ``look_ahead`` for a use that follows at once.
 
     Raises:
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
     """
     try:
-        return Objects.at(backend, ahead=look_ahead, marks=marks)
+        return OpenStore.at(backend, ahead=look_ahead, marks=marks)
     except NotAStoreError:
         if or_none:
             return None

@@ -14,7 +14,7 @@ from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest, payload_of
 from casnap.format.records import Row, decode
 from casnap.format.tree import DEEP, Load, Tree
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
 _TOGETHER = 64
@@ -101,12 +101,12 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
 
 
 def walk(
-    objects: Objects, tops: Iterable[bytes], visited: set[bytes]
+    store: OpenStore, tops: Iterable[bytes], visited: set[bytes]
 ) -> Iterator[tuple[bytes, list[bytes]]]:
     """Yield each node at and below some others, with its references.
 
     Args:
-        objects: The store.
+        store: The store.
         tops: References to the nodes to begin with.
         visited: References to visited nodes. They are not visited again; new ones are added.
 
@@ -119,9 +119,9 @@ def walk(
         # In groups, so that nodes that are not cached are read together.
         group = pending[-_TOGETHER:]
         del pending[-_TOGETHER:]
-        objects.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])
+        store.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])
         for node in group:
-            children = references(objects.node, node)
+            children = references(store.node, node)
             yield node, children
             unvisited = [r for r in dict.fromkeys(children) if is_node(r) and r not in visited]
             visited.update(unvisited)

@@ -26,7 +26,7 @@ from casnap.runtime.typing import override
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
 from casnap.storage.catalog.table import Table, change_table, snapshots_in, unmark
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 Run: TypeAlias = Sequence[tuple[str, Row]]
@@ -321,7 +321,7 @@ class RetentionChange(PruneChange):
     """The change of a table that removes the snapshots that a retention does not keep.
 
     Args:
-        objects: The store.
+        store: The store.
         retention: The rules.
         folder: Where the runs are; "" for the whole store.
         taken_commit: The commit of a snapshot right in the folder that was just taken. It is kept,
@@ -330,14 +330,14 @@ class RetentionChange(PruneChange):
 
     def __init__(
         self,
-        objects: Objects,
+        store: OpenStore,
         retention: Retention,
         folder: str,
         taken_commit: bytes | None = None,
     ) -> None:
         check_retention(retention)
         super().__init__()
-        self._objects = objects
+        self._store = store
         self._retention = retention
         self._folder = folder
         self._taken = taken_commit
@@ -370,7 +370,7 @@ class RetentionChange(PruneChange):
     def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
         """Return a row with its metadata; without, and note the name, if they cannot be read."""
         try:
-            metadata = Contents(self._objects, name, row).metadata
+            metadata = Contents(self._store, name, row).metadata
         except UnavailableError:
             raise
         except (DamagedError, BackendError) as e:
@@ -380,8 +380,8 @@ class RetentionChange(PruneChange):
         return msgspec.structs.replace(row, metadata=metadata)
 
 
-def prune(objects: Objects, judging: PruneChange) -> list[Verdict]:
+def prune(store: OpenStore, judging: PruneChange) -> list[Verdict]:
     """Remove the snapshots that are not kept, in one commit; return the verdicts."""
-    if change_table(objects, judging):
-        unmark(objects, {v.name: v.row.commit for v in judging.verdicts if not v.kept})
+    if change_table(store, judging):
+        unmark(store, {v.name: v.row.commit for v in judging.verdicts if not v.kept})
     return judging.verdicts

@@ -14,7 +14,7 @@ from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.records import Root, Row
 from casnap.storage.catalog.table import Table, change_table, snapshots_in
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 CODEC = "codec"
 GC = "gc"
@@ -103,14 +103,14 @@ def recodes(root: Root, backend: Backend) -> bool:
 
 
 def change_settings(
-    objects: Objects,
+    store: OpenStore,
     edit: Callable[[dict[str, Any]], dict[str, Any]],
     edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
 ) -> bool:
     """Change some settings of a store, in one commit; return whether that changed anything.
 
     Args:
-        objects: The store.
+        store: The store.
         edit: Given the settings, returns the new ones.
         edit_rows: Given the snapshots, returns the rows to change too if the settings change.
     """
@@ -123,8 +123,8 @@ def change_settings(
         return msgspec.structs.replace(root, settings=after)
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
-        before = objects.newest()
+        before = store.newest()
         stays = before.seq == seq - 1 and update_root(before) is before
         return {} if stays else edit_rows(snapshots_in(table))
 
-    return change_table(objects, change, update_root)
+    return change_table(store, change, update_root)

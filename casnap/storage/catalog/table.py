@@ -30,7 +30,7 @@ from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.location import exists
 from casnap.storage.catalog.other_formats import hint_at
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log.roots import release_reserve, with_advice
@@ -62,11 +62,11 @@ def stale_copies(table: Table) -> list[str]:
     return [name for name, row in rows if not abs(now - row.time) <= _ABANDONED_AFTER]
 
 
-def drop_stale_copies(objects: Objects, *, dry_run: bool) -> frozenset[str]:
+def drop_stale_copies(store: OpenStore, *, dry_run: bool) -> frozenset[str]:
     """Drop the rows of copies that were not gone on with for a week; return their names."""
-    stale = objects.current(lambda root: stale_copies(objects.table(root)), objects.recent)
+    stale = store.current(lambda root: stale_copies(store.table(root)), store.recent)
     if stale and not dry_run:
-        change_table(objects, lambda table, _: dict.fromkeys(stale_copies(table)))
+        change_table(store, lambda table, _: dict.fromkeys(stale_copies(table)))
     return frozenset(stale)
 
 
@@ -161,25 +161,25 @@ class _UnchangedError(Exception):
 
 
 def change_table(
-    objects: Objects, change: Change, update_root: Callable[[Root], Root] = lambda root: root
+    store: OpenStore, change: Change, update_root: Callable[[Root], Root] = lambda root: root
 ) -> bool:
     """Commit a change of the table; return False, and write no root, if it changes nothing.
 
     Args:
-        objects: The store.
+        store: The store.
         change: Says which rows to set or remove.
         update_root: Given the root before, returns it with the fields that the next one is to have.
     """
 
     def some(table: Table, seq: int) -> dict[str, Row | None]:
         changes = change(table, seq)
-        newest = objects.newest()
+        newest = store.newest()
         if not changes and update_root(newest) == newest:
             raise _UnchangedError
         return changes
 
     def commit(crew: Crew) -> bool:
-        transaction = Transaction(objects, crew)
+        transaction = Transaction(store, crew)
         try:
             publish(transaction, some, update_root=update_root)
         except _UnchangedError:
@@ -195,74 +195,74 @@ def change_table(
             except FencedError:
                 _log.info(
                     "%s: a collector deleted what a change relied on; the change starts again",
-                    objects.backend.uri,
+                    store.backend.uri,
                 )
         return run_shielded(commit)
 
     try:
         return commit_unfenced()
     except StorageFullError:
-        release_reserve(objects.backend)
+        release_reserve(store.backend)
     try:
         return commit_unfenced()
     except StorageFullError as e:
-        raise with_advice(e, objects.recent()) from e
+        raise with_advice(e, store.recent()) from e
 
 
-def mark(objects: Objects, name: str, row: Row) -> None:
+def mark(store: OpenStore, name: str, row: Row) -> None:
     """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
 
     An error is a warning only: the snapshot is committed. If it was deleted or overwritten since,
     a marker on a disk gives way to that of the snapshot that has the name now.
     """
-    if not objects.marks:
+    if not store.marks:
         return
     content = {
         "casnap": "snapshot",
         "name": name,
         "commit": row.commit.hex(),
-        "store": objects.backend.uri,
+        "store": store.backend.uri,
         "note": f"Only a marker. All bytes are in {'../' * (name.count('/') + 1)}{STORE_FOLDER}; "
         "`casnap cp` copies snapshots.",
     }
     try:
-        objects.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
-        now = row if objects.backend.costly_requests else _row_now(objects, name, row)
+        store.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
+        now = row if store.backend.costly_requests else _row_now(store, name, row)
     except Exception as e:  # noqa: BLE001
         _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
         return
     if now is None or now.commit != row.commit:
-        unmark(objects, {name: row.commit})
+        unmark(store, {name: row.commit})
         if now is not None:
-            mark(objects, name, now)
+            mark(store, name, now)
 
 
-def replace_markers(objects: Objects, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
+def replace_markers(store: OpenStore, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
     """Write the marker of a new snapshot, and remove those of what went in the same commit.
 
     Args:
-        objects: The store.
+        store: The store.
         name: The name of the new snapshot.
         row: Its row.
         removed_rows: The rows of what went, by name; one of this name was replaced.
     """
-    mark(objects, name, row)
+    mark(store, name, row)
     deleted = {
         other_name: its_row.commit
         for other_name, its_row in removed_rows.items()
         if other_name != name
     }
     if deleted:
-        unmark(objects, deleted)
+        unmark(store, deleted)
 
 
-def _row_now(objects: Objects, name: str, row: Row) -> Row | None:
+def _row_now(store: OpenStore, name: str, row: Row) -> Row | None:
     """Return the newest row of a name, for which a row was just committed."""
 
     def newest(root: Root) -> Row | None:
-        return row if root.seq == row.seq else objects.table(root).get(name)
+        return row if root.seq == row.seq else store.table(root).get(name)
 
-    return objects.current(newest)
+    return store.current(newest)
 
 
 class _Marker(msgspec.Struct):
@@ -305,16 +305,16 @@ def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
     )
 
 
-def unmark(objects: Objects, deleted: Mapping[str, bytes]) -> None:
+def unmark(store: OpenStore, deleted: Mapping[str, bytes]) -> None:
     """Remove the markers of deleted snapshots, if the store has any.
 
     A marker that names another commit stays: the name was taken anew meanwhile.
 
     Args:
-        objects: The store.
+        store: The store.
         deleted: The commit id of each, by its name.
     """
-    if not objects.marks:
+    if not store.marks:
         return
     keys = {f"{name}/{MARKER}": name for name in deleted}
 
@@ -322,7 +322,7 @@ def unmark(objects: Objects, deleted: Mapping[str, bytes]) -> None:
         return commit_in(marker) == deleted[keys[key]]
 
     try:
-        errors: Mapping[str, Exception] = objects.backend.unmark(keys, is_stale)
+        errors: Mapping[str, Exception] = store.backend.unmark(keys, is_stale)
     except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
         errors = dict.fromkeys([next(iter(keys), "")], e)
     for key, error in errors.items():

@@ -15,7 +15,7 @@ from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import works_in_background
 from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 from casnap.storage.chunks.new_packs import NewPacks
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 # Two buffers to read into; writing takes the others of the pool.
 _READ = ReadOptions(readers=2)
@@ -45,7 +45,7 @@ def codec_among(places: Iterable[Place | None]) -> Codec:
 
 
 def copy_verified(
-    source: Objects,
+    source: OpenStore,
     chunks: Iterable[tuple[Digest, bool]],
     new_packs: NewPacks,
     report: Report,
@@ -88,7 +88,7 @@ def copy_verified(
     source.fetch((want(d, node) for d, node in chunks), options)
 
 
-def read_chunks(source: Objects, digests: Iterable[Digest]) -> dict[Digest, bytes]:
+def read_chunks(source: OpenStore, digests: Iterable[Digest]) -> dict[Digest, bytes]:
     """Return some chunks, to be compared; few at a time. Hold the turn for it.
 
     Raises:

@@ -16,7 +16,7 @@ from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.node_hints import MOST_HINTED_BYTES
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack import (
     CHUNKS,
     NODES,
@@ -36,7 +36,7 @@ class NewPacks:
     """The packs that one change writes.
 
     Args:
-        objects: The store.
+        store: The store.
         base: The root number that the ids of the packs begin with.
         crew: The crew of the background threads.
         codec: How chunks are stored.
@@ -47,11 +47,11 @@ class NewPacks:
         nodes: The nodes that were added, each with its place. Copies are not among them.
     """
 
-    def __init__(self, objects: Objects, base: int, crew: Crew, codec: Codec) -> None:
-        pool = shared_pool(objects.config.chunk_size + (64 << 10))
+    def __init__(self, store: OpenStore, base: int, crew: Crew, codec: Codec) -> None:
+        pool = shared_pool(store.config.chunk_size + (64 << 10))
         folder = os.urandom(1)
         self._chunks, self._nodes = (
-            PackWriter(objects.backend, base, folder, kind, pool, crew, codec)
+            PackWriter(store.backend, base, folder, kind, pool, crew, codec)
             for kind in (CHUNKS, NODES)
         )
         self._node_filler = self._nodes.filler()

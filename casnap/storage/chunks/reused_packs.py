@@ -18,7 +18,7 @@ from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import DeltaPlace, PackId, Place, Record, pack_key
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 
 _log = logging.getLogger("casnap")
 _DELTA = int(Codec.DELTA)
@@ -32,12 +32,12 @@ class ReusedPacks:
     """The packs that one change relies on, and for which digests.
 
     Args:
-        objects: The store.
+        store: The store.
         view: The index as the change sees it.
     """
 
-    def __init__(self, objects: Objects, view: View) -> None:
-        self._objects = objects
+    def __init__(self, store: OpenStore, view: View) -> None:
+        self._store = store
         self._view = view
         self._lock = threading.Lock()
         # Pack → the digests relied on there, one behind the other.
@@ -85,15 +85,15 @@ class ReusedPacks:
         """Find digests in packs that exist; drop from the view those that do not."""
         while True:
             view = self._view
-            places = self._objects.index.find(view, digests, only_live=True)
+            places = self._store.index.find(view, digests, only_live=True)
             bad = self._bad(places)
             if not bad:
                 return places
-            if self._objects.newest() == view.root:
+            if self._store.newest() == view.root:
                 _log.warning(
                     "%s: %d packs are gone or cut off, such as %s; the needed chunks are "
                     "stored anew; `casnap check` says what else is hurt",
-                    self._objects.backend.uri,
+                    self._store.backend.uri,
                     len(bad),
                     pack_key(min(bad)),
                 )
@@ -109,7 +109,7 @@ class ReusedPacks:
                 pack, end = PackId(place.pack), place.offset + place.stored
                 ends[pack] = max(end, ends.get(pack, 0))
         unseen = [pack for pack in ends if pack not in self._lengths]
-        self._lengths |= self._objects.index.pack_lengths.of(unseen, self._view.packs.at_most)
+        self._lengths |= self._store.index.pack_lengths.of(unseen, self._view.packs.at_most)
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
     def confirm(self, latest: View) -> None:

@@ -19,7 +19,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.storage.chunks.index import SMALL_RECORDS, View
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack import new_id
 
 _MERGE_AT = 16
@@ -37,23 +37,23 @@ _MOST = 900_000
 
 
 def add_segment(
-    objects: Objects, view: View, segment: Segment, base: int
+    store: OpenStore, view: View, segment: Segment, base: int
 ) -> tuple[SegmentRef, ...]:
     """Write a new segment, merged with small ones; return the list for the next root.
 
     Args:
-        objects: The store.
+        store: The store.
         view: The index as the root sees it that the next one follows.
         segment: What is new.
         base: The root number that the id begins with.
     """
     *large, segment = _parts(segment)
-    written = [write_segment(objects, part, base) for part in large]
-    levels = _REMOTE_LEVELS if objects.backend.costly_requests else _LOCAL_LEVELS
+    written = [write_segment(store, part, base) for part in large]
+    levels = _REMOTE_LEVELS if store.backend.costly_requests else _LOCAL_LEVELS
     sizes = {ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
     merged = _to_merge(sizes, segment.count + len(segment.packs), levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
-    last_written = _write_merged(objects, view, segment, merged, (), base)
+    last_written = _write_merged(store, view, segment, merged, (), base)
     return (*unmerged, *written, *last_written)
 
 
@@ -84,20 +84,20 @@ class Rewriting:
             return None
         return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new
 
-    def discard(self, objects: Objects) -> None:
+    def discard(self, store: OpenStore) -> None:
         """Delete the new segments, which no root names."""
         for ref in self.new:
-            objects.backend.delete(segment_key(ref.id))
+            store.backend.delete(segment_key(ref.id))
 
 
-def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
+def rewrite_segments(store: OpenStore, view: View, without: Collection[PackId]) -> Rewriting:
     """Write the segments that list some packs without these, and merge small ones.
 
     A new segment keeps every place of every other pack, duplicates too: a take in flight may rely
     on any of them.
 
     Args:
-        objects: The store.
+        store: The store.
         view: The index as a root sees it.
         without: The packs to leave out.
     """
@@ -112,22 +112,22 @@ def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) 
     new: list[SegmentRef] = []
     try:
         for group in _groups(todo):
-            new += _write_merged(objects, view, Segment((), []), group, left_out, view.root.seq)
+            new += _write_merged(store, view, Segment((), []), group, left_out, view.root.seq)
     except StorageFullError:
-        Rewriting(view.root.seq, left_out, frozenset(), tuple(new)).discard(objects)
+        Rewriting(view.root.seq, left_out, frozenset(), tuple(new)).discard(store)
         raise
     return Rewriting(view.root.seq, left_out, frozenset(todo), tuple(new))
 
 
-def drop_packs(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
+def drop_packs(store: OpenStore, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
     """Rewrite segments without some packs; return the list for the root after that of the view."""
-    segments = rewrite_segments(objects, view, without).applied(view.root, frozenset(without))
+    segments = rewrite_segments(store, view, without).applied(view.root, frozenset(without))
     assert segments is not None
     return segments
 
 
 def _write_merged(
-    objects: Objects,
+    store: OpenStore,
     view: View,
     new: Segment,
     refs: list[SegmentRef],
@@ -137,25 +137,25 @@ def _write_merged(
     """Write new and old segments as one; return it, or nothing if it lists no pack."""
     content, packs, count = encode_segment(new), new.packs, new.count
     if refs:
-        parts = [objects.index.sealed_or_kept(ref) for ref in refs]
+        parts = [store.index.sealed_or_kept(ref) for ref in refs]
         content, packs, count = merged_segment([(content, "a new segment"), *parts], without)
     if not packs:
         return []
-    ident = _put(objects, content, base)
+    ident = _put(store, content, base)
     view.cache.keep_segment(ident, packs, new.records)
-    objects.index.keep_small(ident, content)
+    store.index.keep_small(ident, content)
     return [SegmentRef(ident, count)]
 
 
-def write_segment(objects: Objects, segment: Segment, base: int) -> SegmentRef:
+def write_segment(store: OpenStore, segment: Segment, base: int) -> SegmentRef:
     """Write a segment as it is. Another process may name it in a root."""
-    ident = _put(objects, encode_segment(segment), base)
+    ident = _put(store, encode_segment(segment), base)
     return SegmentRef(ident, segment.count)
 
 
-def write_segments(objects: Objects, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
+def write_segments(store: OpenStore, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
     """Write a segment as it is; as several if it is large."""
-    return tuple(write_segment(objects, part, base) for part in _parts(segment))
+    return tuple(write_segment(store, part, base) for part in _parts(segment))
 
 
 def _parts(segment: Segment) -> list[Segment]:
@@ -174,15 +174,15 @@ def _parts(segment: Segment) -> list[Segment]:
     return [Segment(tuple(packs), records) for packs, records in parts]
 
 
-def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
+def _put(store: OpenStore, content: bytes, base: int) -> SegmentId:
     """Write a segment; make it and all packs durable. If that fails, none is left."""
     ident = SegmentId(new_id(base))
     try:
-        objects.backend.write(segment_key(ident), content)
-        objects.backend.sync()
+        store.backend.write(segment_key(ident), content)
+        store.backend.sync()
     except BaseException:
         with suppress(CasnapError):
-            objects.backend.delete(segment_key(ident))
+            store.backend.delete(segment_key(ident))
         raise
     return ident
 

@@ -65,19 +65,19 @@ def publish(
     others = others or OtherRanks()
     transaction.new_packs.finish_chunks()
     publication = _Publication(transaction, change, others, update_root)
-    objects = transaction.objects
+    store = transaction.store
     # If another commit was put meanwhile, the number is taken.
-    newest = objects.recent
+    newest = store.recent
     while True:
-        root = objects.current(publication.root_after, newest)
-        newest = objects.newest
+        root = store.current(publication.root_after, newest)
+        newest = store.newest
         if root is None:
             continue
         others.check()
         transaction.may_be_referenced = True
         try:
-            if put_root(transaction.objects.backend, root):
-                objects.note_newest(root)
+            if put_root(transaction.store.backend, root):
+                store.note_newest(root)
                 return root
         except StorageFullError:
             # Nothing can have been put.
@@ -107,7 +107,7 @@ class _Publication:
         Raises:
             FencedError: A pack relied on is gone, and ``m`` is still the newest root.
         """
-        latest = self.transaction.objects.index.view(m)
+        latest = self.transaction.store.index.view(m)
         reused = self._all_reused(m, latest)
         if reused is None:
             return None
@@ -115,8 +115,8 @@ class _Publication:
         like = self._serving_all(self.update_root(m))
         if self.transaction.new_packs.has_deltas:
             like = with_deltas(like)
-        if self.transaction.objects.backend.costly_requests:
-            find = partial(self.transaction.objects.index.find, latest)
+        if self.transaction.store.backend.costly_requests:
+            find = partial(self.transaction.store.index.find, latest)
             self.transaction.new_packs.finish(find, self._upper_lists(new_table))
         else:
             self.transaction.new_packs.finish()
@@ -124,7 +124,7 @@ class _Publication:
             self.transaction.move(m.seq)
         table = None if new_table is None else self.transaction.ref(new_table, m.table)
         return next_root(
-            self.transaction.objects.backend.uri,
+            self.transaction.store.backend.uri,
             like,
             self.transaction.commit,
             table=table,
@@ -143,7 +143,7 @@ class _Publication:
         try:
             reused.confirm(latest)
         except FencedError:
-            if self.transaction.objects.newest() == m:
+            if self.transaction.store.newest() == m:
                 raise
             return None
         self.others.move_past_fence(m, latest.packs)
@@ -151,13 +151,13 @@ class _Publication:
         packs = reused.packs | self.others.reused
         if latest.packs.issuperset(packs):
             return packs
-        if self.transaction.objects.newest() == m:
+        if self.transaction.store.newest() == m:
             raise FencedError(COLLECTED)
         return None
 
     def _write_table(self, m: Root) -> Digest | None:
         """Write the table of the root after ``m``; return its digest."""
-        table = self.transaction.objects.table(m)
+        table = self.transaction.store.table(m)
         changes = self.change(table, m.seq + 1)
         self.names = [name for name, row in changes.items() if row is not None]
         slim = {name: row and self._slim(row) for name, row in changes.items()}
@@ -175,7 +175,7 @@ class _Publication:
         Many commits wrote them. A reader with the hints of the last one needs one request
         for all. Only what this host has cached is among them.
         """
-        new_nodes, cache = self.transaction.new_packs.nodes, self.transaction.objects.index.cache
+        new_nodes, cache = self.transaction.new_packs.nodes, self.transaction.store.index.cache
         todo = deque([] if top is None else [top])
         upper: list[bytes] = []
         nbytes = 0
@@ -207,7 +207,7 @@ class _Publication:
         segment = Segment(packs, [*own_segment.records, *others.records])
         self.transaction.delete_segments()
         segments = add_segment(
-            self.transaction.objects, latest, segment, self.transaction.new_packs.base
+            self.transaction.store, latest, segment, self.transaction.new_packs.base
         )
         self.transaction.segments = [s for s in segments if s not in latest.root.segments]
         self.transaction.cache_nodes()

@@ -60,15 +60,15 @@ def finish_rank_part(transaction: Transaction, world: int, seq: int = 0) -> Rank
     Raises:
         FencedError: A pack that it wrote or relies on is gone.
     """
-    objects, packs = transaction.objects, transaction.new_packs
+    store, packs = transaction.store, transaction.new_packs
     # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
     # publishing rank compares what all rely on with the newest root.
-    base_does = objects.backend.costly_requests and not seq
-    latest = transaction.base if base_does else objects.view()
+    base_does = store.backend.costly_requests and not seq
+    latest = transaction.base if base_does else store.view()
     transaction.reused.confirm(latest)
     if not transaction.may_be_referenced:
-        find = partial(objects.index.find, latest)
-        packs.finish(find if objects.backend.costly_requests else None)
+        find = partial(store.index.find, latest)
+        packs.finish(find if store.backend.costly_requests else None)
         transaction.cache_nodes()
     if seq > packs.base:
         transaction.move(seq)
@@ -77,13 +77,13 @@ def finish_rank_part(transaction: Transaction, world: int, seq: int = 0) -> Rank
     segment = packs.segment()
     if len(segment.records) * world > _MOST_RECORDS:
         transaction.delete_segments()
-        refs = write_segments(objects, segment, packs.base)
+        refs = write_segments(store, segment, packs.base)
         transaction.segments = list(refs)
         handover.segments = refs
     elif segment.packs:
         handover.records = encode_segment(segment)
     # The publishing rank can sync only what it wrote itself.
-    objects.backend.sync()
+    store.backend.sync()
     handover.requests = dict(transaction.requests)
     transaction.may_be_referenced = True
     return handover

@@ -18,7 +18,7 @@ from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.new_packs import ChunkWriter, NewPacks
-from casnap.storage.chunks.objects import Objects
+from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack import Choose
 from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 
@@ -27,7 +27,7 @@ class Transaction:
     """The part of one process in a change: the packs it writes, and the packs it relies on.
 
     Args:
-        objects: The store.
+        store: The store.
         crew: The crew of the background threads.
         codec: How new chunks are stored.
         before: How many requests the backend had made when the change began.
@@ -36,7 +36,7 @@ class Transaction:
             keeps writers apart.
 
     Attributes:
-        objects: The store.
+        store: The store.
         base: The index as the root sees it that this change is based on.
         commit: The commit id of the root to be put.
         reused: The packs of earlier commits that it relies on.
@@ -52,7 +52,7 @@ class Transaction:
 
     def __init__(
         self,
-        objects: Objects,
+        store: OpenStore,
         crew: Crew,
         codec: Codec = Codec.RAW,
         before: Mapping[str, int] | None = None,
@@ -60,23 +60,23 @@ class Transaction:
         *,
         puts_root: bool = True,
     ) -> None:
-        self._before = Counter(objects.backend.requests if before is None else before)
-        based_on = base_root or objects.recent()
-        objects.check_writable("write to", based_on, dry_run=not puts_root)
+        self._before = Counter(store.backend.requests if before is None else before)
+        based_on = base_root or store.recent()
+        store.check_writable("write to", based_on, dry_run=not puts_root)
         # Before the base is read, so that no collector frees in between what the base names. In an
         # object store, rank 0 announces the change of all ranks.
         with ExitStack() as announcement:
             self.renew_announcement: Callable[[], None] = lambda: None
-            if puts_root or not objects.backend.costly_requests:
+            if puts_root or not store.backend.costly_requests:
                 self.renew_announcement = announcement.enter_context(
-                    objects.backend.announced(based_on.seq, at_once=objects.announces_at_once)
+                    store.backend.announced(based_on.seq, at_once=store.announces_at_once)
                 )
-            self.base: View = objects.recent_view(base_root)
+            self.base: View = store.recent_view(base_root)
             self._announcement = announcement.pop_all()
-        self.objects = objects
+        self.store = store
         self.commit = os.urandom(16)
-        self.reused = ReusedPacks(objects, self.base)
-        self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
+        self.reused = ReusedPacks(store, self.base)
+        self.new_packs = NewPacks(store, self.base.root.seq, crew, codec)
         self.may_be_referenced = False
         self._codec = codec
         self.segments: list[SegmentRef] = []
@@ -84,7 +84,7 @@ class Transaction:
     @property
     def requests(self) -> Counter[str]:
         """How many requests the change has made so far, by kind."""
-        return Counter(self.objects.backend.requests) - self._before
+        return Counter(self.store.backend.requests) - self._before
 
     def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.
@@ -120,13 +120,13 @@ class Transaction:
             return earlier
         if digest in self.new_packs.nodes:
             return NodeRef(digest, self.new_packs.nodes[digest][1])
-        return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])
+        return NodeRef(digest, self.store.index.find(self.base, [digest])[0])
 
     def cache_nodes(self) -> None:
         """Keep the new nodes in the cache of this host, and the lengths of the new packs."""
         nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
-        self.objects.index.cache.keep_nodes(nodes)
-        self.objects.index.pack_lengths.note(self.new_packs.lengths)
+        self.store.index.cache.keep_nodes(nodes)
+        self.store.index.pack_lengths.note(self.new_packs.lengths)
 
     def move(self, seq: int) -> None:
         """Give the new packs ids that were made under another root, past a fence.
@@ -143,7 +143,7 @@ class Transaction:
         """Delete the segments of a failed try to commit."""
         segments, self.segments = self.segments, []
         for segment in segments:
-            self.objects.backend.delete(segment_key(segment.id))
+            self.store.backend.delete(segment_key(segment.id))
 
     def close(self) -> None:
         """Give memory back, and delete the new packs unless a root may name them."""

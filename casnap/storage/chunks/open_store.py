@@ -1,4 +1,4 @@
-"""Chunks and nodes by digest: find, read and verify them."""
+"""An open store, by digests and roots: find, read and verify its chunks and nodes."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class _Failed(NamedTuple):
         return f"chunk {self.want.digest.hex()}: {reason}"
 
 
-class Objects:
-    """Everything under one store's URI, below the level of snapshots.
+class OpenStore:
+    """A store at one URI that is open: its newest root, its index, its nodes and chunks.
 
     Args:
         backend: Where the objects live.
-        opened: The same store, if it is open already; its config and index are used here too.
+        opened: This store, if it is open already; its config and index are used here too.
         config: Its record, if that was read already.
         marks: Whether snapshots get markers, files for people.
 
@@ -96,7 +96,7 @@ class Objects:
     def __init__(
         self,
         backend: Backend,
-        opened: Objects | None = None,
+        opened: OpenStore | None = None,
         config: StoreConfig | None = None,
         *,
         marks: bool = True,
@@ -118,7 +118,7 @@ class Objects:
         self._looked_ahead = False
 
     @classmethod
-    def at(cls, backend: Backend, *, ahead: bool = False, marks: bool = True) -> Objects:
+    def at(cls, backend: Backend, *, ahead: bool = False, marks: bool = True) -> OpenStore:
         """Open a remote store; with one request if this host has seen it before.
 
         Args:
@@ -136,17 +136,17 @@ class Objects:
             config = copy or read_config(backend)
         else:
             config, root = remembered
-        objects = cls(backend, config=config, marks=marks)
+        store = cls(backend, config=config, marks=marks)
         if isinstance(root, NotAStoreError):
             raise root
         # A damaged root is for the first use to report.
         if isinstance(root, Root):
-            objects.note_newest(root)
-            objects._looked_ahead = ahead
+            store.note_newest(root)
+            store._looked_ahead = ahead
             if remembered is not None and not ahead:
                 # This host may not have looked for long.
-                objects._newest_at = -math.inf
-        return objects
+                store._newest_at = -math.inf
+        return store
 
     def check_writable(
         self, doing: str, root: Root | None = None, *, dry_run: bool = False
