@@ -241,17 +241,21 @@ _PACK_TAIL = struct.Struct(f"<I8s{DIGEST_SIZE}s")
 PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
-def listed_records(records: Iterable[Record]) -> Iterator[Record]:
-    """Yield records as they stand in packs and segments: a delta has one more, of its base."""
-    for digest, place in records:
-        yield digest, place
-        if isinstance(place, DeltaPlace):
-            yield Digest(place.base), msgspec.structs.replace(place, codec=Codec.BASE)
+# Takes pass each new chunk through these, so neither calls anything for a chunk that is no delta.
+def listed_records(records: Iterable[Record]) -> list[Record]:
+    """Return records as they stand in packs and segments: a delta has one more, of its base."""
+    listed = []
+    for record in records:
+        listed.append(record)
+        place = record[1]
+        if type(place) is DeltaPlace:
+            listed.append((Digest(place.base), msgspec.structs.replace(place, codec=Codec.BASE)))
+    return listed
 
 
-def count_records(records: Iterable[Record]) -> int:
+def count_records(records: Collection[Record]) -> int:
     """Return how many records stand in packs and segments for these."""
-    return sum(1 + isinstance(place, DeltaPlace) for _, place in records)
+    return len(records) + sum([type(place) is DeltaPlace for _, place in records])
 
 
 def joined_records(records: Iterable[Record]) -> list[Record]:
@@ -280,7 +284,7 @@ def joined_records(records: Iterable[Record]) -> list[Record]:
 def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
     """Return the end of a pack: the records of its chunks, their count, magic, and a digest."""
     listed = listed_records(chunks)
-    records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in listed)
+    records = b"".join([_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in listed])
     magic = _MAGIC + kind + b"1"
     head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
     return head + digest_of(head)
@@ -328,8 +332,10 @@ def encode_segment(segment: Segment) -> bytes:
     body = [_SEGMENT_HEAD.pack(len(segment.packs), segment.count), *segment.packs]
     body.extend(
         sorted(
-            _RECORD.pack(d, number[p.pack], p.offset, p.stored, p.raw, p.codec)
-            for d, p in listed_records(segment.records)
+            [
+                _RECORD.pack(d, number[p.pack], p.offset, p.stored, p.raw, p.codec)
+                for d, p in listed_records(segment.records)
+            ]
         )
     )
     return seal(b"s", b"".join(body))

@@ -61,7 +61,7 @@ class ReusedPacks:
         A chunk that is stored as a delta needs its base too.
         """
         places = self._find(digests)
-        if any(place is not None and place.codec == _DELTA for place in places):
+        if _DELTA in [place.codec for place in places if place is not None]:
             return self._reuse_chains(digests, dict(zip(digests, places, strict=True)))
         self._note(zip(digests, places, strict=True))
         return places
