@@ -132,6 +132,25 @@ def _datetime_to_bytes(value: datetime.datetime) -> bytes | None:
     return text.encode() if is_exact else None
 
 
+# A trainer may keep what torch.save wrote in a state: torchtitan's TrainState keeps losses so.
+_POSITION = struct.Struct("<Q")
+
+
+def _encode_bytes_io(value: io.BytesIO) -> bytes | None:
+    if value.closed or vars(value) or value.tell() > len(value.getbuffer()):
+        return None
+    return _POSITION.pack(value.tell()) + value.getbuffer()
+
+
+def _decode_bytes_io(data: bytes) -> io.BytesIO:
+    (position,) = _POSITION.unpack_from(data)
+    value = io.BytesIO(data[_POSITION.size :])
+    if position > len(value.getbuffer()):
+        raise ValueError(f"its position, {position}, is beyond its end")
+    value.seek(position)
+    return value
+
+
 def _torch_names(kind: type) -> dict[str, Any]:
     constants = (v for v in vars(torch).values() if type(v) is kind)
     return {str(v).removeprefix("torch."): v for v in constants}
@@ -202,6 +221,7 @@ def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> ValueCodec:
 _CODECS = (
     *PLAIN_CODECS,
     ValueCodec("bytearray", bytearray, bytes, bytearray),
+    ValueCodec("bytes_io", io.BytesIO, _encode_bytes_io, _decode_bytes_io),
     ValueCodec(
         "range", range, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(range)
     ),

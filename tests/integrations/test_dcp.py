@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -83,6 +84,7 @@ def values() -> dict[str, Any]:
         "empty": torch.empty(0, 4),
         "half": torch.randn(100, dtype=torch.bfloat16),
         "a/b%.c": b"bytes",
+        "file": io.BytesIO(b"losses"),
         "top": 7,
     }
 

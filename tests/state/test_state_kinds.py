@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import itertools
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -338,6 +339,8 @@ def test_containers(store):
 
 
 def test_values(store):
+    written = io.BytesIO()
+    torch.save([0.5, 0.25], written)
     check(
         store,
         numbers=[
@@ -360,6 +363,7 @@ def test_values(store):
         ],
         texts=["", "ü€\0", "\ud800", "x" * 200_000],
         octets=[b"", b"\0\xff", bytes(range(256)) * 1000, bytearray(b"abc")],
+        files=[io.BytesIO(), io.BytesIO(b"abc"), written],
         torch=[torch.float32, torch.device("cpu"), torch.device("cuda:1"), torch.strided],
         enums=[Color.RED, Color.BLUE, Mode.A | Mode.B],
         times=[datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.timedelta(3, 4, 5)],

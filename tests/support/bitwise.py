@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -87,4 +88,6 @@ def _bits(value: Any) -> tuple[Any, ...]:
         return type(value), *map(_bits, value)
     if isinstance(value, frozenset):
         return type(value), *sorted(map(_bits, value), key=repr)
+    if isinstance(value, io.BytesIO):
+        return io.BytesIO, value.getvalue(), value.tell()
     return type(value), value
