@@ -161,8 +161,9 @@ def test_cycles():
 KINDS = ["dict", "OrderedDict", "defaultdict", "Counter", "list", "tuple", "set", "frozenset",
     "size", "deque", "namedtuple", "sparse_coo", "sparse_csr"]  # fmt: skip
 VALUES = ["none", "bool", "int", "float", "complex", "str", "bytes", "bytearray", "range", "slice",
-    "bytes_io", "timedelta", "date", "datetime", "path", "device", "torch_version", "dtype", "layout",
-    "memory_format", "qscheme", "enum", "object", "packed_list", "packed_set"]  # fmt: skip
+    "timedelta", "date", "datetime", "path", "device", "torch_version", "dtype", "layout",
+    "bytes_io", "memory_format", "qscheme", "enum", "object", "packed_list",
+    "packed_set"]  # fmt: skip
 
 
 def mutate(draw, data):
