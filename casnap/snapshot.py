@@ -16,7 +16,7 @@ from casnap.format.records import Root, Row, Stats, StoreConfig
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.location import locate_snapshot, locate_store
 from casnap.storage.catalog.mirror_notes import note_restored
@@ -28,12 +28,12 @@ from casnap.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from casnap.files.report import ExportReport
+    from casnap.files.file_reports import ExportReport
     from casnap.ranks.comm import Comm
     from casnap.restore.handle import Handle
+    from casnap.restore.indexing import Index
     from casnap.restore.renaming import Rename
-    from casnap.restore.report import RestoreReport
-    from casnap.restore.selection import Index
+    from casnap.restore.restore_report import RestoreReport
     from casnap.state.stateful import Stateful
     from casnap.storage.catalog.retention import Retention
     from casnap.take.pending import PendingTake
@@ -144,7 +144,7 @@ class Snapshot:
         NotAStoreError: There is no store above the path.
     """
 
-    @collector_paused()
+    @python_gc_paused()
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -448,7 +448,7 @@ class Snapshot:
             DamagedError: Stored bytes are missing or damaged.
         """
         from casnap.files.exporting import export
-        from casnap.files.report import ExportOptions, format_of, tied_names
+        from casnap.files.file_reports import ExportOptions, format_of, tied_names
 
         names = tied_names(tied)
         options = ExportOptions(
@@ -540,7 +540,7 @@ class Snapshot:
             raise TypeError(
                 f"read_objects() takes a path or glob, or a list of them; got {paths!r:.200}"
             )
-        with collector_paused(), self.contents.reading():
+        with python_gc_paused(), self.contents.reading():
             from casnap.restore.read_object import read_objects
 
             return read_objects(
@@ -579,7 +579,7 @@ class Snapshot:
         """
         # To load these modules would set off a visit to all objects of torch, several times as long
         # as a small read.
-        with collector_paused(), self.contents.reading():
+        with python_gc_paused(), self.contents.reading():
             from casnap.restore.read_object import read_object
 
             return read_object(

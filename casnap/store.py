@@ -68,7 +68,7 @@ from casnap.storage.commits.hooks import CommitHooks
 from casnap.storage.log.config import RECORD
 
 if TYPE_CHECKING:
-    from casnap.files.report import ImportReport
+    from casnap.files.file_reports import ImportReport
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
     from casnap.maintenance.gc import GcReport
@@ -79,9 +79,9 @@ if TYPE_CHECKING:
     from casnap.state.stateful import Stateful
     from casnap.take.capture import Capturable
     from casnap.take.options import TakeOptions
+    from casnap.transfer.copy_jobs import CopyReport
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import MirrorOptions
-    from casnap.transfer.report import CopyReport
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
@@ -725,8 +725,8 @@ class Store:
             DamagedError: Something in this store cannot be read.
         """
         from casnap.transfer.copy import copy_snapshots
-        from casnap.transfer.report import CopyOptions
-        from casnap.transfer.selection import check_pair, choose
+        from casnap.transfer.copy_jobs import CopyOptions
+        from casnap.transfer.copy_selection import check_pair, choose
 
         selection = choose(self.open_store, self.prefix, name, rename)
         if isinstance(to, Store):

@@ -6,7 +6,7 @@ import os
 import threading
 
 from casnap.backends.base import translated
-from casnap.backends.door import create_file, folder_at
+from casnap.backends.safe_paths import create_file, folder_at
 from casnap.runtime.threads import mapped
 
 # How many folders are synced at once.

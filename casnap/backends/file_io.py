@@ -6,7 +6,7 @@ import errno
 import os
 
 from casnap.backends.base import check_length, translated
-from casnap.backends.door import open_file
+from casnap.backends.safe_paths import open_file
 from casnap.runtime.buffers import PAGE, address_of
 
 _DIRECT = getattr(os, "O_DIRECT", 0)

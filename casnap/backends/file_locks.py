@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from casnap.backends.base import TEMPORARY, translated
-from casnap.backends.door import unlink_at
+from casnap.backends.safe_paths import unlink_at
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
 # The open files of the takes of this process that are under way.

@@ -18,7 +18,9 @@ from casnap.backends.base import (
     Target,
     translated,
 )
-from casnap.backends.door import (
+from casnap.backends.file_io import is_cached, read_file, read_run, write_at
+from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
+from casnap.backends.safe_paths import (
     OpenFolder,
     check_regular,
     folder_at,
@@ -29,8 +31,6 @@ from casnap.backends.door import (
     unlink,
     unlink_at,
 )
-from casnap.backends.file_io import is_cached, read_file, read_run, write_at
-from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
 from casnap.backends.store_folder import StoreFolder
 from casnap.errors import BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
@@ -51,7 +51,7 @@ class LocalBackend(Backend):
 
     Large aligned writes go around the page cache if the file system allows it: that is faster, and
     leaves the cache to the training data. Reads go through it, for the next reader. Everything in
-    the folder is reached by ``door.py``.
+    the folder is reached by ``safe_paths.py``.
 
     Args:
         folder: The folder. Links on the way to it are followed now, and not again.

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.base import translated
-from casnap.backends.door import OpenFolder, create_file, folder_at, open_folder, parent_of
 from casnap.backends.durability import NewNames, doubtful
+from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, parent_of
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
 

@@ -22,8 +22,8 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, why_refused
-from casnap.storage.chunks.cache import CachedIndex, cached_indexes
 from casnap.storage.chunks.chunk_cache import FOLDER, URI, CachedPack, cached_packs
+from casnap.storage.chunks.index_cache import CachedIndex, cached_indexes
 
 
 @click.command()

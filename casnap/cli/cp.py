@@ -28,9 +28,9 @@ from casnap.errors import NotAStoreError
 from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.uris import snapshot_uri, store_uri
 from casnap.store import Store, store_of
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
+from casnap.transfer.copy_selection import check_pair, choose
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
-from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
-from casnap.transfer.selection import check_pair, choose
 
 EXAMPLES = """\
 \b

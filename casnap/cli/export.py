@@ -9,7 +9,7 @@ import click
 from casnap.cli.arguments import identity_of, open_part, reading_options
 from casnap.cli.option_types import size_in_bytes
 from casnap.cli.output import amount, emit, print_warnings, progress_bars, say, size
-from casnap.files.report import FORMATS, ExportReport, format_of
+from casnap.files.file_reports import FORMATS, ExportReport, format_of
 
 EXAMPLES = """\
 \b

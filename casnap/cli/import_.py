@@ -8,7 +8,7 @@ import click
 
 from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
 from casnap.cli.output import amount, emit, progress_bars, say, size
-from casnap.files.report import ImportReport
+from casnap.files.file_reports import ImportReport
 from casnap.snapshot import store_above
 from casnap.storage.catalog.location import locate_snapshot
 from casnap.store import Store, import_snapshot

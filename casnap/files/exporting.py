@@ -9,8 +9,8 @@ from pathlib import Path
 from casnap.backends.base import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
 from casnap.files.chunk_writer import ChunkWriter
-from casnap.files.report import ExportOptions, ExportReport
-from casnap.files.selection import part_of
+from casnap.files.export_selection import part_of
+from casnap.files.file_reports import ExportOptions, ExportReport
 from casnap.files.target import Target, check_place
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.storage.catalog.contents import Contents

@@ -17,7 +17,7 @@ from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.sources import MappedFile, MappedFolder, SourceFiles, joined_leaf
 from casnap.format.region import Region
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of
@@ -100,7 +100,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     leaves: dict[str, list[Leaf]] = {str(path[0]): [] for path in paths.values()}
     for top, containers in by_key.items():
         leaves[top] += containers
-    with without_torch_modes(), collector_paused():
+    with without_torch_modes(), python_gc_paused():
         for name, path in paths.items():
             leaves[str(path[0])] += reader.leaves(name, casnap_path(path))
     return SourceFiles("dcp", len(reader.folder.files) + 1, leaves)

@@ -10,7 +10,7 @@ import torch
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.sources import MODEL, MappedFile, SourceFiles
 from casnap.format.names import component_of
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.pickles import BrokenError, RefusedError
@@ -28,7 +28,7 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
     states = {key or MODEL: state}
     if key is None and _has_keys(state):
         states = dict(state)
-    with without_torch_modes(), collector_paused():
+    with without_torch_modes(), python_gc_paused():
         leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
     return SourceFiles("torch", 1, leaves)
 

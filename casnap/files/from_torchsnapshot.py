@@ -20,7 +20,7 @@ from casnap.files.sources import MappedFolder, SourceFiles, joined_leaf
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of, rank_names
 from casnap.format.region import Region
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import containers_of, flatten
 from casnap.state.pickles import RefusedError
@@ -81,7 +81,7 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
         raise FileFormatError(f"{folder} has keys of its own; leave key= out")
     entries = _seen_by(folder, snapshot, rank)
     reader = _Reader(folder, entries)
-    with without_torch_modes(), collector_paused():
+    with without_torch_modes(), python_gc_paused():
         leaves = {top: list(reader.leaves_of(top)) for top in entries if "/" not in top}
     if len(orphans := entries.keys() - reader.seen):
         raise FileFormatError(f"{folder}: {min(orphans)!r:.200} is in no container")

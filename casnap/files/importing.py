@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from casnap.errors import FileFormatError
+from casnap.files.file_reports import ImportReport
 from casnap.files.from_safetensors import read_safetensors
 from casnap.files.from_torch import read_torch
 from casnap.files.from_torchsnapshot import read_torchsnapshot
-from casnap.files.report import ImportReport
 from casnap.files.sources import MODEL, SourceFiles, check_regular
 from casnap.files.target import check_local
 from casnap.format.names import STORE_FOLDER

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from casnap.errors import FileFormatError
 from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.dcp_names import described
-from casnap.files.report import ExportOptions, ExportPlan, ExportReport
-from casnap.files.selection import Part, shards_of
+from casnap.files.export_selection import Part, shards_of
+from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.target import Target
 from casnap.files.to_torch import read_values
 from casnap.files.torch_archive import ALIGNMENT, PAGED_BYTES, Archive, StandIns, write_archives

@@ -8,9 +8,15 @@ from collections.abc import Mapping
 
 from casnap.errors import FileFormatError
 from casnap.files.chunk_writer import ChunkWriter, Placed
-from casnap.files.report import ExportOptions, ExportPlan, ExportReport
+from casnap.files.export_selection import (
+    Part,
+    equal_tensors,
+    named_tensors,
+    shards_of,
+    without_tied,
+)
+from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.safetensors_header import DTYPES, header_of
-from casnap.files.selection import Part, equal_tensors, named_tensors, shards_of, without_tied
 from casnap.files.target import Target
 from casnap.storage.catalog.contents import Contents
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from casnap.files.chunk_writer import ChunkWriter
-from casnap.files.report import ExportOptions, ExportPlan, ExportReport
-from casnap.files.selection import (
+from casnap.files.export_selection import (
     Part,
     equal_tensors,
     is_plain,
@@ -14,6 +13,7 @@ from casnap.files.selection import (
     sparse_below,
     without_tied,
 )
+from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.target import Target
 from casnap.files.torch_archive import Archive, StandIns, write_archives
 from casnap.format.entries import Entry, TensorEntry

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from casnap.files.chunk_writer import ChunkWriter, Placed
-from casnap.files.selection import StoredTensor
+from casnap.files.export_selection import StoredTensor
 from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE, bytes_at
 from casnap.state.tensors import TENSOR_DTYPES

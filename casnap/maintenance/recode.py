@@ -23,10 +23,10 @@ from casnap.storage.catalog.cell_pairs import CellPair, cell_pairs, runs_of
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import MANIFEST, is_node, walk
 from casnap.storage.catalog.table import Table, snapshots_in
+from casnap.storage.chunks.chunk_forms import ChunkForms
 from casnap.storage.chunks.copying import one_at_a_time, read_chunks
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.small_forms import SmallForms
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 
@@ -106,7 +106,7 @@ class _Recoder:
         self._store = store
         self._spared = spared
         self._recoding = recoding
-        self._forms = SmallForms(lambda d: store.index.newest_chain(store.recent_view(), d))
+        self._forms = ChunkForms(lambda d: store.index.newest_chain(store.recent_view(), d))
 
     def recode(self, contents: Contents, before: Contents | None) -> None:
         """Recode a snapshot, against the one before, if there is one."""

@@ -12,7 +12,7 @@ import torch
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of
 from casnap.restore.key_state import KeyState
-from casnap.restore.report import RestoreReport
+from casnap.restore.restore_report import RestoreReport
 from casnap.state.containers import DICT_KINDS
 from casnap.state.stateful import TORCH_NAMES, RNGState, StateDict
 from casnap.state.tensors import holds_no_values, why_not_writable

@@ -8,8 +8,8 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.restore.indexing import Index
 from casnap.restore.read_object import read_objects, read_tensor
-from casnap.restore.selection import Index
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy, numpy_dtype
 from casnap.state.tensors import torch_dtype

@@ -11,7 +11,7 @@ import torch
 from casnap.format.entries import ContainerEntry, Entry
 from casnap.format.names import component_of, rank_names
 from casnap.restore.loading import Loading
-from casnap.restore.report import RestoreReport
+from casnap.restore.restore_report import RestoreReport
 from casnap.state.containers import container_builder
 from casnap.state.flatten import flatten
 from casnap.state.parts import check_state

@@ -13,7 +13,7 @@ from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
-from casnap.restore.report import RestoreReport, mismatch_message
+from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.targets import conflicts, fits, memory_of
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes

@@ -22,11 +22,11 @@ from casnap.format.entries import (
 )
 from casnap.format.grid import Grid
 from casnap.format.region import Region
-from casnap.restore.selection import Selection
+from casnap.restore.indexing import Selection
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import fill
 from casnap.state.devices import pin, synchronize_workers
 from casnap.state.numpy_values import is_numpy
@@ -145,7 +145,7 @@ class Loading:
         """
         fetch = fetch or self._contents.store.fetch
         try:
-            with collector_paused():
+            with python_gc_paused():
                 fetch(self.wants(), ReadOptions(budget, _preparation(self._tensors_to_fill())))
         finally:
             # torch does not see what is read into memory: a backward of older values must fail.

@@ -11,8 +11,8 @@ import torch
 from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry
 from casnap.format.region import Region
+from casnap.restore.indexing import Index, select
 from casnap.restore.loading import Loading, naming, with_item_axis
-from casnap.restore.selection import Index, select
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.state.devices import synchronize

@@ -19,13 +19,13 @@ from casnap.restore.comparison import compare, load_what_fits, why_unfit
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
-from casnap.restore.report import RestoreReport, mismatch_message
+from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import conflicts, memory_of, targets_of
 from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
@@ -118,7 +118,7 @@ def _on_devices(
             yield from (p for group in state.stateful.param_groups for p in group["params"])
 
 
-@collector_paused()
+@python_gc_paused()
 @without_torch_modes()
 def _compared(
     key_states: Iterable[KeyState], report: RestoreReport
@@ -247,7 +247,7 @@ def _left_behind(contents: Contents, size: int) -> list[str]:
     return [f"{rank}/{key}" for rank in ranks for key in sorted(contents.manifest.ranks[str(rank)])]
 
 
-@collector_paused()
+@python_gc_paused()
 @without_torch_modes()
 def _load(
     contents: Contents,

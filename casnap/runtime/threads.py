@@ -115,7 +115,7 @@ def works_in_background() -> bool:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def python_gc_paused() -> Iterator[None]:
     """Pause Python's cycle collector, which would visit many new objects again and again."""
     running = gc.isenabled()
     try:

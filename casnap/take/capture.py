@@ -21,7 +21,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.names import component_of
 from casnap.format.region import Region
 from casnap.runtime.buffers import bytes_at
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import flatten
@@ -318,7 +318,7 @@ class LiveState:
         leaves: list[Leaf] = []
         spans: list[KeySpan] = []
         try:
-            with collector_paused():
+            with python_gc_paused():
                 for key in keys:
                     value = self.values[key]
                     start, component = len(leaves), component_of(key)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from casnap.errors import StateError, retold
 from casnap.runtime.threads import Worker
-from casnap.take.commit import TakeResult
+from casnap.take.rank_commit import TakeResult
 
 _log = logging.getLogger("casnap")
 # One take at a time begins in a process, and one stores: so pending takes keep their order, and

@@ -20,7 +20,7 @@ from casnap.format.records import MAX_CHUNK_SIZE
 from casnap.format.region import Region
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
-from casnap.runtime.threads import Crew, SharedItems, collector_paused, cores
+from casnap.runtime.threads import Crew, SharedItems, cores, python_gc_paused
 from casnap.state.devices import begin_copy, pin
 from casnap.state.tensors import as_copyable
 from casnap.storage.chunks.pack import Raw
@@ -199,7 +199,7 @@ def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list
     remaining = iter(pieces)
     while True:
         batch, total = list[Piece](), 0
-        with collector_paused():
+        with python_gc_paused():
             for piece in remaining:
                 batch.append(piece)
                 total += len(piece.view)

@@ -16,19 +16,19 @@ from casnap.errors import FencedError, StateError, StorageFullError, Unavailable
 from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.runtime.threads import Crew, collector_paused, run_shielded
+from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.storage.catalog.table import checked_metadata
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.capture import Capturable
-from casnap.take.commit import TakeCommit, TakeResult
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher
 from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions, agree_on_request
 from casnap.take.pending import PendingTake
+from casnap.take.rank_commit import TakeCommit, TakeResult
 from casnap.take.staging import Piece, StagedCopies, batched
 
 _log = logging.getLogger("casnap")
@@ -262,7 +262,7 @@ class _Take:
             else:
                 Exchange(comm, crew, self._division).run(batches, hasher.hash)
             comm.enter_phase("assembling the manifest")
-            with collector_paused():
+            with python_gc_paused():
                 summary = build_manifest(
                     comm, self.capture, self._division, hasher.digests, transaction.put_node
                 )

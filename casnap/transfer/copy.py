@@ -18,7 +18,7 @@ from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally

@@ -24,7 +24,7 @@ from casnap.errors import (
 from casnap.runtime.progress import Progress
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 
 _log = logging.getLogger("casnap")
 _random = random.SystemRandom()

@@ -52,6 +52,8 @@ from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.lmdb_files import BusyError, locked
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions
+from casnap.transfer.copy_selection import check_pair
 from casnap.transfer.follow import Backoff, Follower, Pair
 from casnap.transfer.mirror_report import (
     Destination,
@@ -60,8 +62,6 @@ from casnap.transfer.mirror_report import (
     MirrorOptions,
     MirrorStatus,
 )
-from casnap.transfer.report import CopyJob, CopyOptions
-from casnap.transfer.selection import check_pair
 from casnap.transfer.succession import SucceededError, Succession
 
 _log = logging.getLogger("casnap")

@@ -17,7 +17,7 @@ from casnap.format.digest import digest_of
 from casnap.runtime.environment import cache_folder, is_running
 from casnap.storage.catalog.retention import Retention
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.transfer.report import CopyOptions
+from casnap.transfer.copy_jobs import CopyOptions
 
 
 class Destination(NamedTuple):

@@ -26,8 +26,8 @@ from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 from casnap.storage.commits.commit import Change, publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer import unfinished
-from casnap.transfer.report import CopyJob, CopyOptions, Placement
-from casnap.transfer.small_sends import SmallSender
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
+from casnap.transfer.delta_sends import DeltaSender
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
@@ -93,7 +93,7 @@ class SnapshotCopy:
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
         self._gone: dict[str, Row] = {}
-        self._sender: SmallSender | None = None
+        self._sender: DeltaSender | None = None
 
     # --- what to send ---
 
@@ -224,7 +224,7 @@ class SnapshotCopy:
         # A store that compresses compresses all; another one takes chunks as they are.
         transaction.new_packs.use(Codec.ZSTD if sends_small else codec_among(planned.values()))
         if sends_small and self._sender is None:
-            self._sender = SmallSender(self._source, destination, self._job)
+            self._sender = DeltaSender(self._source, destination, self._job)
 
         def stored_bytes(digest: Digest) -> int:
             place = planned[digest]

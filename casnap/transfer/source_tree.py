@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from casnap.format.digest import Digest
 from casnap.storage.catalog.references import MANIFEST, is_node, walk
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.transfer.report import CopyJob
+from casnap.transfer.copy_jobs import CopyJob
 
 
 class SourceTree:

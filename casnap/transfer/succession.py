@@ -24,7 +24,7 @@ from casnap.storage.catalog.mirror_notes import (
 from casnap.storage.catalog.retention import Retention, RetentionChange
 from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.transfer.report import Placement
+from casnap.transfer.copy_jobs import Placement
 
 
 class SucceededError(MirrorError):

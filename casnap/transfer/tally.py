@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.transfer.report import CopyReport
+from casnap.transfer.copy_jobs import CopyReport
 
 
 class Tally:

@@ -17,7 +17,7 @@ from casnap.format.tree import build
 from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
-from casnap.transfer.report import CopyJob
+from casnap.transfer.copy_jobs import CopyJob
 
 
 def name_of(job: CopyJob) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from casnap import RNGState, Snapshot, StateDict
 from casnap.errors import MismatchError
-from casnap.restore.report import RestoreReport
+from casnap.restore.restore_report import RestoreReport
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
-from casnap.runtime.threads import Worker, collector_paused
+from casnap.runtime.threads import Worker, python_gc_paused
 from tests.support.faults import (
     CHUNK,
     app_state,
@@ -267,6 +267,6 @@ def test_the_collector_of_python_is_on_again(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gc, "disable", interrupted)
-    with pytest.raises(KeyboardInterrupt), collector_paused():
+    with pytest.raises(KeyboardInterrupt), python_gc_paused():
         pass
     assert gc.isenabled()

@@ -26,7 +26,7 @@ from casnap.format.digest import DIGEST_SIZE
 from casnap.format.names import MARKER
 from casnap.format.records import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.maintenance.survey import Survey
-from casnap.storage.chunks.cache import MemoryCache
+from casnap.storage.chunks.index_cache import MemoryCache
 from casnap.storage.log.roots import COPIES
 from tests.support.faults import CHUNK, assert_equal, files, memory_folder
 from tests.support.layouts import (

@@ -49,7 +49,7 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
         assert door.has_openat2()
         yield
         return
-    with mock.patch("casnap.backends.door.has_openat2", return_value=False):
+    with mock.patch("casnap.backends.safe_paths.has_openat2", return_value=False):
         yield
 
 

@@ -137,7 +137,7 @@ def test_an_alarm_in_a_call_of_the_system(
 ) -> None:
     """A handler's TimeoutError is no error of the file system: nothing is tried again."""
     # What opens files at once is no function of os.
-    monkeypatch.setattr("casnap.backends.door.has_openat2", lambda: False)
+    monkeypatch.setattr("casnap.backends.safe_paths.has_openat2", lambda: False)
     Store(tmp_path, chunk_size=CHUNK, codec=codec).take({"s": StateDict(x=numbers())}, "step")
     with system_faults(names=SYSTEM) as counter:
         call(Store(tmp_path))

@@ -17,7 +17,7 @@ from weakref import ref
 import pytest
 
 from casnap import Retention, StateDict, Store
-from casnap.storage.chunks.cache import LmdbCache
+from casnap.storage.chunks.index_cache import LmdbCache
 from casnap.storage.chunks.lmdb_files import locked
 from tests.support.far import FarFolder
 from tests.support.faults import (
@@ -154,8 +154,8 @@ def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
         with cache._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr("casnap.storage.chunks.cache._PATIENCE", 0.1)
-    monkeypatch.setattr("casnap.storage.chunks.cache._LITTLE", 0.1)
+    monkeypatch.setattr("casnap.storage.chunks.index_cache._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.storage.chunks.index_cache._LITTLE", 0.1)
     stopped = start(stand_still)
     os.waitpid(stopped, os.WUNTRACED)
     use(store, 3)

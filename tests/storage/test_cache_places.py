@@ -21,7 +21,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.environment import boot_id
-from casnap.storage.chunks.cache import MOST_FOLDERS
+from casnap.storage.chunks.index_cache import MOST_FOLDERS
 from casnap.storage.chunks.pack import new_id
 from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import process

@@ -11,7 +11,7 @@ from casnap.backends import Backend
 from casnap.format.names import UNFINISHED
 from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.report import CopyJob, CopyOptions, CopyReport
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from tests.support.faults import CHUNK, app_state, assert_equal, content, take
 
 Place = Store | str | Path | Backend

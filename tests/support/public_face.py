@@ -26,11 +26,11 @@ from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
 from casnap.preemption import Preemption
 from casnap.restore.handle import Handle
-from casnap.restore.report import RestoreReport
+from casnap.restore.restore_report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.catalog.retention import PruneReport
+from casnap.transfer.copy_jobs import CopyReport
 from casnap.transfer.mirror_report import MirrorStatus
-from casnap.transfer.report import CopyReport
 from tests.support.stand_ins import trainers_stood_in
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"

@@ -24,7 +24,7 @@ from casnap.errors import (
 )
 from casnap.format.records import pack_key
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.report import CopyJob, CopyOptions
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.bitwise import assert_same
 from tests.support.copies import assert_copied, copy_in_parts, filled, opened, unfinished
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take

@@ -24,8 +24,8 @@ from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.storage.catalog.table import snapshots_in
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
-from casnap.transfer.report import CopyJob, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
 from tests.support.faults import (

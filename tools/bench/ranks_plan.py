@@ -21,7 +21,7 @@ from casnap.format.region import Region
 from casnap.restore.schedule import Units, schedule_reads
 from casnap.restore.shared_reads import window_for
 from casnap.runtime.buffers import SLOT_BYTES
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.take import exchange, owners
 from casnap.take.plan import replicated_runs
 from tools.bench.measure import PeakMemory
@@ -81,7 +81,7 @@ def _shard(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _seconds(work: Callable[[], Any]) -> tuple[Any, float]:
-    with collector_paused():
+    with python_gc_paused():
         start = perf_counter()
         result = work()
         return result, perf_counter() - start

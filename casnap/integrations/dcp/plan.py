@@ -21,7 +21,7 @@ from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.entries import Payload, ValueEntry
 from casnap.format.region import Region
 from casnap.ranks.comm import Comm
-from casnap.runtime.threads import collector_paused
+from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.parts import holds_parts, said_of_parts
@@ -53,7 +53,7 @@ def planned(comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: b
         for key, containers in containers_above(first).items():
             leaves[key] += containers
     reader = _PlanReader(planner, bool(mapping), allow_pickle)
-    with torch.no_grad(), without_torch_modes(), collector_paused():
+    with torch.no_grad(), without_torch_modes(), python_gc_paused():
         for name, items in _by_name(plan).items():
             leaves[str(paths[name][0])] += reader.leaves(casnap_path(paths[name]), items)
     return GivenLeaves(leaves)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from casnap.backends.base import Backend, translated
-from casnap.backends.door import folder_at
+from casnap.backends.safe_paths import folder_at
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import Row

@@ -1,6 +1,6 @@
 """Where every chunk and node lies: the index segments of a store, as one root sees them.
 
-The records of the segments are kept in a cache (see ``cache.py``) and stay true. Whether a record
+The records of the segments are kept in a cache (see ``index_cache.py``) and stay true. Whether a record
 *counts* depends on the root alone: the record's pack must be live in it.
 """
 
@@ -39,7 +39,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.threads import mapped
-from casnap.storage.chunks.cache import Cache, LmdbCache, MemoryCache, open_cache
+from casnap.storage.chunks.index_cache import Cache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.chunks.pack_lengths import PackLengths
 from casnap.storage.chunks.segment_search import search, window_bytes
 

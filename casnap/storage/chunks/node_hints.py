@@ -23,8 +23,8 @@ from casnap.format.records import (
     read_pack_footer,
 )
 from casnap.runtime.buffers import PAGE
-from casnap.storage.chunks.cache import Cache
 from casnap.storage.chunks.chunk_reads import is_possible
+from casnap.storage.chunks.index_cache import Cache
 
 MOST_HINTED_BYTES = 1 << 20
 """A pack of more bytes of nodes has no hints: it is not read whole."""

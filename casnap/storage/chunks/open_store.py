@@ -29,7 +29,6 @@ from casnap.format.records import (
 )
 from casnap.format.tree import DEEP, Tree
 from casnap.runtime.threads import cores
-from casnap.storage.chunks.cache import preferred
 from casnap.storage.chunks.chunk_cache import ChunkCache
 from casnap.storage.chunks.chunk_reads import (
     DEFAULT_READ,
@@ -42,6 +41,7 @@ from casnap.storage.chunks.chunk_reads import (
 )
 from casnap.storage.chunks.delta_reads import DeltaReader
 from casnap.storage.chunks.index import Index, View
+from casnap.storage.chunks.index_cache import preferred
 from casnap.storage.chunks.node_hints import KnownHints, read_node_pack
 from casnap.storage.chunks.remembered_root import RememberedRoot
 from casnap.storage.log.config import config_in, read_config

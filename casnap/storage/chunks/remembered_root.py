@@ -15,7 +15,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import Root, StoreConfig, encode
-from casnap.storage.chunks.cache import Cache, open_cache
+from casnap.storage.chunks.index_cache import Cache, open_cache
 from casnap.storage.log.roots import newest_root, read_root, root_and_next
 
 _NOTE = b"last seen"

@@ -13,11 +13,11 @@ from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage.catalog.cell_pairs import cell_pairs
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.chunks.chunk_forms import ChunkForms, Form
 from casnap.storage.chunks.copying import read_chunks
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.small_forms import Form, SmallForms
 from casnap.storage.commits.transaction import Transaction
-from casnap.transfer.report import CopyJob
+from casnap.transfer.copy_jobs import CopyJob
 
 # So many chunks are held while they are encoded, and their bases too.
 _AT_ONCE = 16
@@ -26,7 +26,7 @@ Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was sent."""
 
 
-class SmallSender:
+class DeltaSender:
     """Sends the chunks of one snapshot.
 
     The candidates for bases are the chunks of the same cells in the snapshot before it, in the same
@@ -41,7 +41,7 @@ class SmallSender:
     def __init__(self, source: OpenStore, destination: OpenStore, job: CopyJob) -> None:
         self._source = source
         self._job = job
-        self._forms = SmallForms(
+        self._forms = ChunkForms(
             lambda d: destination.index.newest_chain(destination.recent_view(), d)
         )
 

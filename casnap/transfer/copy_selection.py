@@ -11,7 +11,7 @@ from casnap.format.records import Row
 from casnap.storage.catalog.settings import codec_of
 from casnap.storage.catalog.table import Table, snapshots_in
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.transfer.report import CopyJob
+from casnap.transfer.copy_jobs import CopyJob
 
 
 def choose(source: OpenStore, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:

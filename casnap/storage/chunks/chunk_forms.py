@@ -32,7 +32,7 @@ class Form(NamedTuple):
     base: Digest | None
 
 
-class SmallForms:
+class ChunkForms:
     """Chooses forms for new chunks of one store.
 
     Args:
