@@ -766,7 +766,7 @@ def store_above(
 ) -> tuple[Store, str]:
     """Return the store that the path of a snapshot is in, and the name there.
 
-    Further arguments, and errors, are those of :func:`casnap.storage.catalog.opening.open_objects`.
+    Further arguments, and errors, are those of :func:`casnap.storage.catalog.opening.open_at`.
     """
     place = locate_snapshot(path, storage_options)
     try:

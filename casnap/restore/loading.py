@@ -44,7 +44,7 @@ from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Has the contract of :meth:`casnap.storage.chunks.open_store.Objects.fetch`."""
+"""Has the contract of :meth:`casnap.storage.chunks.open_store.OpenStore.fetch`."""
 Target: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 

@@ -81,7 +81,7 @@ def fetch_shared(
     window: int | None = None,
     only_in_memory: bool = False,
 ) -> None:
-    """Do what :meth:`Objects.fetch` does, on all ranks together.
+    """Do what :meth:`OpenStore.fetch` does, on all ranks together.
 
     Args:
         comm: The ranks; all call this.

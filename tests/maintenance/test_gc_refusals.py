@@ -109,7 +109,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     for step in range(3):
         store.delete(f"step_{step}")
     store.gc()
-    fence_root = f"roots/0/{store.objects.newest().seq + 1}"
+    fence_root = f"roots/0/{store.open_store.newest().seq + 1}"
     lost = Fault(lose_answer(), ["put_if_absent"], keys=fence_root)
     hidden = Fault(flip(), ["read"], keys=fence_root)
     with backend.during(lost, hidden), contextlib.suppress(CasnapError):

@@ -25,7 +25,7 @@ def state(step):
     return {"s": StateDict(x=torch.arange(3_000_000) + step)}
 
 store = store_of(writer).make()
-backend, put, once = store.objects.backend, store.objects.backend.write, threading.Lock()
+backend, put, once = store.open_store.backend, store.open_store.backend.write, threading.Lock()
 
 # A take that Ctrl-C interrupts while it writes.
 def interrupting(key, content):

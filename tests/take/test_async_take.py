@@ -252,7 +252,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
 
 store = Store(sys.argv[1]).make()
-backend = store.objects.backend
+backend = store.open_store.backend
 through = backend.write
 
 ending = threading.Event()

@@ -1,7 +1,7 @@
 """Where every chunk and node lies: the index segments of a store, as one root sees them.
 
-The records of the segments are kept in a cache (see ``index_cache.py``) and stay true. Whether a record
-*counts* depends on the root alone: the record's pack must be live in it.
+The records of the segments are kept in a cache (``index_cache.py``) and stay true. Whether a record
+*counts* depends on the root alone: the pack of the record must be live in it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.threads import mapped
-from casnap.storage.chunks.index_cache import Cache, LmdbCache, MemoryCache, open_cache
+from casnap.storage.chunks.index_cache import IndexCache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.chunks.pack_lengths import PackLengths
 from casnap.storage.chunks.segment_search import search, window_bytes
 
@@ -58,7 +58,7 @@ _WHOLE_BYTES = 8 << 20
 _LAST_SMALL = b"last small segment"
 
 
-def _listed(cache: Cache, ref: SegmentRef) -> frozenset[PackId] | None:
+def _listed(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
     """Return the packs of a segment, if it is cached."""
     ident = SegmentId(ref.id)
     listed = cache.listed.get(ident)
@@ -134,7 +134,7 @@ class View:
     segments: dict[SegmentId, frozenset[PackId]]
     packs: PackSet
     live: PackSet
-    cache: Cache
+    cache: IndexCache
 
 
 class Index:
@@ -149,14 +149,14 @@ class Index:
         self._store_id = store_id
         # The name of the cache: the store's id, and its place.
         self._name = ""
-        self._cache: Cache | None = None
+        self._cache: IndexCache | None = None
         self.pack_lengths = PackLengths(backend)
         self._lengths: dict[SegmentId, int] = {}
         self._replacing = threading.Lock()
         self._looked_at_size = False
 
     @property
-    def cache(self) -> Cache:
+    def cache(self) -> IndexCache:
         """The cache; it is opened at the first use."""
         cache = self._cache
         if cache is None or (isinstance(cache, LmdbCache) and not cache.usable()):
@@ -193,7 +193,7 @@ class Index:
             self._cache = None
         return self.view(root)
 
-    def _shed(self, cache: Cache, root: Root) -> None:
+    def _shed(self, cache: IndexCache, root: Root) -> None:
         """Delete a cache that is mostly about collected packs.
 
         Single records are never removed. Views that have the cache open go on with it; the next
@@ -214,7 +214,7 @@ class Index:
                 if self._cache is cache:
                     self._cache = None
 
-    def _learn_once(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+    def _learn_once(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; of a remote store one process of this host reads them."""
         idents = [SegmentId(ref.id) for ref in root.segments]
         are_cached = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
@@ -223,7 +223,7 @@ class Index:
         with cache.learning():
             return self._learn_all(cache, root)
 
-    def _learn_all(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+    def _learn_all(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; return their packs."""
         packs = self._learn(cache, root.segments)
         # For the next view, which differs in few segments.
@@ -231,7 +231,7 @@ class Index:
         return packs
 
     def _learn(
-        self, cache: Cache, segments: Collection[SegmentRef]
+        self, cache: IndexCache, segments: Collection[SegmentRef]
     ) -> dict[SegmentId, frozenset[PackId]]:
         """Cache some segments; return their packs."""
         packs = {SegmentId(ref.id): _listed(cache, ref) for ref in segments}
@@ -264,7 +264,7 @@ class Index:
             _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
             return [None] * len(digests)
 
-    def _find_few(self, cache: Cache, root: Root, digests: list[Digest]) -> list[Place | None]:
+    def _find_few(self, cache: IndexCache, root: Root, digests: list[Digest]) -> list[Place | None]:
         unknown = [ref for ref in root.segments if _listed(cache, ref) is None]
         large = [ref for ref in unknown if ref.count > SMALL_RECORDS]
         nbytes = sum(ref.count for ref in unknown) * SEGMENT_RECORD_SIZE
@@ -303,7 +303,9 @@ class Index:
             refs.append(missing.pop(0))
         return list(mapped(self.sealed, refs, len(refs)))
 
-    def _ask(self, cache: Cache, root: Root, ask: Callable[[Cache], T]) -> tuple[Cache, T]:
+    def _ask(
+        self, cache: IndexCache, root: Root, ask: Callable[[IndexCache], T]
+    ) -> tuple[IndexCache, T]:
         """Ask a cache; if it fails, ask a new one in memory; return the one that answered too."""
         try:
             return cache, ask(cache)
@@ -317,11 +319,11 @@ class Index:
         cache = self._replace(cache, root)
         return cache, ask(cache)
 
-    def _replace(self, failed: Cache, root: Root) -> Cache:
+    def _replace(self, failed: IndexCache, root: Root) -> IndexCache:
         """Return a cache in memory that holds all segments of a root."""
         with self._replacing:
             if self._cache is failed or self._cache is None:
-                fresh: Cache = MemoryCache()
+                fresh: IndexCache = MemoryCache()
             else:
                 fresh = self._cache
             self._learn_all(fresh, root)

@@ -53,7 +53,7 @@ from casnap.storage.chunks.lmdb_files import (
 )
 
 _log = logging.getLogger("casnap")
-C = TypeVar("C", bound="Cache")
+C = TypeVar("C", bound="IndexCache")
 P = ParamSpec("P")
 R = TypeVar("R")
 # To read a member of an enum takes as long as to copy a small chunk.
@@ -87,7 +87,7 @@ def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate
     return try_it
 
 
-class Cache(ABC):
+class IndexCache(ABC):
     """Cached records and tree nodes.
 
     Attributes:
@@ -150,7 +150,7 @@ class Cache(ABC):
         """Cache notes. They must do no harm if they are lost, or out of date."""
 
 
-class MemoryCache(Cache):
+class MemoryCache(IndexCache):
     """A cache in dicts, where there is no place for LMDB."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class MemoryCache(Cache):
         self._notes.update(notes)
 
 
-class LmdbCache(Cache):
+class LmdbCache(IndexCache):
     """A cache in an LMDB environment.
 
     Every record carries a checksum and every node is verified, since a take believes the cache.
@@ -510,7 +510,7 @@ def _folder_of(base: Path, name: str) -> Path:
     return base / name
 
 
-def open_cache(name: str, uri: str) -> Cache:
+def open_cache(name: str, uri: str) -> IndexCache:
     """Return the cache of this name, the same for the whole process; in memory if LMDB fails.
 
     Args:

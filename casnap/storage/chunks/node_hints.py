@@ -24,7 +24,7 @@ from casnap.format.records import (
 )
 from casnap.runtime.buffers import PAGE
 from casnap.storage.chunks.chunk_reads import is_possible
-from casnap.storage.chunks.index_cache import Cache
+from casnap.storage.chunks.index_cache import IndexCache
 
 MOST_HINTED_BYTES = 1 << 20
 """A pack of more bytes of nodes has no hints: it is not read whole."""
@@ -121,7 +121,7 @@ class KnownHints:
         self._used: deque[Digest] = deque(maxlen=_MOST_NODES)
         self._lock = threading.Lock()
 
-    def keep(self, cache: Cache, pack: bytes, node_pack: NodePack) -> None:
+    def keep(self, cache: IndexCache, pack: bytes, node_pack: NodePack) -> None:
         """Keep the hints of a pack that was read."""
         if node_pack.hints is not None:
             with self._lock:
@@ -134,7 +134,7 @@ class KnownHints:
         """Note that a cached node is used: what it names may be looked for next."""
         self._used.append(digest)
 
-    def find(self, cache: Cache, digest: Digest) -> Place | None:
+    def find(self, cache: IndexCache, digest: Digest) -> Place | None:
         """Return the hinted place of a digest; None without a hint."""
         with self._lock:
             while self._used:

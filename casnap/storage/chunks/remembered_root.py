@@ -15,7 +15,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import Root, StoreConfig, encode
-from casnap.storage.chunks.index_cache import Cache, open_cache
+from casnap.storage.chunks.index_cache import IndexCache, open_cache
 from casnap.storage.log.roots import newest_root, read_root, root_and_next
 
 _NOTE = b"last seen"
@@ -39,7 +39,7 @@ class RememberedRoot:
         self._kept: tuple[int, bytes] | None = None
 
     @property
-    def _cache(self) -> Cache:
+    def _cache(self) -> IndexCache:
         # Not the cache of the store: its name has the store's id, which is not known yet.
         name = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         return open_cache(name, self._backend.uri)
