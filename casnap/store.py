@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,14 @@ from casnap.storage.catalog.mirror_notes import (
 from casnap.storage.catalog.missing_folders import MissingFoldersChange
 from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.other_formats import hint_in
+from casnap.storage.catalog.published import SETTING as PUBLISHED
+from casnap.storage.catalog.published import (
+    TagMove,
+    check_movable,
+    publish_tag,
+    tag_moves,
+    tagged_row,
+)
 from casnap.storage.catalog.retention import (
     PruneChange,
     PruneReport,
@@ -660,8 +669,13 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
             InvalidNameError: A tag is not valid.
-            SnapshotError: The snapshot would have more than 100 tags.
+            SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
+                that was published.
         """
+        full, uri = self.full_name(name), self.open_store.backend.uri
+        self.open_store.current(
+            lambda root: check_movable(root, self.open_store.table(root), full, tags, uri)
+        )
         self._edit(name, None, lambda row: with_tags(row, tags))
 
     def untag(self, name: str, *tags: str) -> None:
@@ -671,6 +685,49 @@ class Store:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
         self._edit(name, None, lambda row: without_tags(row, tags))
+
+    def publish(self, tag: str, snapshot: str | Snapshot) -> None:
+        """Move a tag to a snapshot, from whichever has it, in one commit.
+
+        From then on the tag is *published*: one snapshot of the whole store has it, and
+        :meth:`tag` gives it to no other. Who follows it sees the old snapshot or the new one. Name
+        it like ``run1/stable`` to have one for each run. The snapshot that had it is no longer
+        protected by it: give it another tag if you may want to move back.
+
+        Args:
+            tag: As for :meth:`tag`.
+            snapshot: The snapshot, or its name.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot.
+            InvalidNameError: The tag is not valid.
+            SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
+        """
+        name = snapshot if isinstance(snapshot, str) else snapshot.name
+        commit_id = self.row(name).commit.hex() if isinstance(snapshot, str) else snapshot.commit_id
+        publish_tag(self.open_store, tag, self.full_name(name), commit_id)
+
+    def tagged(self, tag: str) -> Snapshot:
+        """Return the snapshot that has a tag. If the tag was published, that is one look-up.
+
+        Raises:
+            SnapshotNotFoundError: No snapshot of this store or view has it.
+            SnapshotError: Several have it, and it was never published.
+        """
+        from casnap.snapshot import Snapshot
+
+        store, folder = self.open_store, self.folder(None)
+        name, row = store.current(lambda root: tagged_row(store, root, tag, folder))
+        return Snapshot.of(self, self.inner_name(name), row)
+
+    def tag_moves(self, tag: str, limit: int | None = None) -> list[TagMove]:
+        """Return the moves of a published tag, the newest first: to what, from what, when, by whom.
+
+        Args:
+            tag: The tag.
+            limit: How many to return at most. Each is read from a root of its own.
+        """
+        return list(islice(tag_moves(self.open_store, tag), limit))
 
     def _edit(
         self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]
@@ -848,7 +905,8 @@ class Store:
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
         settings = settings_of(self.open_store.newest())
-        settings.pop(RECORD, None)
+        for key in (RECORD, PUBLISHED):
+            settings.pop(key, None)
         return settings
 
     def configure(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import identity_of, open_snapshot, writing_options
-from casnap.cli.output import CommandError, emit, say, summary
+from casnap.cli.arguments import identity_of, open_snapshot, open_store, writing_options
+from casnap.cli.output import CommandError, emit, json_time, moment, safe, say, summary
 from casnap.snapshot import Snapshot
 
 
@@ -13,22 +13,36 @@ from casnap.snapshot import Snapshot
 @click.argument("path", metavar="STORE/NAME")
 @click.argument("tags", metavar="TAG...", nargs=-1)
 @click.option("--remove", is_flag=True, help="Remove these tags.")
+@click.option("--move", is_flag=True, help="Move each TAG here, from whichever snapshot has it.")
+@click.option("--history", is_flag=True, help="Of a STORE: list the moves of one TAG.")
 @writing_options
-def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
-    """Add tags, which protect a snapshot, or remove them.
+def tag(
+    path: str, tags: tuple[str, ...], remove: bool, move: bool, history: bool, as_json: bool
+) -> None:
+    """Add tags, which protect a snapshot, or remove them, or move them.
 
     A snapshot with a tag is neither pruned nor overwritten, and `casnap rm` asks for --tagged.
     Without TAG, lists the tags.
+
+    A tag that was moved by --move is published: one snapshot of the whole store has it, and who
+    follows it gets that one. It is moved on, or back, by --move again.
     """
+    _check_options(tags, remove=remove, move=move, history=history)
+    if history:
+        _print_moves(path, tags[0], as_json)
+        return
     snapshot = open_snapshot(path)
-    store, name = snapshot.store, snapshot.name
-    if remove and not tags:
-        raise click.UsageError("name the tags to remove")
-    if remove:
-        _check_has(snapshot, tags)
+    store = snapshot.store
     if tags:
-        (store.untag if remove else store.tag)(name, *tags)
-        snapshot = store[name]
+        if move:
+            for each in tags:
+                store.publish(each, snapshot)
+        elif remove:
+            _check_has(snapshot, tags)
+            store.untag(snapshot.name, *tags)
+        else:
+            store.tag(snapshot.name, *tags)
+        snapshot = store[snapshot.name]
     if as_json:
         facts = {**identity_of(snapshot), "tags": list(snapshot.tags)}
         emit({**facts}, store)
@@ -37,6 +51,34 @@ def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
     else:
         for each in snapshot.tags:
             say(each)
+
+
+def _check_options(tags: tuple[str, ...], **options: bool) -> None:
+    chosen = [name for name, is_set in options.items() if is_set]
+    if len(chosen) > 1:
+        raise click.UsageError("--remove, --move and --history do not go together")
+    if chosen in (["remove"], ["move"]) and not tags:
+        raise click.UsageError(f"name the tags to {chosen[0]}")
+    if chosen == ["history"] and len(tags) != 1:
+        raise click.UsageError("name the one tag whose moves to list")
+
+
+def _print_moves(path: str, tag: str, as_json: bool) -> None:
+    store = open_store(path)
+    moves = store.tag_moves(tag)
+    if as_json:
+        fields = ("name", "commit", "root", "by", "previous")
+        listed = [
+            {**{field: getattr(m, field) for field in fields}, "time": json_time(m.time)}
+            for m in moves
+        ]
+        emit({"store": store.open_store.backend.uri, "tag": tag, "moves": listed}, store)
+        return
+    if not moves:
+        raise CommandError(f"{store.open_store.backend.uri}: the tag {tag} was never moved")
+    for m in moves:
+        before = f" from {m.previous}" if m.previous else ""
+        say(safe(f"{moment(m.time)}  {m.name}{before}  by {m.by}"))
 
 
 def _check_has(snapshot: Snapshot, tags: tuple[str, ...]) -> None:

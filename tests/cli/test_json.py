@@ -58,7 +58,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("import", tmp / "old.pt", tmp / "new/old"),
         ],
         "export": [document("export", f"{one}/model", tmp / "out.safetensors")],
-        "tag": [document("tag", one, "best")],
+        "tag": [
+            document("tag", one, "best", "--move"),
+            document("tag", store, "best", "--history"),
+        ],
         "config": [document("config", store)],
         "prune": [document("prune", store, "--keep-last", 1, "--gc", "--yes")],
         "rm": [document("rm", store / "run2/step_0", "--dry-run")],
