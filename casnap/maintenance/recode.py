@@ -150,7 +150,7 @@ class _Recoder:
         sizes = {pair.digest: self._stored_bytes(transaction.base, pair.digest) for pair in group}
         todo = [pair for pair in group if sizes[pair.digest]]
         bases = list(dict.fromkeys(pair.base for pair in todo if pair.base is not None))
-        places = transaction.reused.reuse_at(bases) if bases else []
+        places = transaction.reused.reuse(bases) if bases else []
         usable = {base for base, place in zip(bases, places, strict=True) if place is not None}
         chunks = dict.fromkeys([*(pair.digest for pair in todo), *usable])
         raws = read_chunks(self._store, chunks)

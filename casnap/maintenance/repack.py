@@ -100,7 +100,7 @@ def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> boo
     chain = transaction.store.index.newest_chain(transaction.base, base)
     if not chain or digest in dict(chain):
         return False
-    return transaction.reused.reuse_at([base])[0] is not None
+    return transaction.reused.reuse([base])[0] is not None
 
 
 def _copy(store: OpenStore, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:

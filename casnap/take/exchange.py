@@ -23,14 +23,15 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, SharedItems, Worker, cores
-from casnap.storage.chunks.pack import Choose
+from casnap.storage.chunks.pack import SelectNew
 from casnap.take.division import Division
 from casnap.take.hashing import Batches
 from casnap.take.split_cells import SHARED_BYTES, SplitCells
 from casnap.take.staging import Piece
 
-Hash = Callable[[Iterable[list[Piece]], Choose | None], None]
-"""Hashes batches, on one thread; asks which of the chunks that are new this rank is to write."""
+Hash = Callable[[Iterable[list[Piece]], SelectNew | None], None]
+"""Hashes batches, on one thread; the second argument returns which of some new chunks this rank
+is to write."""
 
 # Seconds that a round waits for more offers; also if other ranks may wait for parts; and that a
 # thread sleeps before it looks again.
@@ -83,7 +84,7 @@ class _Offer:
         self.decision: list[bool] | None = None
 
 
-class WriterChoice:
+class WriterAssignment:
     """The decisions of one rank: which rank writes each of the chunks that it decides about.
 
     Args:
@@ -95,8 +96,8 @@ class WriterChoice:
         self._rank, self._size = rank, size
         self._decided: set[Digest] = set()
 
-    def choose(self, loads: list[int], messages: Sequence[memoryview]) -> list[bytes]:
-        """Choose a writer for each chunk that has none yet.
+    def assign(self, loads: list[int], messages: Sequence[memoryview]) -> list[bytes]:
+        """Assign a writer to each chunk that has none yet.
 
         Args:
             loads: The bytes that each rank was given to write so far.
@@ -138,7 +139,7 @@ class Exchange:
         self._crew = crew
         shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
         self._split_cells = SplitCells(comm.rank, shared, division.keys, division.assigned)
-        self._choice = WriterChoice(comm.rank, comm.size)
+        self._assignment = WriterAssignment(comm.rank, comm.size)
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.
         each = -(-cores() // comm.neighbours)
@@ -164,7 +165,8 @@ class Exchange:
         hashing: list[Worker] = []
         try:
             hashing = self._crew.start(
-                lambda: hash_batches(self._with_whole_cells(source), self._choose), self._threads
+                lambda: hash_batches(self._with_whole_cells(source), self._divide_new),
+                self._threads,
             )
             self._hold_rounds()
         except BaseException as e:
@@ -235,7 +237,7 @@ class Exchange:
                 self._last_progress = time.monotonic()
             return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
-    def _choose(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+    def _divide_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
         """Return which of some chunks, which the store lacks, this rank is to write.
 
         Waits for the round in which that is decided.
@@ -275,7 +277,7 @@ class Exchange:
             self._check_all_go_on([message.head.idle for message in received])
             self._settle(earlier, by_rank, [message.decisions for message in received])
             loads = [message.head.load for message in received]
-            decisions = self._choice.choose(loads, [message.offers for message in received])
+            decisions = self._assignment.assign(loads, [message.offers for message in received])
             earlier, by_rank = offers, sorted_offers
             # What was offered now is decided in the next round, which should come soon.
             urgent = any(message.head.asks for message in received)

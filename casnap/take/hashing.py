@@ -9,7 +9,7 @@ from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES, payload_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.chunks.pack import Choose, Raw
+from casnap.storage.chunks.pack import Raw, SelectNew
 from casnap.storage.commits.transaction import Transaction
 from casnap.take.capture import Capture
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
@@ -69,14 +69,14 @@ class Hasher:
         source = SharedItems(batches(PIECE_BYTES), crew)
         crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))
 
-    def hash(self, batches: Iterable[list[Piece]], choose: Choose | None) -> None:
+    def hash(self, batches: Iterable[list[Piece]], divide_new: SelectNew | None) -> None:
         """Hash batches of pieces; the work of one thread.
 
         Args:
             batches: The pieces.
-            choose: Says which of some new chunks this rank is to write; None for all of them.
+            divide_new: Returns which of some new chunks this rank is to write; None for all.
         """
-        writer = self._transaction.chunk_writer(choose)
+        writer = self._transaction.chunk_writer(divide_new)
         try:
             for batch in batches:
                 try:

@@ -97,7 +97,7 @@ class DeltaSender:
         """Return the candidates that the destination has, which it then keeps."""
         bases = {d: base for d in digests if (base := self._bases.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
-        places = transaction.reused.reuse_at(candidates) if candidates else []
+        places = transaction.reused.reuse(candidates) if candidates else []
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 

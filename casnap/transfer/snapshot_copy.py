@@ -97,7 +97,7 @@ class SnapshotCopy:
 
     # --- what to send ---
 
-    def _plan(self, reuse_at: RelyOn) -> tuple[Planned, bool]:
+    def _plan(self, reuse: RelyOn) -> tuple[Planned, bool]:
         """Return the chunks to send next, and whether these are the last ones."""
         planned: Planned = {}
         nbytes = 0
@@ -115,15 +115,15 @@ class SnapshotCopy:
                 self._found_before = bytearray()
                 self._looks_again = True
                 continue
-            lacking = self._lacking(batch, reuse_at, planned)
+            lacking = self._lacking(batch, reuse, planned)
             places = self._source.index.find(view, lacking) if lacking else []
             planned.update(zip(lacking, places, strict=True))
             nbytes += sum(place.stored for place in places if place is not None)
         return planned, False
 
-    def _lacking(self, batch: list[Digest], reuse_at: RelyOn, planned: Planned) -> list[Digest]:
+    def _lacking(self, batch: list[Digest], reuse: RelyOn, planned: Planned) -> list[Digest]:
         lacking = []
-        for digest, place in zip(batch, reuse_at(batch), strict=True):
+        for digest, place in zip(batch, reuse(batch), strict=True):
             if place is None:
                 if digest not in planned:
                     lacking.append(digest)
@@ -140,17 +140,17 @@ class SnapshotCopy:
         Args:
             destination: The store that it would be sent to; None if that is to be made.
         """
-        reuse_at: RelyOn = lambda digests: [None] * len(digests)  # noqa: E731
+        reuse: RelyOn = lambda digests: [None] * len(digests)  # noqa: E731
         if destination is not None:
-            reuse_at = ReusedPacks(destination, destination.recent_view()).reuse_at
+            reuse = ReusedPacks(destination, destination.recent_view()).reuse
         is_last = False
         while not is_last:
-            planned, is_last = self._plan(reuse_at)
+            planned, is_last = self._plan(reuse)
             # A second look would find the same.
             self._found = bytearray()
             self._count_would(planned)
         for digests in _batches([digest_in(node) for node in self._tree.nodes]):
-            digest_places = zip(digests, reuse_at(digests), strict=True)
+            digest_places = zip(digests, reuse(digests), strict=True)
             lacking = [digest for digest, place in digest_places if place is None]
             places = self._source.index.find(self._source.recent_view(), lacking)
             self._count_would(dict(zip(lacking, places, strict=True)))
@@ -186,7 +186,7 @@ class SnapshotCopy:
         with one_at_a_time():
             transaction = Transaction(destination, crew)
             try:
-                planned, is_last = self._plan(transaction.reused.reuse_at)
+                planned, is_last = self._plan(transaction.reused.reuse)
                 sizes = self._send(transaction, planned, crew)
                 if len(sizes) < len(planned):  # its time is over
                     remaining = planned.keys() - {digest for digest, _ in sizes}
@@ -298,7 +298,7 @@ class SnapshotCopy:
         # The manifest last, as a take writes it.
         for digests in _batches([digest_in(node) for node in reversed(self._tree.nodes)]):
             lacking = []
-            for digest, place in zip(digests, transaction.reused.reuse_at(digests), strict=True):
+            for digest, place in zip(digests, transaction.reused.reuse(digests), strict=True):
                 if place is None:
                     lacking.append(digest)
                 else:

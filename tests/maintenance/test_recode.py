@@ -215,12 +215,10 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
         contents = store["run/004"].contents
         path, entry, _ = contents.entry("m/w")
         chunks = [digest for digest, _ in contents.chunks(path, entry)]
-        assert all(transaction.reused.reuse_at(chunks))
+        assert all(transaction.reused.reuse(chunks))
         row, manifest = contents.row, Digest(contents.row.manifest.digest)
-        assert transaction.reused.reuse([manifest, Digest(contents.manifest.shared["m"])]) == [
-            False,
-            False,
-        ]
+        trees = [manifest, Digest(contents.manifest.shared["m"])]
+        assert None not in transaction.reused.reuse(trees)
         other = Store(tmp_path / "s")
         other.prune(Retention(keep_last=1))
         assert other.gc(grace=3600).condemned_packs > 0
@@ -463,7 +461,7 @@ def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -
     assert stored is not None
     with Crew() as crew:
         transaction = Transaction(store.open_store, crew)
-        assert all(transaction.reused.reuse_at([base]))
+        assert all(transaction.reused.reuse([base]))
         transaction.new_packs.copy_stored(digest, stored, len(chunks[digest]), Codec.DELTA)
         for each in others:
             transaction.new_packs.copy_stored(each, chunks[each], len(chunks[each]), Codec.RAW)

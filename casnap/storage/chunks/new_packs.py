@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from casnap.format.codec import Codec
 from casnap.format.delta import base_of
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import Digest
 from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, named_in
 from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
@@ -20,10 +20,8 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack import (
     CHUNKS,
     NODES,
-    Choose,
     PackFiller,
     PackWriter,
-    Raw,
     Room,
     moved_place,
 )
@@ -221,56 +219,3 @@ class NewPacks:
         """Delete the packs."""
         for writer in (self._chunks, self._nodes):
             writer.delete_packs()
-
-
-class ChunkWriter:
-    """Stores chunks from one thread. It hashes them where they lie, and copies only new ones.
-
-    While all chunks are new, as in a first take, it copies them first and hashes them only once, in
-    the pack.
-
-    Args:
-        filler: What the thread fills packs with.
-        unknown: Says which chunks are to be written: no live pack holds them, and no other thread
-            writes them.
-        ask: Says which of these this rank is to write; None for all.
-        all_new: Whether to begin with the guess that all chunks are new; None to never guess so,
-            since compressing a known chunk takes longer than hashing it twice.
-    """
-
-    def __init__(
-        self,
-        filler: PackFiller,
-        unknown: Callable[[list[Digest]], list[bool]],
-        ask: Choose | None,
-        *,
-        all_new: bool | None,
-    ) -> None:
-        self._filler = filler
-        self._unknown = unknown
-        self._ask = ask
-        self._all_new = all_new
-
-    def store(self, raws: Sequence[Raw]) -> list[Digest]:
-        """Store those chunks that are in no live pack; return the digests of all."""
-        if self._all_new:
-            return self._filler.add(raws, self._choose)
-        digests = [digest_of(raw) for raw in raws]
-        new = self._choose(digests, [len(raw) for raw in raws])
-        self._filler.add_known([(d, r) for d, r, n in zip(digests, raws, new, strict=True) if n])
-        return digests
-
-    def _choose(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
-        new = self._unknown(digests)
-        if self._ask is not None and any(new):
-            asked = [i for i, n in enumerate(new) if n]
-            yes = self._ask([digests[i] for i in asked], [sizes[i] for i in asked])
-            for i, mine in zip(asked, yes, strict=True):
-                new[i] = mine
-        if self._all_new is not None:
-            self._all_new = all(new)
-        return new
-
-    def finish(self) -> None:
-        """Have the last pack written."""
-        self._filler.seal()

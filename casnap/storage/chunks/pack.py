@@ -41,8 +41,8 @@ _FIRST_BYTES = 12 << 20
 _RAW, _ZSTD = Codec.RAW, Codec.ZSTD
 
 Raw: TypeAlias = memoryview | bytes
-Choose = Callable[[list[Digest], list[int]], list[bool]]
-"""Given the digests and lengths of some chunks, says which of them to keep."""
+SelectNew = Callable[[list[Digest], list[int]], list[bool]]
+"""Given the digests and lengths of some chunks, returns which of them are to be written."""
 
 
 def new_id(base: int) -> bytes:
@@ -262,8 +262,8 @@ class PackFiller:
         self._pack: _Pack | None = None
         self._first = True
 
-    def add(self, raws: Sequence[Raw], choose: Choose) -> list[Digest]:
-        """Copy chunks into the pack, hash them there, and keep the chosen ones."""
+    def add(self, raws: Sequence[Raw], select_new: SelectNew) -> list[Digest]:
+        """Copy chunks into the pack, hash them there, and keep the new ones."""
         digests: list[Digest] = []
         for group in self._groups(raws):
             pack = self._open_pack
@@ -273,7 +273,7 @@ class PackFiller:
                 copy = view[place.offset : place.offset + place.stored]
                 hashes.append(digest_of(copy if place.codec == _RAW else raw))
                 places.append(place)
-            self._keep(start, hashes, places, choose(hashes, [len(raw) for raw in group]))
+            self._keep(start, hashes, places, select_new(hashes, [len(raw) for raw in group]))
             digests += hashes
         return digests
 

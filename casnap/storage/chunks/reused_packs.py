@@ -51,11 +51,7 @@ class ReusedPacks:
         """The packs."""
         return self._digests.keys()
 
-    def reuse(self, digests: list[Digest]) -> list[bool]:
-        """Rely on the digests that are in live, existing packs; return which are in none."""
-        return [place is None for place in self.reuse_at(digests)]
-
-    def reuse_at(self, digests: list[Digest]) -> list[Place | None]:
+    def reuse(self, digests: list[Digest]) -> list[Place | None]:
         """Rely on the digests that are in live, existing packs; return a place of each, or None.
 
         A chunk that is stored as a delta needs its base too.
@@ -126,7 +122,7 @@ class ReusedPacks:
         self._view = replace(latest, live=latest.live.without(self._lost))
         for pack in latest.live.lacking(self._digests):
             digests = list(dict.fromkeys(split_digests(bytes(self._digests[pack]))))
-            if not any(self.reuse(digests)):
+            if None not in self.reuse(digests):
                 del self._digests[pack]
             elif pack not in latest.packs:
                 raise FencedError(COLLECTED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from casnap.errors import FencedError
@@ -17,9 +17,9 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.index import View
-from casnap.storage.chunks.new_packs import ChunkWriter, NewPacks
+from casnap.storage.chunks.new_packs import NewPacks
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.pack import Choose
+from casnap.storage.chunks.pack import Raw, SelectNew
 from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
 
 
@@ -86,24 +86,27 @@ class Transaction:
         """How many requests the change has made so far, by kind."""
         return Counter(self.store.backend.requests) - self._before
 
-    def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
+    def chunk_writer(self, divide_new: SelectNew | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.
 
         Args:
-            ask: Says which of the chunks that the store lacks are to be written; None for all.
+            divide_new: Returns which of the chunks that the store lacks this rank is to write; None
+                for all.
         """
-        all_new = not self.base.live if self._codec == Codec.RAW else None
-        return ChunkWriter(self.new_packs.filler(), self.reuse_or_reserve, ask, all_new=all_new)
+        # To compress a known chunk takes longer than to hash it twice, so then it is never guessed.
+        guess = not self.base.live if self._codec == Codec.RAW else None
+        return ChunkWriter(self, divide_new, all_new=guess)
 
-    def reuse_or_reserve(self, digests: list[Digest]) -> list[bool]:
-        """Rely on digests in live packs; return which others the caller is to write."""
+    def reserve_new(self, digests: list[Digest]) -> list[bool]:
+        """Rely on digests in live packs; return which of the others the caller is to write."""
         self.renew_announcement()
-        return self.new_packs.claim(digests, self.reused.reuse(digests))
+        is_new = [place is None for place in self.reused.reuse(digests)]
+        return self.new_packs.claim(digests, is_new)
 
     def put_node(self, node: bytes) -> Digest:
         """Store a tree node, or a list of digests, if it is new."""
         digest = digest_of(node)
-        if self.reuse_or_reserve([digest])[0]:
+        if self.reserve_new([digest])[0]:
             self.new_packs.add_node(digest, node)
         return digest
 
@@ -152,3 +155,49 @@ class Transaction:
             if not self.may_be_referenced:
                 self.delete_segments()
                 self.new_packs.delete()
+
+
+class ChunkWriter:
+    """Stores chunks from one thread. It hashes them where they lie, and copies only new ones.
+
+    While all chunks are new, as in a first take, it copies them first and hashes them only once, in
+    the pack.
+
+    Args:
+        transaction: Where it stores them.
+        divide_new: Returns which of the chunks that the store lacks this rank is to write; None for
+            all.
+        all_new: Whether to begin with the guess that all chunks are new; None to never guess so.
+    """
+
+    def __init__(
+        self, transaction: Transaction, divide_new: SelectNew | None, *, all_new: bool | None
+    ) -> None:
+        self._transaction = transaction
+        self._filler = transaction.new_packs.filler()
+        self._divide_new = divide_new
+        self._all_new = all_new
+
+    def store(self, raws: Sequence[Raw]) -> list[Digest]:
+        """Store those chunks that are in no live pack; return the digests of all."""
+        if self._all_new:
+            return self._filler.add(raws, self._select_new)
+        digests = [digest_of(raw) for raw in raws]
+        new = self._select_new(digests, [len(raw) for raw in raws])
+        self._filler.add_known([(d, r) for d, r, n in zip(digests, raws, new, strict=True) if n])
+        return digests
+
+    def _select_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+        new = self._transaction.reserve_new(digests)
+        if self._divide_new is not None and any(new):
+            lacking = [i for i, is_new in enumerate(new) if is_new]
+            share = self._divide_new([digests[i] for i in lacking], [sizes[i] for i in lacking])
+            for i, is_mine in zip(lacking, share, strict=True):
+                new[i] = is_mine
+        if self._all_new is not None:
+            self._all_new = all(new)
+        return new
+
+    def finish(self) -> None:
+        """Have the last pack written."""
+        self._filler.seal()
