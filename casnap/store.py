@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.snapshot import PendingSnapshot, Snapshot
     from casnap.state.stateful import Stateful
-    from casnap.take.capture import Capturable
+    from casnap.take.capture import StateSource
     from casnap.take.options import TakeOptions
     from casnap.transfer.copy_jobs import CopyReport
     from casnap.transfer.mirror import Mirror
@@ -433,7 +433,7 @@ class Store:
     def take_from(
         self,
         comm: Comm,
-        capture: Callable[[], Capturable],
+        source: Callable[[], StateSource],
         name: str,
         options: TakeOptions,
         pg: Any = None,
@@ -442,7 +442,7 @@ class Store:
 
         Args:
             comm: The ranks. At the end, this leaves them.
-            capture: Returns the state of this rank.
+            source: Returns the state of this rank.
             name: The snapshot's name.
             options: How to take it.
             pg: The process group of the snapshot that is returned.
@@ -453,7 +453,7 @@ class Store:
         with comm:
             full = self.full_name(name)
             options = self._with_settings(options)
-            result = take(self.open_store, full, capture(), options, comm)
+            result = take(self.open_store, full, source(), options, comm)
         return Snapshot.of(
             self, check_name(name), result.row, pg, result.requests, result.freed_bytes
         )
@@ -514,7 +514,7 @@ class Store:
     def read(self, look: Callable[[Table], V]) -> V:
         """Call a function with the newest table, and return its result."""
         open_store = self.open_store
-        return open_store.current(lambda root: look(open_store.table(root)))
+        return open_store.read_at_newest(lambda root: look(open_store.table(root)))
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
@@ -673,7 +673,7 @@ class Store:
                 that was published.
         """
         full, uri = self.full_name(name), self.open_store.backend.uri
-        self.open_store.current(
+        self.open_store.read_at_newest(
             lambda root: check_movable(root, self.open_store.table(root), full, tags, uri)
         )
         self._edit(name, None, lambda row: with_tags(row, tags))
@@ -717,7 +717,7 @@ class Store:
         from casnap.snapshot import Snapshot
 
         store, folder = self.open_store, self.folder(None)
-        name, row = store.current(lambda root: tagged_row(store, root, tag, folder))
+        name, row = store.read_at_newest(lambda root: tagged_row(store, root, tag, folder))
         return Snapshot.of(self, self.inner_name(name), row)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[TagMove]:
@@ -795,7 +795,7 @@ class Store:
         open_store = to._look() if dry_run else to.make().open_store
         if open_store is not None:
             check_pair(self.open_store, open_store)
-            selection = [c._replace(target=to.full_name(c.target)) for c in selection]
+            selection = [c._replace(new_name=to.full_name(c.new_name)) for c in selection]
         is_folder = len(selection) > 1
         hooks = CommitHooks() if open_store is None else to.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)

@@ -124,45 +124,45 @@ class LocalBackend(Backend):
 
     @override
     def copy(self, key: str, to: str) -> None:
-        path, target = self._path(key), self._path(to)
+        path, new_path = self._path(key), self._path(to)
         with (
-            translated(target),
+            translated(new_path),
             self._place.opened(make=False) as base,
             parent_of(path, base) as (source, name),
         ):
             check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), path)
-            with self._place.entered_above(target, base) as folder:
-                link_at(name, source, target.rpartition("/")[2], folder)
-                self._place.new_names.add(target)
+            with self._place.entered_above(new_path, base) as folder:
+                link_at(name, source, new_path.rpartition("/")[2], folder)
+                self._place.new_names.add(new_path)
 
     def _link(self, key: str, content: memoryview | bytes) -> bool:
-        target = self._path(key)
-        with translated(target):
+        path = self._path(key)
+        with translated(path):
             for _ in range(_ATTEMPTS):
                 try:
-                    return self._try_to_link(target, content)
+                    return self._try_to_link(path, content)
                 except FileNotFoundError as e:
                     # Did a collector delete it, which could not see our lock?
                     cause = e
-            raise BackendError(f"{target}: its folder vanished") from cause
+            raise BackendError(f"{path}: its folder vanished") from cause
 
-    def _try_to_link(self, target: str, content: memoryview | bytes) -> bool:
+    def _try_to_link(self, path: str, content: memoryview | bytes) -> bool:
         with (
             self._place.opened() as base,
             self._temporary_folder(base) as tmp,
-            self._place.entered_above(target, base) as folder,
+            self._place.entered_above(path, base) as folder,
         ):
             temporary = os.urandom(12).hex()
             fd = self._write_file(temporary, tmp, content, base)
             try:
-                link_at(temporary, tmp, target.rpartition("/")[2], folder)
+                link_at(temporary, tmp, path.rpartition("/")[2], folder)
             except FileExistsError:
                 return False
             finally:
                 unlink_at(temporary, tmp)
                 os.close(fd)
             # Again: a sync of its folder until now may not have covered it.
-            self._place.new_names.add(target)
+            self._place.new_names.add(path)
         return True
 
     def _write_file(

@@ -238,6 +238,6 @@ def unlink_at(name: str, folder: int) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def link_at(name: str, folder: int, to: str, target: int) -> None:
+def link_at(name: str, folder: int, to: str, new_folder: int) -> None:
     """Give a file in an open folder a second name in another one."""
-    os.link(name, to, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
+    os.link(name, to, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)

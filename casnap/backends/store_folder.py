@@ -132,12 +132,12 @@ class StoreFolder:
                 self.new_names.add(str(folder))
 
     @contextmanager
-    def entered_above(self, target: str, base: OpenFolder) -> Iterator[int]:
+    def entered_above(self, path: str, base: OpenFolder) -> Iterator[int]:
         """Open the folder of a new name. It becomes durable even if another process has made it."""
-        parent = target.rpartition("/")[0]
+        parent = path.rpartition("/")[0]
         with self.opened_or_made(parent, base) as folder:
             # Note the name before it is made, so that a failure in between does not lose it.
-            self.new_names.add(target)
+            self.new_names.add(path)
             with self._lock:
                 if parent not in self._entered:
                     self._entered.add(parent)

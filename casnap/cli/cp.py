@@ -88,12 +88,12 @@ def cp(
         return
     sources, destinations = list[Backend](), list[Backend]()
     origin, name = _opened_or_above(source, sources)
-    target, rename = _destination(destination, destinations, name if name in origin else None)
-    exclusive = is_exclusive() and not isinstance(target, Store)
+    place, rename = _destination(destination, destinations, name if name in origin else None)
+    exclusive = is_exclusive() and not isinstance(place, Store)
     with progress_bars() as progress:
         report = origin.copy(
             name,
-            to=_target(target, destinations),
+            to=_open_destination(place, destinations),
             rename=rename,
             dry_run=dry_run,
             progress=progress,
@@ -103,9 +103,9 @@ def cp(
     if as_json:
         requests = dict(sum(map(Counter, by_side), Counter[str]()))
         counts = {"requests": requests} if requests else {}
-        emit({"source": origin.uri, "destination": _uri(target), **_facts_of(report), **counts})
+        emit({"source": origin.uri, "destination": _uri(place), **_facts_of(report), **counts})
         return
-    _show(report, _uri(target))
+    _show(report, _uri(place))
     for requests in by_side:
         print_requests(requests)
 
@@ -128,14 +128,14 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
         if isinstance(to, str):
             options, size = _options(to), origin.chunk_size
             to = Store(to, chunk_size=size, storage_options=options, exclusive=is_exclusive())
-        target = to.make()
-        check_pair(origin.open_store, target.open_store)
+        place = to.make()
+        check_pair(origin.open_store, place.open_store)
 
         def jobs() -> list[CopyJob]:
             snapshots = choose(origin.open_store, origin.prefix, name, rename)
-            return [s._replace(target=target.full_name(s.target)) for s in snapshots]
+            return [s._replace(new_name=place.full_name(s.new_name)) for s in snapshots]
 
-        return Pair(origin.open_store, target.open_store, jobs, CopyOptions(hooks=target.hooks))
+        return Pair(origin.open_store, place.open_store, jobs, CopyOptions(hooks=place.hooks))
 
     names: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -175,13 +175,13 @@ def _options(uri: str) -> dict[str, Any] | None:
     return None if store_uri(uri) is None else options_for(uri)
 
 
-def _target(destination: Store | str, backends: list[Backend]) -> Store | Backend | str:
+def _open_destination(destination: Store | str, backends: list[Backend]) -> Store | Backend | str:
     """Return where to copy to, so that the requests by which a store is made are counted."""
     if isinstance(destination, Store) or store_uri(destination) is None:
         return destination
-    place = locate(destination, _options(destination)).backend
-    backends.append(place)
-    return place
+    backend = locate(destination, _options(destination)).backend
+    backends.append(backend)
+    return backend
 
 
 def _open_place(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from casnap.backends.base import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
 from casnap.files.chunk_writer import ChunkWriter
+from casnap.files.export_output import ExportOutput, check_place
 from casnap.files.export_selection import part_of
 from casnap.files.file_reports import ExportOptions, ExportReport
-from casnap.files.target import Target, check_place
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.storage.catalog.contents import Contents
 
@@ -41,9 +41,11 @@ def export(
     if not options.dry_run:
         is_folder = options.format == "dcp" or options.max_shard_size is not None
         try:
-            with Target(out, is_folder=is_folder, nbytes=sum(report.files.values())) as target:
+            with ExportOutput(
+                out, is_folder=is_folder, nbytes=sum(report.files.values())
+            ) as output:
                 counter = ProgressCounter(progress, "writing", report.nbytes)
-                write(target, ChunkWriter(contents, counter))
+                write(output, ChunkWriter(contents, counter))
         except OSError as e:
             if isinstance(e, CasnapError):
                 raise
@@ -56,6 +58,6 @@ def export(
                 raise
             # A write knows no name.
             raise OSError(e.errno, os.strerror(e.errno or 0), str(out)) from e
-        report.files = target.sizes
+        report.files = output.sizes
     report.seconds = time.monotonic() - start
     return report

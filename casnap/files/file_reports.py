@@ -12,7 +12,7 @@ from casnap.errors import FileFormatError
 
 if TYPE_CHECKING:
     from casnap.files.chunk_writer import ChunkWriter
-    from casnap.files.target import Target
+    from casnap.files.export_output import ExportOutput
 
 FORMATS = ("safetensors", "torch", "dcp")
 """The formats that can be exported."""
@@ -121,7 +121,7 @@ class ExportReport:
     Attributes:
         dry_run: Whether nothing was written.
         format: The format.
-        files: The files below the target, or its own name, and their bytes. A dry run does not tell
+        files: The files below the output, or its own name, and their bytes. A dry run does not tell
             the bytes of files of torch and dcp, but those of their tensors.
         tensors: How many tensors were written.
         nbytes: Their bytes.
@@ -144,7 +144,7 @@ class ExportReport:
 
 
 class ExportPlan(NamedTuple):
-    """A planned export: what it will do, and what writes the files of the target."""
+    """A planned export: what it will do, and what writes the files of the output."""
 
     report: ExportReport
-    write: Callable[[Target, ChunkWriter], None]
+    write: Callable[[ExportOutput, ChunkWriter], None]

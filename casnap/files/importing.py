@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from casnap.errors import FileFormatError
+from casnap.files.export_output import check_local
 from casnap.files.file_reports import ImportReport
 from casnap.files.from_safetensors import read_safetensors
 from casnap.files.from_torch import read_torch
 from casnap.files.from_torchsnapshot import read_torchsnapshot
 from casnap.files.sources import MODEL, SourceFiles, check_regular
-from casnap.files.target import check_local
 from casnap.format.names import STORE_FOLDER
-from casnap.take.capture import Capturable, GivenLeaves
+from casnap.take.capture import DividedLeaves, StateSource
 
-Take = Callable[[Capturable, "dict[str, Any]"], int]
+Take = Callable[[StateSource, "dict[str, Any]"], int]
 """Takes a snapshot of some leaves with some metadata; returns the new bytes."""
 
 
@@ -60,7 +60,7 @@ def import_files(
         metadata=metadata,
     )
     if take is not None:
-        report.new_bytes = take(GivenLeaves(source.leaves), metadata)
+        report.new_bytes = take(DividedLeaves(source.leaves), metadata)
     report.seconds = time.monotonic() - start
     return report
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from casnap.errors import FileFormatError
 from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.dcp_names import described
+from casnap.files.export_output import ExportOutput
 from casnap.files.export_selection import Part, shards_of
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
-from casnap.files.target import Target
 from casnap.files.to_torch import read_values
 from casnap.files.torch_archive import ALIGNMENT, PAGED_BYTES, Archive, StandIns, write_archives
 from casnap.format.entries import TensorEntry
@@ -56,11 +56,11 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
         sum(sizes[name] for name in tensors),
     )
 
-    def write(target: Target, writer: ChunkWriter) -> None:
+    def write(output: ExportOutput, writer: ChunkWriter) -> None:
         for file, names in files.items():
-            with target.file(file) as fd, without_torch_modes():
+            with output.file(file) as fd, without_torch_modes():
                 write_file(fd, file, names, writer)
-        with target.file(".metadata") as fd:
+        with output.file(".metadata") as fd:
             os.pwrite(fd, pickle.dumps(metadata), 0)
 
     def write_file(fd: int, file: str, names: list[str], writer: ChunkWriter) -> None:

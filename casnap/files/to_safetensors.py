@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from casnap.errors import FileFormatError
 from casnap.files.chunk_writer import ChunkWriter, Placed
+from casnap.files.export_output import ExportOutput
 from casnap.files.export_selection import (
     Part,
     equal_tensors,
@@ -17,7 +18,6 @@ from casnap.files.export_selection import (
 )
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.safetensors_header import DTYPES, header_of
-from casnap.files.target import Target
 from casnap.storage.catalog.contents import Contents
 
 _MOST_NAMED = 10
@@ -68,13 +68,13 @@ def plan_safetensors(
         files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     report.files = {file: length for file, (_, _, length) in zip(files, headers, strict=True)}
 
-    def write(target: Target, writer: ChunkWriter) -> None:
+    def write(output: ExportOutput, writer: ChunkWriter) -> None:
         for file, names, (head, starts, length) in zip(files, groups, headers, strict=True):
-            with target.file(file, length) as fd:
+            with output.file(file, length) as fd:
                 os.pwrite(fd, head, 0)
                 writer.write(fd, [Placed(*tensors[n], starts[n]) for n in names])
         if len(groups) > 1:
-            with target.file(_INDEX) as fd:
+            with output.file(_INDEX) as fd:
                 shards = {n: file for file, names in zip(files, groups, strict=True) for n in names}
                 os.pwrite(fd, _index(shards, total), 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from casnap.files.chunk_writer import ChunkWriter
+from casnap.files.export_output import ExportOutput
 from casnap.files.export_selection import (
     Part,
     equal_tensors,
@@ -14,7 +15,6 @@ from casnap.files.export_selection import (
     without_tied,
 )
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
-from casnap.files.target import Target
 from casnap.files.torch_archive import Archive, StandIns, write_archives
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.names import key_of
@@ -47,8 +47,8 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
     report = ExportReport(options.dry_run, "torch", {name: total}, len(streamed), total)
     report.tied, report.equal = tied_names, equal_tensors(tensors, tied_names)
 
-    def write(target: Target, writer: ChunkWriter) -> None:
-        with target.file(name) as fd:
+    def write(output: ExportOutput, writer: ChunkWriter) -> None:
+        with output.file(name) as fd:
             stand_ins = StandIns(entries.values())
             with without_torch_modes():
                 state = _state(contents, part, entries, tied_to, stand_ins)

@@ -263,7 +263,7 @@ class _Collector:
             return
         try:
             # If another collector moves what is read, this begins again; what was recoded stays.
-            recoding = self._store.current(
+            recoding = self._store.read_at_newest(
                 lambda root: recode(self._store, root, after, self._progress), lambda: root
             )
         except StorageFullError:
@@ -281,7 +281,7 @@ class _Collector:
         self._files = StoredFiles(self._store, self._store.recent())
         while True:
             try:
-                self._store.current(self._mark_and_condemn, self._store.recent)
+                self._store.read_at_newest(self._mark_and_condemn, self._store.recent)
                 break
             except FencedError:
                 # Another collector was faster, and deleted the copies of this one.
@@ -289,7 +289,7 @@ class _Collector:
         if self.report.copied_bytes:
             # The copies came with new segments, which may be merged away again.
             self._files = StoredFiles(self._store, self._store.recent())
-        while not self._store.current(self._raise_fence):
+        while not self._store.read_at_newest(self._raise_fence):
             continue
         if not self._options.dry_run:
             # A root that does not name them is durable now.

@@ -29,7 +29,7 @@ class KeyState:
         stateful: The value in the app state.
         current: Its state now.
         entries: The entries in the snapshot for this rank, by path.
-        given: Leaves that are known and need not be read.
+        known_leaves: Leaves that are known and need not be read.
         rewritten: Prefixes of paths whose names or values the module may change while it loads.
         unchecked: Prefixes of paths whose names only the module itself can check.
         skipped: Paths that must not be loaded into the module.
@@ -39,7 +39,7 @@ class KeyState:
     stateful: Stateful
     current: Any
     entries: Mapping[str, Entry]
-    given: Mapping[str, Leaf] = field(default_factory=dict)
+    known_leaves: Mapping[str, Leaf] = field(default_factory=dict)
     rewritten: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     skipped: frozenset[str] = frozenset()
@@ -85,7 +85,7 @@ def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
         return None
     entries = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}
     current = {state.component: next(flatten(state.current, state.component))}
-    return replace(state, entries=entries, given=current)
+    return replace(state, entries=entries, known_leaves=current)
 
 
 def _reached(

@@ -45,7 +45,7 @@ from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
 """Has the contract of :meth:`casnap.storage.chunks.open_store.OpenStore.fetch`."""
-Target: TypeAlias = tuple[Region | Selection, torch.Tensor]
+FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
 
@@ -62,7 +62,7 @@ class _Item(NamedTuple):
     path: str
     entry: Entry
     content: torch.Tensor | bytearray | None
-    targets: Sequence[Target] = ()
+    targets: Sequence[FillTarget] = ()
 
 
 class _Move(NamedTuple):
@@ -101,7 +101,7 @@ class Loading:
         self,
         path: str,
         entry: Entry,
-        targets: Iterable[Target] | None = None,
+        targets: Iterable[FillTarget] | None = None,
         content: torch.Tensor | None = None,
     ) -> None:
         """Add an entry, or parts of a tensor: only the cells that these need are read.

@@ -85,7 +85,7 @@ def restore(
     comm.enter_phase("reading")
     leaves = _load(contents, entries, targets, options, comm, agreed)
     for state in states:
-        leaves |= state.given
+        leaves |= state.known_leaves
     # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")

@@ -179,12 +179,12 @@ class PickleMachine:
         self._add(self._pop(count), ("dict", "call"), 2)
 
     def _add(self, items: list[Any], kinds: tuple[str, ...], width: int) -> None:
-        target = self._stack[-1]
-        if kind_of(target) not in kinds or len(items) % width:
-            raise RefusedError(f"its pickle adds to a {kind_of(target)}")
-        if target.kind == "call":
-            self._ask("item", target)
-        target.parts += items
+        top = self._stack[-1]
+        if kind_of(top) not in kinds or len(items) % width:
+            raise RefusedError(f"its pickle adds to a {kind_of(top)}")
+        if top.kind == "call":
+            self._ask("item", top)
+        top.parts += items
 
     def _do_stack_global(self) -> None:
         module, name = self._pop(2)
@@ -216,11 +216,11 @@ class PickleMachine:
 
     def _do_build(self) -> None:
         state = self._stack.pop()
-        target = self._stack[-1]
-        if kind_of(target) != "call":
-            raise RefusedError(f"its pickle gives a state to a {kind_of(target)}")
-        self._ask("build", target)
-        target.state = state
+        top = self._stack[-1]
+        if kind_of(top) != "call":
+            raise RefusedError(f"its pickle gives a state to a {kind_of(top)}")
+        self._ask("build", top)
+        top.state = state
 
     def _ask(self, verb: str, term: Term) -> None:
         if self._check is not None:

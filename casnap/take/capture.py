@@ -48,15 +48,15 @@ class KeySpan(NamedTuple):
         component: The key, as a path component.
         start: The first leaf.
         stop: One past the last leaf.
-        given: Whether they are global, and no other rank has any of them, except for other parts
-            of sharded tensors.
+        is_divided: Whether they are global, and no other rank has any of them, except for other
+            parts of sharded tensors.
     """
 
     per_rank: bool
     component: str
     start: int
     stop: int
-    given: bool = False
+    is_divided: bool = False
 
 
 class Assignment(NamedTuple):
@@ -71,7 +71,7 @@ class Assignment(NamedTuple):
     plan: RankPlan
 
 
-class Capture:
+class CapturedState:
     """The leaves of a state. Tensors are referenced; all other values are encoded.
 
     Args:
@@ -267,7 +267,7 @@ def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
 # --- the input of a take ------------------------------------------------------------------------
 
 
-class Capturable(Protocol):
+class StateSource(Protocol):
     """The input of a take.
 
     Attributes:
@@ -279,7 +279,7 @@ class Capturable(Protocol):
     def keys(self) -> list[str]:
         """Return the keys, the same on all ranks, in the order in which they are captured."""
 
-    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> Capture:
+    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
         """Capture what is below the keys.
 
         Args:
@@ -307,7 +307,7 @@ class LiveState:
         """
         return random_states_first(self.values)
 
-    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> Capture:
+    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
         """Capture the state; reading it leaves the random state as it was before.
 
         Raises:
@@ -328,7 +328,7 @@ class LiveState:
                         leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
                     per_rank = isinstance(value, RNGState)
                     spans.append(KeySpan(per_rank, component, start, len(leaves)))
-                return Capture(leaves, spans, chunk_size)
+                return CapturedState(leaves, spans, chunk_size)
         finally:
             # Set it back at once, and only if it has changed: else the numbers that other threads
             # draw meanwhile would be drawn twice.
@@ -337,7 +337,7 @@ class LiveState:
                     generator.load_state_dict(before)
 
 
-class GivenLeaves:
+class DividedLeaves:
     """Leaves that were divided among the ranks before the take; all of them are global.
 
     Args:
@@ -352,12 +352,12 @@ class GivenLeaves:
         """Return the keys."""
         return list(self._leaves)
 
-    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> Capture:
+    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
         """Capture the leaves."""
         leaves: list[Leaf] = []
         spans = []
         for key in keys:
             start, values = len(leaves), self._leaves[key]
             leaves += values
-            spans.append(KeySpan(False, component_of(key), start, len(leaves), given=True))
-        return Capture(leaves, spans, chunk_size)
+            spans.append(KeySpan(False, component_of(key), start, len(leaves), is_divided=True))
+        return CapturedState(leaves, spans, chunk_size)

@@ -26,7 +26,7 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import Leaf
-from casnap.take.capture import Assignment, Capture, KeySpan, grid_of_leaf
+from casnap.take.capture import Assignment, CapturedState, KeySpan, grid_of_leaf
 from casnap.take.options import TakeOptions
 from casnap.take.owners import (
     KEY_BYTES,
@@ -86,7 +86,7 @@ class Division(NamedTuple):
 @without_torch_modes()
 def divide(
     comm: Comm,
-    capture: Capture,
+    state: CapturedState,
     app_state: Mapping[str, Any],
     options: TakeOptions,
     chunk_size: int,
@@ -98,7 +98,7 @@ def divide(
 
     Args:
         comm: The ranks.
-        capture: The state of this rank.
+        state: The state of this rank.
         app_state: What it was captured from.
         options: What the caller declares about it.
         chunk_size: The store's, in bytes.
@@ -107,24 +107,24 @@ def divide(
     Raises:
         StateError: Ranks contradict each other.
     """
-    if comm.size == 1 and not capture.sharded:
-        return _of_one_process(capture)
+    if comm.size == 1 and not state.sharded:
+        return _of_one_process(state)
     declared = _declarations(app_state, options, comm.ranks)
-    scopes, keys = _scopes(capture, declared), _keys(capture)
+    scopes, keys = _scopes(state, declared), _keys(state)
     claimed: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
         if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.FROM_RANK_0):
             claimed[owner_of(keys[i], comm.size)].append(i)
-    samples = _samples(capture, scopes, declared, Sampler(seed, chunk_size))
+    samples = _samples(state, scopes, declared, Sampler(seed, chunk_size))
     claims = comm.exchange_messages(
-        [_claims(capture, scopes, keys, leaves, samples) for leaves in claimed], Claims
+        [_claims(state, scopes, keys, leaves, samples) for leaves in claimed], Claims
     )
     owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
     replicas = compare_replicas(claims)
     paths_by_key = {
         keys[i]: path
         for i in claimed[comm.rank]
-        if (path := capture.leaves[i].path) not in declared.ddp_buffers
+        if (path := state.leaves[i].path) not in declared.ddp_buffers
         and _matches(path, declared.replicated)
     }
     check_replicated(claims, replicas, paths_by_key)
@@ -134,27 +134,27 @@ def divide(
         _log.warning(
             "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
             comm.operation,
-            few_paths([capture.leaves[i].path for i in different]),
+            few_paths([state.leaves[i].path for i in different]),
         )
     # All ranks put cells together in one order: that of paths.
-    in_order = sorted(own_plans, key=lambda i: (capture.leaves[i].path, keys[i]))
+    in_order = sorted(own_plans, key=lambda i: (state.leaves[i].path, keys[i]))
     assigned = {
-        i: Assignment(grid_of_leaf(capture.leaves[i], chunk_size), own_plans[i]) for i in in_order
+        i: Assignment(grid_of_leaf(state.leaves[i], chunk_size), own_plans[i]) for i in in_order
     }
-    assigned |= _replicated(capture, scopes, comm, chunk_size)
+    assigned |= _replicated(state, scopes, comm, chunk_size)
     return Division(scopes, keys, owned, assigned, any(reply.splits for reply in answers))
 
 
-def _of_one_process(capture: Capture) -> Division:
+def _of_one_process(state: CapturedState) -> Division:
     """Return the division of a single process: everything is global but random states."""
     scopes: list[Scope] = []
-    for span in capture.spans:
+    for span in state.spans:
         scope = Scope.PER_RANK if span.per_rank else Scope.FROM_RANK_0
         scopes += [scope] * (span.stop - span.start)
     return Division(scopes, [], {}, {}, splits=False, alone=True)
 
 
-def _keys(capture: Capture) -> list[bytes]:
+def _keys(state: CapturedState) -> list[bytes]:
     """Return the key of each leaf.
 
     Sharded tensors of one path on several meshes have several keys: they may be replicas, but also
@@ -164,7 +164,7 @@ def _keys(capture: Capture) -> list[bytes]:
     keys = []
     # Most tensors have one mesh, and its ranks take long to list.
     ranks_of_mesh: dict[int, tuple[int, ...]] = {}
-    for path, _, content in capture.leaves:
+    for path, _, content in state.leaves:
         keys.append(key_of_path(path))
         if isinstance(content, Shards):
             mesh = id(getattr(content.value, "device_mesh", content))
@@ -226,12 +226,12 @@ def _declarations(
     )
 
 
-def _scopes(capture: Capture, declared: _Declarations) -> list[Scope]:
+def _scopes(state: CapturedState, declared: _Declarations) -> list[Scope]:
     """Return the scope of each leaf."""
     return [
         Scope.PER_RANK if span.per_rank else _scope(leaf, span, declared)
-        for span in capture.spans
-        for leaf in capture.leaves[span.start : span.stop]
+        for span in state.spans
+        for leaf in state.leaves[span.start : span.stop]
     ]
 
 
@@ -239,7 +239,7 @@ def _scope(leaf: Leaf, span: KeySpan, declared: _Declarations) -> Scope:
     path = leaf.path
     if isinstance(leaf.content, Shards):
         return Scope.SHARDED
-    if span.given:
+    if span.is_divided:
         return Scope.GIVEN
     if _matches(path, declared.per_rank):
         return Scope.PER_RANK
@@ -262,11 +262,11 @@ def _matches(path: str, globs: Sequence[str]) -> bool:
 
 
 def _samples(
-    capture: Capture, scopes: list[Scope], declared: _Declarations, sampler: Sampler
+    state: CapturedState, scopes: list[Scope], declared: _Declarations, sampler: Sampler
 ) -> dict[int, list[bytes]]:
     """Return samples of all tensors that must be equal on several ranks, by leaf."""
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
-    for i, (path, _, content) in enumerate(capture.leaves):
+    for i, (path, _, content) in enumerate(state.leaves):
         if isinstance(content, Shards):
             contents[i] = content.tensors
         elif (
@@ -278,7 +278,7 @@ def _samples(
 
 
 def _claims(
-    capture: Capture,
+    state: CapturedState,
     scopes: list[Scope],
     keys: list[bytes],
     leaves: list[int],
@@ -287,7 +287,7 @@ def _claims(
     """Return what this rank tells the owner of some leaves."""
     claims = Claims([], [], [])
     for i in leaves:
-        path, entry, content = capture.leaves[i]
+        path, entry, content = state.leaves[i]
         if isinstance(content, Shards):
             claims.sharded.append(ShardClaim(keys[i], path, entry, content.boxes, samples[i]))
         else:
@@ -325,14 +325,14 @@ def _take_in(
 
 
 def _replicated(
-    capture: Capture, scopes: list[Scope], comm: Comm, chunk_size: int
+    state: CapturedState, scopes: list[Scope], comm: Comm, chunk_size: int
 ) -> dict[int, Assignment]:
     """Return what this rank hashes of leaves that all ranks hold, or that rank 0 hashes."""
     shared = sorted(
-        (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in capture.inline),
-        key=lambda i: capture.leaves[i].path,
+        (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in state.inline),
+        key=lambda i: state.leaves[i].path,
     )
-    grids = [grid_of_leaf(capture.leaves[i], chunk_size) for i in shared]
+    grids = [grid_of_leaf(state.leaves[i], chunk_size) for i in shared]
     runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, first_cell, stop in replicated_runs(grids, comm.rank, comm.size):
         runs[shared[number]].append((first_cell, stop))
@@ -341,6 +341,6 @@ def _replicated(
     }
     if comm.rank:
         for i, scope in enumerate(scopes):
-            if scope is Scope.FROM_RANK_0 and i in capture.grids:
-                assigned[i] = Assignment(capture.grids[i], RankPlan())
+            if scope is Scope.FROM_RANK_0 and i in state.grids:
+                assigned[i] = Assignment(state.grids[i], RankPlan())
     return assigned

@@ -11,7 +11,7 @@ from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.chunks.pack import Raw, SelectNew
 from casnap.storage.commits.transaction import Transaction
-from casnap.take.capture import Capture
+from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 
 Batches = Callable[[int], Iterable[list[Piece]]]
@@ -37,7 +37,7 @@ class Hasher:
     """Hashes pieces, and stores the chunks among them that are new.
 
     Args:
-        capture: The state that the pieces are of.
+        state: The state that the pieces are of.
         transaction: Where new chunks are stored.
         progress: Told how many bytes are done.
 
@@ -46,19 +46,19 @@ class Hasher:
     """
 
     def __init__(
-        self, capture: Capture, transaction: Transaction, progress: Progress | None
+        self, state: CapturedState, transaction: Transaction, progress: Progress | None
     ) -> None:
         self.digests = Digests(
-            {i: bytearray(DIGEST_SIZE * g.count) for i, g in capture.grids.items() if g.count > 1},
+            {i: bytearray(DIGEST_SIZE * g.count) for i, g in state.grids.items() if g.count > 1},
             {},
-            {i: {} for i in capture.assigned},
+            {i: {} for i in state.assigned},
         )
-        self._capture = capture
+        self._state = state
         self._transaction = transaction
         self._counter = (
             None
             if progress is None
-            else ProgressCounter(progress, "storing", capture.bytes_to_hash())
+            else ProgressCounter(progress, "storing", state.bytes_to_hash())
         )
 
     def hash_all(self, batches: Batches, crew: Crew) -> None:
@@ -92,10 +92,7 @@ class Hasher:
     def _keep_inline(self, piece: Piece) -> bool:
         """Keep the bytes of a piece if its tensor is shared by ranks, but stands in its entry."""
         cells = self.digests.cells.get(piece.leaf)
-        if (
-            cells is None
-            or payload_of(self._capture.leaves[piece.leaf].entry).nbytes > INLINE_BYTES
-        ):
+        if cells is None or payload_of(self._state.leaves[piece.leaf].entry).nbytes > INLINE_BYTES:
             return False
         if piece.ready is not None:
             piece.ready()

@@ -28,7 +28,7 @@ from casnap.format.entries import (
 from casnap.format.records import encode
 from casnap.format.tree import build
 from casnap.ranks.comm import Comm
-from casnap.take.capture import Capture
+from casnap.take.capture import CapturedState
 from casnap.take.division import Division, Scope
 from casnap.take.hashing import Digests
 from casnap.take.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
@@ -81,14 +81,14 @@ class _Contribution(msgspec.Struct, array_like=True):
 
 
 def build_manifest(
-    comm: Comm, capture: Capture, division: Division, digests: Digests, put: Put
+    comm: Comm, state: CapturedState, division: Division, digests: Digests, put: Put
 ) -> ManifestSummary | None:
     """Settle which entries are global, store all trees, and return the manifest on rank 0.
 
     Raises:
         StateError: Ranks contradict each other.
     """
-    builder = _Builder(comm, capture, division, digests, put)
+    builder = _Builder(comm, state, division, digests, put)
     if not division.alone:
         builder.settle_scopes()
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
@@ -104,7 +104,7 @@ def build_manifest(
             if entries.setdefault(key, of_rank) is not of_rank:
                 entries[key].update(of_rank)
     # The keys are in the order of the app state.
-    for span in capture.spans:
+    for span in state.spans:
         if of_key := entries[span.component]:
             summary.manifest.shared[span.component] = build(of_key, put)
             summary.logical_bytes += _nbytes(of_key)
@@ -116,10 +116,10 @@ class _Builder:
     """The part of one rank in the building of a manifest."""
 
     def __init__(
-        self, comm: Comm, capture: Capture, division: Division, digests: Digests, put: Put
+        self, comm: Comm, state: CapturedState, division: Division, digests: Digests, put: Put
     ) -> None:
         self._comm = comm
-        self._capture = capture
+        self._state = state
         self._division = division
         self._digests = digests
         self._put = put
@@ -164,18 +164,18 @@ class _Builder:
 
     def contribution(self) -> _Contribution:
         """Return what this rank adds to the manifest, once the scopes are settled."""
-        capture, scopes = self._capture, self._scopes
+        state, scopes = self._state, self._scopes
         entries: dict[str, dict[str, Entry]] = {}
         contribution = _Contribution(entries, {}, 0, 0)
         for path, entry in self._sharded.items():
             key, slash, inner_path = path.partition("/")
             entries.setdefault(key, {})[slash + inner_path] = entry
-        leaves, inline = capture.leaves, capture.inline
+        leaves, inline = state.leaves, state.inline
         # Enum attribute access is slow, and there may be a million leaves.
         per_rank, sharded = Scope.PER_RANK, Scope.SHARDED
         given_scope, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
         rank, size, keys = self._comm.rank, self._comm.size, self._division.keys
-        for span in capture.spans:
+        for span in state.spans:
             own_entries: dict[str, Entry] = {}
             shared = entries.setdefault(span.component, {})
             prefix = len(span.component)
@@ -202,16 +202,16 @@ class _Builder:
 
     def _entry(self, leaf: int, put: Put) -> Entry:
         """Return the entry of a leaf that is not sharded."""
-        capture = self._capture
-        if leaf in capture.inline:
-            return capture.inline[leaf]
-        path, entry, _ = capture.leaves[leaf]
+        state = self._state
+        if leaf in state.inline:
+            return state.inline[leaf]
+        path, entry, _ = state.leaves[leaf]
         nbytes = payload_of(entry).nbytes
-        if leaf in capture.assigned:
+        if leaf in state.assigned:
             runs = self._cells.get(self._division.keys[leaf], {})
-            count = capture.assigned[leaf].grid.count
+            count = state.assigned[leaf].grid.count
             return with_payload(entry, _assembled(path, nbytes, count, runs, put))
-        leaf = capture.same_as.get(leaf, leaf)
+        leaf = state.same_as.get(leaf, leaf)
         only = self._digests.only.get(leaf)
         digests = bytes(self._digests.whole[leaf]) if only is None else only
         return with_payload(entry, _payload(nbytes, digests, put))

@@ -149,4 +149,4 @@ def _check_name_is_free(store: OpenStore, name: str, options: TakeOptions) -> Ro
         return check(store.recent())
     except (SnapshotExistsError, DamagedError):
         # That root may be a moment old.
-        return store.current(check)
+        return store.read_at_newest(check)

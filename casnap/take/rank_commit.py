@@ -90,7 +90,7 @@ class TakeCommit:
             RankError: Another rank failed, died or hangs.
         """
         comm = self.comm
-        comm.broadcast(transaction.commit)
+        comm.broadcast(transaction.commit_id)
 
         def move(seq: int) -> list[RankPart]:
             comm.broadcast_message(_Instruction(move=seq), _Instruction)
@@ -165,7 +165,7 @@ class TakeCommit:
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             row = Row(
-                commit=transaction.commit,
+                commit=transaction.commit_id,
                 manifest=transaction.ref(digest),
                 seq=seq,
                 time=time.time(),
@@ -251,7 +251,7 @@ class TakeCommit:
                 part = self._finish(transaction, instruction.move)
         except RankError as e:
             has_ended = 0 not in e.ranks and self.comm.await_end(0)
-            row = self.store.current(lambda root: self.store.table(root).get(self.name))
+            row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
             if row is not None and row.commit == commit:
                 return TakeResult(row)
             if has_ended:

@@ -21,7 +21,7 @@ from casnap.storage.catalog.table import checked_metadata
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
-from casnap.take.capture import Capturable
+from casnap.take.capture import StateSource
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher
@@ -36,7 +36,7 @@ _TRIES = 5
 
 
 def take(
-    open_store: OpenStore, name: str, source: Capturable, options: TakeOptions, comm: Comm
+    open_store: OpenStore, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
@@ -55,7 +55,7 @@ def take(
 
 
 def async_take(
-    open_store: OpenStore, name: str, source: Capturable, options: TakeOptions, comm: Comm
+    open_store: OpenStore, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
@@ -78,7 +78,7 @@ def async_take(
                 if options.max_pending > 1:
                     comm.leave()
                 copies.fill(work.pieces(), when_full=pending.start)
-                work.capture.drop_tensors()
+                work.state.drop_tensors()
                 pending.start()
             except BaseException as e:
                 # Once started, the take in the background fails too, and tells the other ranks.
@@ -115,7 +115,7 @@ class _Take:
         self._comm = comm
         self._requests_before = Counter[str]()
 
-    def begin(self, source: Capturable) -> None:
+    def begin(self, source: StateSource) -> None:
         """Do the steps that need the caller's state: agree, capture, divide the work."""
         open_store, comm = self._open_store, self._comm
         metadata = checked_metadata(self._options.metadata or {})
@@ -128,24 +128,22 @@ class _Take:
         self._codec, self._seed = request.codec, request.seed
         chunk_size = open_store.config.chunk_size
         keys = [key_of(component) for component in request.keys]
-        self.capture = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
+        self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
         self._notes = options.hooks.notes(self._name) if comm.rank == 0 else ()
         if comm.rank == 0 and options.max_pending == 1:
             # Otherwise this waits for its turn: what earlier takes rely on is not freed.
             options.hooks.make_room(self._count_bytes)
         comm.enter_phase("sharing out the work")
-        self._division = divide(
-            comm, self.capture, source.values, options, chunk_size, request.seed
-        )
-        self.capture.assign(self._division.assigned)
+        self._division = divide(comm, self.state, source.values, options, chunk_size, request.seed)
+        self.state.assign(self._division.assigned)
 
     def _count_bytes(self) -> int:
         """Return about how many bytes the state has on all ranks."""
-        return self._comm.size * self.capture.bytes_to_hash()
+        return self._comm.size * self.state.bytes_to_hash()
 
     def pieces(self) -> Iterable[Piece]:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
-        return self.capture.pieces(self._comm.rank / self._comm.size)
+        return self.state.pieces(self._comm.rank / self._comm.size)
 
     def requests(self) -> Counter[str]:
         """Return how many requests it has made so far, by kind."""
@@ -256,7 +254,7 @@ class _Take:
         )
         try:
             comm.enter_phase("hashing and writing")
-            hasher = Hasher(self.capture, transaction, options.progress)
+            hasher = Hasher(self.state, transaction, options.progress)
             if self._division.alone:
                 hasher.hash_all(batches, crew)
             else:
@@ -264,7 +262,7 @@ class _Take:
             comm.enter_phase("assembling the manifest")
             with python_gc_paused():
                 summary = build_manifest(
-                    comm, self.capture, self._division, hasher.digests, transaction.put_node
+                    comm, self.state, self._division, hasher.digests, transaction.put_node
                 )
             comm.enter_phase("committing")
             commit = TakeCommit(

@@ -108,9 +108,11 @@ class _Copy:
             placements = (placement_in(table, job, store.backend, seq) for job in snapshots)
             return [placement is None for placement in placements]
 
-        presence = store.current(lambda root: look(store.table(root), root.seq + 1), store.recent)
+        presence = store.read_at_newest(
+            lambda root: look(store.table(root), root.seq + 1), store.recent
+        )
         pairs = list(zip(snapshots, presence, strict=True))
-        self.report.present += [job.target for job, is_there in pairs if is_there]
+        self.report.present += [job.new_name for job, is_there in pairs if is_there]
         return [job for job, is_there in pairs if not is_there]
 
     def _copy(self, job: CopyJob) -> None:
@@ -134,10 +136,10 @@ class _Copy:
                 self._forget()
                 if tries == _TRIES:
                     raise FencedError(
-                        f"{job.target} is not copied: collectors without grace deleted what it "
+                        f"{job.new_name} is not copied: collectors without grace deleted what it "
                         f"relied on, {tries} times; copy again, and give `casnap gc` a --grace"
                     ) from e
-                _log.info("%s: a collector went past the copy, which starts again", job.target)
+                _log.info("%s: a collector went past the copy, which starts again", job.new_name)
             except StorageFullError as e:
                 self._forget()
                 if tries == _TRIES:
@@ -158,10 +160,10 @@ class _Copy:
             if not snapshot_copy.copy(self._destination):
                 # Another process has copied it meanwhile.
                 self._forget()
-                self.report.present.append(job.target)
+                self.report.present.append(job.new_name)
                 return
         self._owners.update(dict.fromkeys(tree.nodes, job))
-        self.report.copied.append(job.target)
+        self.report.copied.append(job.new_name)
 
     def _forget(self) -> None:
         self._seen.clear()

@@ -31,7 +31,7 @@ class CopyJob(NamedTuple):
 
     Attributes:
         name: Its full name in the source.
-        target: Its full name in the destination.
+        new_name: Its full name in the destination.
         row: Its row in the source's table, with the tags that it is to have there.
         replaces: The commit ids of snapshots that it may replace there.
         place: Says otherwise how it is placed, given the table and the number of the next root. It
@@ -41,7 +41,7 @@ class CopyJob(NamedTuple):
     """
 
     name: str
-    target: str
+    new_name: str
     row: Row
     replaces: frozenset[bytes] = frozenset()
     place: Callable[[Table, int], Placement] | None = None
@@ -51,8 +51,8 @@ class CopyJob(NamedTuple):
         """Return how it is placed in a table, for the root of a number."""
         if self.place is not None:
             return self.place(table, seq)
-        row = table.get(self.target)
-        gone = {self.target: row} if row is not None and row.commit in self.replaces else {}
+        row = table.get(self.new_name)
+        gone = {self.new_name: row} if row is not None and row.commit in self.replaces else {}
         return Placement(self.row.tags, gone)
 
 

@@ -41,7 +41,7 @@ def choose(source: OpenStore, prefix: str, name: str | None, rename: str | None)
             )
         return rows
 
-    matches = source.current(lambda root: look(source.table(root)))
+    matches = source.read_at_newest(lambda root: look(source.table(root)))
     inner_start = len(prefix) + 1 if prefix else 0
     return [
         CopyJob(

@@ -199,7 +199,7 @@ class ContinuousCopy:
         if self._follower is None:
             self._follower = self._open_follower()
         for job, report in self._follower.look():
-            self._copied.setdefault(job.target, set()).add(job.row.commit)
+            self._copied.setdefault(job.new_name, set()).add(job.row.commit)
             if report.copied:
                 yield report
 
@@ -212,7 +212,7 @@ class ContinuousCopy:
             except SnapshotNotFoundError:
                 return  # there is nothing yet
             for job in snapshots:
-                commits = frozenset(self._copied.get(job.target, ()))
+                commits = frozenset(self._copied.get(job.new_name, ()))
                 if job.row.commit not in commits:
                     yield job._replace(replaces=commits)
 

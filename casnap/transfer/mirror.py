@@ -215,7 +215,7 @@ class Mirror:
         if place is None:
             return taken_tags("", 0)
         if run not in self._follows:
-            rows = self._source.current(
+            rows = self._source.read_at_newest(
                 lambda root: list(snapshots_in(self._source.table(root), run))
             )
             followed = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
@@ -314,12 +314,12 @@ class Mirror:
             # Takes go first, unless the mirror falls behind. No low priority for this thread:
             # when it holds Python's lock, the training would wait with it.
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
-            target = f"{destination.prefix}/{name}" if destination.prefix else name
+            new_name = f"{destination.prefix}/{name}" if destination.prefix else name
             succession = Succession(
-                self._source, destination.store, target, row, self.how.retention
+                self._source, destination.store, new_name, row, self.how.retention
             )
             self._succession = succession
-            yield CopyJob(name, target, row, place=succession.place, prune=succession.prune)
+            yield CopyJob(name, new_name, row, place=succession.place, prune=succession.prune)
 
     def _say_continued(self, destination: Destination, job: CopyJob) -> None:
         """Say that this store continues the run of another one, and what that replaced."""
@@ -368,13 +368,13 @@ class Mirror:
             self._given_up[job.name] = job.row.commit
             return None
         store, source = destination.store, self._source
-        row = store.current(lambda root: store.table(root).get(job.target))
+        row = store.read_at_newest(lambda root: store.table(root).get(job.new_name))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
         origin = origin_of(row)
         origin_text = f"copied from the store {origin}" if origin else "not copied by a mirror"
         return (
-            f"{store.backend.uri} holds another snapshot {job.target!r} (commit "
+            f"{store.backend.uri} holds another snapshot {job.new_name!r} (commit "
             f"{row.commit.hex()}, {origin_text}) than {source.backend.uri} (commit "
             f"{job.row.commit.hex()}, the store {source.config.store_id}). Neither is "
             "overwritten. Take it under another name, or delete the one that you do not need; two "
@@ -434,12 +434,12 @@ class Mirror:
     def lacking(self) -> dict[str, Row]:
         """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
         store = self._source
-        return store.current(lambda root: unmirrored_in(store.table(root)))
+        return store.read_at_newest(lambda root: unmirrored_in(store.table(root)))
 
     def succeeded(self) -> dict[str, Row]:
         """Return the snapshots that the mirror never gets, by full name."""
         store = self._source
-        return store.current(lambda root: succeeded_in(store.table(root)))
+        return store.read_at_newest(lambda root: succeeded_in(store.table(root)))
 
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""

@@ -49,12 +49,12 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
     Raises:
         SnapshotExistsError: Its name is taken by another one, or by a file.
     """
-    row = table.get(job.target)
+    row = table.get(job.new_name)
     if row is not None and row.commit == job.row.commit:
         return None
     placement = job.placement(table, seq)
-    check_path_is_free(backend, job.target)
-    check_free(table, job.target, overwrite=job.target in placement.gone, uri=backend.uri)
+    check_path_is_free(backend, job.new_name)
+    check_free(table, job.new_name, overwrite=job.new_name in placement.gone, uri=backend.uri)
     return placement
 
 
@@ -176,7 +176,7 @@ class SnapshotCopy:
                 continue
         except _CopiedMeanwhileError:
             return False
-        replace_markers(destination, self._job.target, row, self._gone)
+        replace_markers(destination, self._job.new_name, row, self._gone)
         self._options.hooks.on_release(list(self._gone.values()))
         self._options.hooks.on_commit()
         return True
@@ -260,7 +260,7 @@ class SnapshotCopy:
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
         new_rows: list[Row] = []
-        notes = self._options.hooks.notes(job.target)
+        notes = self._options.hooks.notes(job.new_name)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             placement = self._placement(transaction, table, seq)
@@ -284,7 +284,7 @@ class SnapshotCopy:
             if job.prune is not None:
                 self._gone |= job.prune(table, placement.gone, new_rows[-1])
             changes: dict[str, Row | None] = dict.fromkeys(self._gone)
-            changes[job.target] = new_rows[-1]
+            changes[job.new_name] = new_rows[-1]
             if table.get(keeper) is not None:
                 changes[keeper] = None
             return changes

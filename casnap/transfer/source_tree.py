@@ -57,4 +57,4 @@ class SourceTree:
         for reference in references:
             owner = self._owners.get(reference)
             if owner is not None:
-                self.shared_with[owner.target] = owner
+                self.shared_with[owner.new_name] = owner

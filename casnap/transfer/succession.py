@@ -38,7 +38,7 @@ class Succession:
     Attributes:
         source: The mirrored store.
         there: The mirror.
-        target: The full name of the snapshot there.
+        new_name: The full name of the snapshot there.
         row: Its row in the mirrored store.
         retention: Which copies to keep there; None for all.
         predecessor: The id of the store whose run the last placement took over; else empty.
@@ -47,7 +47,7 @@ class Succession:
 
     source: OpenStore
     there: OpenStore
-    target: str
+    new_name: str
     row: Row
     retention: Retention | None
     predecessor: str = ""
@@ -56,7 +56,7 @@ class Succession:
     @property
     def run(self) -> str:
         """The folder of the run at the mirror."""
-        return self.target.rpartition("/")[0]
+        return self.new_name.rpartition("/")[0]
 
     def place(self, table: Table, seq: int) -> Placement:
         """Return the tags of the copy, and what it replaces.
@@ -70,16 +70,16 @@ class Succession:
         follows = follows_of(self.row, self.there.config.store_id)
         # What the store had not seen when it resumed is of another branch.
         replaced_names = {name for name, row in earlier.items() if row.seq > follows}
-        if self.target in earlier:
+        if self.new_name in earlier:
             # What came after the snapshot that is taken anew came from it.
             names = [name for name, _ in in_commit_order(earlier.items())]
-            replaced_names.update(names[names.index(self.target) :])
+            replaced_names.update(names[names.index(self.new_name) :])
         replaced_names = {name for name in replaced_names if not copies[name].user_tags}
         self.replaced = tuple(
             name for name, _ in in_commit_order((n, copies[n]) for n in replaced_names)
         )
-        if self.target in copies:
-            replaced_names.add(self.target)
+        if self.new_name in copies:
+            replaced_names.add(self.new_name)
         tags = copy_tags(self.row, self.source.config.store_id, life)
         return Placement(tags, {name: copies[name] for name in replaced_names})
 
@@ -115,5 +115,5 @@ class Succession:
         rows = copies_in(table, self.run)
         remaining = {name: copy for name, copy in rows.items() if name not in replaced_rows}
         change = RetentionChange(self.there, self.retention, self.run, row.commit)
-        verdicts = change.judge_rows({**remaining, self.target: row}.items())
+        verdicts = change.judge_rows({**remaining, self.new_name: row}.items())
         return {v.name: rows[v.name] for v in verdicts if not v.kept}

@@ -39,7 +39,7 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
         f"/{number}": ValueEntry("bytes", Payload(nbytes, b"", digest))
         for number, (digest, nbytes) in enumerate(sizes)
     }
-    return {transaction.commit.hex(): build(entries, transaction.put_node)}
+    return {transaction.commit_id.hex(): build(entries, transaction.put_node)}
 
 
 def parts_of(store: OpenStore, row: Row | None) -> dict[str, bytes]:
@@ -62,12 +62,12 @@ def with_parts(
     every = {**parts_of(transaction.store, table.get(name)), **parts}
     manifest = encode(Manifest(every, {"0": {}}))
     row = Row(
-        commit=transaction.commit,
+        commit=transaction.commit_id,
         manifest=NodeRef(transaction.put_table_node(manifest), None),
         seq=seq,
         time=time.time(),
         world_size=1,
         stats=Stats(entries=len(every)),
-        metadata={"copying": job.target},
+        metadata={"copying": job.new_name},
     )
     return {name: row}

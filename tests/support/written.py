@@ -73,7 +73,7 @@ def write(
                     writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1
                 )
                 ref = transaction.ref(digest)
-                return {name: Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)}
+                return {name: Row(transaction.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
 
             commit.publish(transaction, change)
         finally:

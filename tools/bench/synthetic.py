@@ -64,7 +64,7 @@ class Synthetic:
 
             def change(_table: Table, seq: int) -> dict[str, Row]:
                 ref = transaction.ref(manifest)
-                return {name: Row(transaction.commit, ref, seq, time.time(), 1, Stats())}
+                return {name: Row(transaction.commit_id, ref, seq, time.time(), 1, Stats())}
 
             publish(transaction, change)
         finally:

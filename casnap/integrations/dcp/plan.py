@@ -28,7 +28,7 @@ from casnap.state.parts import holds_parts, said_of_parts
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe, describe_shards
 from casnap.state.values import decode_value, encode_object
-from casnap.take.capture import GivenLeaves
+from casnap.take.capture import DividedLeaves
 
 
 class _Paths(msgspec.Struct, array_like=True):
@@ -37,7 +37,9 @@ class _Paths(msgspec.Struct, array_like=True):
     paths: list[tuple[str | int, ...]]
 
 
-def planned(comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> GivenLeaves:
+def planned(
+    comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool
+) -> DividedLeaves:
     """Return what the plan of this rank stores, as leaves. All ranks call this.
 
     Raises:
@@ -56,7 +58,7 @@ def planned(comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: b
     with torch.no_grad(), without_torch_modes(), python_gc_paused():
         for name, items in _by_name(plan).items():
             leaves[str(paths[name][0])] += reader.leaves(casnap_path(paths[name]), items)
-    return GivenLeaves(leaves)
+    return DividedLeaves(leaves)
 
 
 def _path_of(mapping: Mapping[str, Any], name: str) -> ObjectPath:

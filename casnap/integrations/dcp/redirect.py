@@ -165,8 +165,8 @@ def _made(
     if cls in _READERS and not name and Path(store.uri, ".metadata").exists():
         return None  # DCP has saved into the folder itself before
     # A class of torch takes these by position, too.
-    given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
-    if given.get("_extensions"):
+    arguments = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
+    if arguments.get("_extensions"):
         raise StateError(
             f"{os.fspath(path)}: casnap stores no checkpoint through the _extensions= of "
             f"{cls.__name__}; save without them, or outside of {store.uri}"
@@ -175,7 +175,7 @@ def _made(
     if cls in _READERS:
         instance = CasnapReader(store, allow_pickle=allow_pickle)
     else:
-        overwrite = given.get("overwrite", True)
+        overwrite = arguments.get("overwrite", True)
         instance = CasnapWriter(store, overwrite=overwrite, allow_pickle=allow_pickle)
         instance._has_files = dcp_files
     if name:

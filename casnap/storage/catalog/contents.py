@@ -162,7 +162,7 @@ class Contents:
         try:
             yield
         except DamagedError as e:
-            row = self.store.current(lambda root: self.store.table(root).get(self.name))
+            row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
             if row is not None and row.commit == self.row.commit:
                 raise
             raise SnapshotNotFoundError(

@@ -64,7 +64,7 @@ def stale_copies(table: Table) -> list[str]:
 
 def drop_stale_copies(store: OpenStore, *, dry_run: bool) -> frozenset[str]:
     """Drop the rows of copies that were not gone on with for a week; return their names."""
-    stale = store.current(lambda root: stale_copies(store.table(root)), store.recent)
+    stale = store.read_at_newest(lambda root: stale_copies(store.table(root)), store.recent)
     if stale and not dry_run:
         change_table(store, lambda table, _: dict.fromkeys(stale_copies(table)))
     return frozenset(stale)
@@ -262,7 +262,7 @@ def _row_now(store: OpenStore, name: str, row: Row) -> Row | None:
     def newest(root: Root) -> Row | None:
         return row if root.seq == row.seq else store.table(root).get(name)
 
-    return store.current(newest)
+    return store.read_at_newest(newest)
 
 
 class _Marker(msgspec.Struct):

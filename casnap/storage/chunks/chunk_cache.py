@@ -296,8 +296,8 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
         ValueError: The bound is not a number of bytes, or the store is on this machine.
         StoreError: The folder of the cache is another user's, or on a network file system.
     """
-    given: object = nbytes
-    if given is not None and (not isinstance(given, int) or given < 0):
+    bound: object = nbytes
+    if bound is not None and (not isinstance(bound, int) or bound < 0):
         raise ValueError(f"cache_bytes is a number of bytes, 0 or more; got {nbytes!r}")
     if backend.has_page_cache:
         if nbytes:

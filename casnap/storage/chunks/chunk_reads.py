@@ -178,7 +178,7 @@ def _read_joined(
 
         def read_into(buffer: memoryview) -> None:
             for read in source:
-                failures.extend(_read_run(backend, read, buffer, options))
+                failures.extend(_read_and_verify(backend, read, buffer, options))
 
         def work() -> None:
             if is_small:
@@ -251,7 +251,7 @@ def _read_in_place(
                     parts = list(data_extents(later, max_gap(backend)))
                     if len(parts) > 1:
                         backend.will_read(pack_key(later.pack), parts)
-                failures.extend(_fill(backend, run, options))
+                failures.extend(_fill_in_place(backend, run, options))
 
         if len(runs) < 2 or readers < 2:
             work()
@@ -265,7 +265,7 @@ def _target(wants: list[Want]) -> memoryview | None:
     return next((want.target for want in wants if want.target is not None), None)
 
 
-def _fill(backend: Backend, run: PackRun, options: ReadOptions) -> list[Located]:
+def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list[Located]:
     """Read a run of chunks into their places; return those that are not whole there."""
     room = None
     if options.room is not None:
@@ -316,9 +316,10 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
     return laid, without
 
 
-def _read_run(
+def _read_and_verify(
     backend: Backend, read: PackRun, buffer: memoryview, options: ReadOptions
 ) -> list[FailedRead]:
+    """Read a run into a buffer, and hand over its chunks; return those that failed, and why."""
     target = buffer[: whole_pages(read.stop - read.start)]
     try:
         [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])

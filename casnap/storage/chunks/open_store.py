@@ -58,7 +58,7 @@ _WINDOW = 1 << 14
 # So many chunks are looked for in a remote index without reading it whole, if it is large.
 _FEW = 64
 # How often to read again from a newer root, after a collector has changed the store.
-_LOOKS = 10
+_TRIES = 10
 # How many seconds a remote root counts as standing, and as recent enough to begin with.
 _STANDS, _RECENT = 60.0, 10.0
 _NODES_BYTES = 32 << 20
@@ -214,7 +214,9 @@ class OpenStore:
         if self._newest is None or root.seq >= self._newest.seq:
             self.note_newest(root)
 
-    def current(self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None) -> V:
+    def read_at_newest(
+        self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None
+    ) -> V:
         """Read from the newest root; read again if a collector has changed the store meanwhile.
 
         Args:
@@ -224,24 +226,24 @@ class OpenStore:
         Raises:
             DamagedError: The store is damaged; no collector has moved anything meanwhile.
         """
-        for look in count(1):
-            root = (first_root or self.newest)() if look == 1 else self.newest()
+        for attempt in count(1):
+            root = (first_root or self.newest)() if attempt == 1 else self.newest()
             try:
                 return read(root)
             except DamagedError:
                 newer = self.newest()
                 # If segments were only added, nothing was moved.
-                if look == _LOOKS or set(root.segments) <= set(newer.segments):
+                if attempt == _TRIES or set(root.segments) <= set(newer.segments):
                     raise
         raise AssertionError
 
     def view(self) -> View:
         """Return the view of the index at the newest root."""
-        return self.current(self.index.view)
+        return self.read_at_newest(self.index.view)
 
     def recent_view(self, base_root: Root | None = None) -> View:
         """Return the view of the index at a recent root: as :meth:`recent` returns it, or told."""
-        return self.current(self.index.view, lambda: base_root or self.recent())
+        return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
 
     # --- nodes ---
 
@@ -322,14 +324,14 @@ class OpenStore:
         pending = iter(wants)
         if self.backend.costly_requests:
             few = list(islice(pending, _FEW + 1))
-            rest = self._fetch_few(few, options) if len(few) <= _FEW else few
+            rest = self._read_without_index(few, options) if len(few) <= _FEW else few
             if few and not rest:
                 return
             pending = chain(rest, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
         while window := list(islice(pending, _WINDOW)):
-            view, bad = self._fetch_window(view, window, options, ask_store=not failed)
+            view, bad = self._read_window(view, window, options, ask_store=not failed)
             failed += bad
         if failed:
             tried = [unread for f in failed for unread in f.tried]
@@ -343,16 +345,16 @@ class OpenStore:
             self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in tried])
             raise _error(self.backend.uri, failed)
 
-    def _fetch_few(self, wants: list[Want], options: ReadOptions) -> list[Want]:
-        """Read a few chunks without reading a large index first; return those that remain."""
+    def _read_without_index(self, wants: list[Want], options: ReadOptions) -> list[Want]:
+        """Read a few chunks by hints and parts of the index; return those that remain."""
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
         root = self.recent()
-        for find in (partial(self._hinted, root), partial(self.index.find_few, root)):
+        for find in (partial(self._find_by_hints, root), partial(self.index.find_few, root)):
             places = find(list(by_digest))
             located = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
-            bad = {unread.wants[0].digest for unread in self._read(located, options)}
+            bad = {unread.wants[0].digest for unread in self._read_located(located, options)}
             by_digest = {
                 d: s
                 for (d, s), p in zip(by_digest.items(), places, strict=True)
@@ -362,17 +364,17 @@ class OpenStore:
                 return []
         return [want for want in wants if want.digest in by_digest]
 
-    def _hinted(self, root: Root, digests: list[Digest]) -> list[Place | None]:
+    def _find_by_hints(self, root: Root, digests: list[Digest]) -> list[Place | None]:
         """Return the hinted places of some chunks; nothing if the index is known."""
         if self.index.knows(root):
             return [None] * len(digests)
         return [self._hints.find(self.index.cache, digest) for digest in digests]
 
-    def _fetch_window(
+    def _read_window(
         self, view: View, window: list[Want], options: ReadOptions, *, ask_store: bool
     ) -> tuple[View, list[_Failed]]:
         """Read some chunks; return the newest view that was used, and the chunks that failed."""
-        failed = self._fetch(view, window, options)
+        failed = self._read_indexed(view, window, options)
         while failed and self.newest() != view.root:
             # A collector may have moved chunks. Those that have other places now are read there;
             # those that the newest root still places where they failed are damaged.
@@ -381,11 +383,11 @@ class OpenStore:
             if not moved:
                 break
             failed = [f for f in failed if not self._has_moved(view, f)]
-            failed += self._fetch(view, moved, options)
+            failed += self._read_indexed(view, moved, options)
         if failed and ask_store:
             # The cached places may be wrong: read the index anew from the store, once.
             view = self.index.refresh(self.newest())
-            failed = self._fetch(view, [f.want for f in failed], options)
+            failed = self._read_indexed(view, [f.want for f in failed], options)
         return view, failed
 
     def _has_moved(self, view: View, failed: _Failed) -> bool:
@@ -395,7 +397,8 @@ class OpenStore:
         tried = {unread.place for unread in failed.tried}
         return not tried.issuperset(self.index.find_all(view, failed.want.digest))
 
-    def _fetch(self, view: View, wants: list[Want], options: ReadOptions) -> list[_Failed]:
+    def _read_indexed(self, view: View, wants: list[Want], options: ReadOptions) -> list[_Failed]:
+        """Read chunks where a view of the index has them; return those that failed everywhere."""
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
@@ -407,22 +410,22 @@ class OpenStore:
                 failed += [_Failed(w, []) for w in equal]
             else:
                 located.append((place, equal))
-        for unread in self._read(located, options):
-            failed += self._fetch_elsewhere(view, unread)
+        for unread in self._read_located(located, options):
+            failed += self._read_other_places(view, unread)
         return failed
 
-    def _fetch_elsewhere(self, view: View, unread: FailedRead) -> list[_Failed]:
-        """Read a chunk at its other places until one is whole."""
+    def _read_other_places(self, view: View, unread: FailedRead) -> list[_Failed]:
+        """Read a chunk at its other places until one is whole; return it if none is."""
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
-                bad = self._read([(place, unread.wants)], WITHOUT_POOL)
+                bad = self._read_located([(place, unread.wants)], WITHOUT_POOL)
                 if not bad:
                     return []
                 tried += bad
         return [_Failed(want, tried) for want in unread.wants]
 
-    def _read(
+    def _read_located(
         self, located: list[tuple[Place, list[Want]]], options: ReadOptions
     ) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""

@@ -69,7 +69,7 @@ def publish(
     # If another commit was put meanwhile, the number is taken.
     newest = store.recent
     while True:
-        root = store.current(publication.root_after, newest)
+        root = store.read_at_newest(publication.prepare_next_root, newest)
         newest = store.newest
         if root is None:
             continue
@@ -98,7 +98,7 @@ class _Publication:
     update_root: Callable[[Root], Root]
     names: list[str] = field(default_factory=list)
 
-    def root_after(self, m: Root) -> Root | None:
+    def prepare_next_root(self, m: Root) -> Root | None:
         """Write everything that the root after ``m`` names, and return that root.
 
         Returns:
@@ -126,7 +126,7 @@ class _Publication:
         return next_root(
             self.transaction.store.backend.uri,
             like,
-            self.transaction.commit,
+            self.transaction.commit_id,
             table=table,
             segments=self._write_segment(latest),
             # A pack that was condemned meanwhile, and is relied on, is rescued, as a whole.

@@ -38,7 +38,7 @@ class Transaction:
     Attributes:
         store: The store.
         base: The index as the root sees it that this change is based on.
-        commit: The commit id of the root to be put.
+        commit_id: The commit id of the root to be put.
         reused: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
         renew_announcement: To be called now and then while the change goes on.
@@ -74,7 +74,7 @@ class Transaction:
             self.base: View = store.recent_view(base_root)
             self._announcement = announcement.pop_all()
         self.store = store
-        self.commit = os.urandom(16)
+        self.commit_id = os.urandom(16)
         self.reused = ReusedPacks(store, self.base)
         self.new_packs = NewPacks(store, self.base.root.seq, crew, codec)
         self.may_be_referenced = False

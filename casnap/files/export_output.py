@@ -19,7 +19,7 @@ from casnap.format.names import STORE_FOLDER
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-class Target:
+class ExportOutput:
     """A file or folder being written under another name beside its own.
 
     Args:
@@ -46,7 +46,7 @@ class Target:
         self._partial = out.parent / f".{name}.{os.urandom(6).hex()}.partial"
         self.sizes: dict[str, int] = {}
 
-    def __enter__(self) -> Target:
+    def __enter__(self) -> ExportOutput:
         if self._is_folder:
             self._partial.mkdir()
         return self
@@ -134,7 +134,7 @@ def check_local(path: Path, advice: str) -> None:
 
 
 def check_absent(out: Path, cause: OSError | None = None) -> None:
-    """Check that the target of an export does not exist.
+    """Check that the output of an export does not exist.
 
     Raises:
         FileFormatError: There is something.
