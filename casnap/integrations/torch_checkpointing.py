@@ -1,0 +1,282 @@
+"""Checkpoints of torch_checkpointing as snapshots.
+
+::
+
+    from casnap.integrations.torch_checkpointing import CasnapCheckpointManager
+
+    manager = CasnapCheckpointManager(CasnapCheckpointManager.Config.with_async_save())
+    manager.save("/ckpts/run1/step_100", {"model": model.state_dict(), "step": 100})
+    manager.load("/ckpts/run1/step_100", into={"model": model.state_dict(), "step": 0})
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from casnap.errors import StateError
+from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
+from casnap.ranks.joining import own_rank
+from casnap.runtime.environment import local_path
+from casnap.snapshot import Snapshot
+from casnap.storage.catalog.retention import Retention
+
+check_version("torch_checkpointing", "0.1.1", "0.2")
+
+from torch_checkpointing import schema  # noqa: E402
+from torch_checkpointing.checkpoint_manager import CheckpointManager  # noqa: E402
+from torch_checkpointing.config import SyncCheckpointSaverConfig  # noqa: E402
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # noqa: E402
+from torch_checkpointing.types import CheckpointPath  # noqa: E402
+from torch_checkpointing.walk_utils import walk_checkpoint_structure  # noqa: E402
+
+__all__ = ["CasnapCheckpointManager"]
+
+
+class CasnapCheckpointManager(CheckpointManager):
+    """torch_checkpointing's CheckpointManager, which saves each checkpoint as a snapshot.
+
+    The parent folder of a checkpoint is the store, unless there is one above it; a path in an
+    object store works too. Items are loaded on any number of ranks, in any sharding, whether
+    or not their spec has a resharder. Checkpoints that torch_checkpointing has written are still
+    loaded. On many ranks, all save and load together.
+
+    Raises:
+        StateError: The configuration has something that a snapshot has no place for.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """The settings of torch_checkpointing's CheckpointManager, and some of casnap's.
+
+        Attributes:
+            allow_pickle: Store values that have no safe encoding by pickle, and load them.
+            retention: After each save, forget the snapshots of the same folder that these rules do
+                not keep.
+        """
+
+        allow_pickle: bool = False
+        retention: Retention | None = None
+
+        def build(self) -> CasnapCheckpointManager:
+            """Return a manager with these settings."""
+            return CasnapCheckpointManager(self)
+
+    def __init__(self, config: CheckpointManager.Config | None = None) -> None:
+        self._config = config or self.Config()
+        _check_supported(self._config)
+        self._schema = schema._CheckpointSchema(self._config.items, self._config.default)
+        self._allow_pickle = getattr(self._config, "allow_pickle", False)
+        self._retention = getattr(self._config, "retention", None)
+        self._is_async = not isinstance(self._config.save, SyncCheckpointSaverConfig)
+        self._thread = ThreadPoolExecutor(1, "casnap-save")
+        self._saving: Future[Snapshot] | None = None
+        self._of_files: CheckpointManager | None = None
+        self._closed = False
+
+    def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[Any] | None:
+        """Save items as a snapshot. It replaces one of its name, unless that has a tag.
+
+        Args:
+            checkpoint_id: The path of the snapshot.
+            checkpoint: The items. They may change as soon as this returns.
+
+        Returns:
+            Without async saves None: the snapshot is durable. Otherwise what waits for that,
+            and gives the snapshot.
+
+        Raises:
+            CasnapError: This save, or the one before it, failed; nothing was committed.
+            KeyError: An item that is required is missing, or has no spec.
+        """
+        self._check_open("save")
+        self._wait()
+        items = self._schema.build_items(checkpoint, rank=own_rank())
+        state = {key: Value(item.value) for key, item in items.items()}
+        options: dict[str, Any] = {
+            "overwrite": True,
+            "allow_pickle": self._allow_pickle,
+            "retention": self._retention,
+            "timeout": self._config.save.wait_timeout_secs,
+        }
+        if not self._is_async:
+            Snapshot.take(checkpoint_id, state, **options)
+            return None
+        self._saving = self._thread.submit(
+            Snapshot.async_take(checkpoint_id, state, **options).wait
+        )
+        return self._saving
+
+    def load(
+        self,
+        checkpoint_id: str | os.PathLike[str],
+        into: Mapping[str, Any] | None = None,
+        *,
+        map_location: Any = None,
+        strict: bool = False,
+        metadata_format: Any = None,
+    ) -> Mapping[str, Any]:
+        """Load items, verified; tensors are filled in place.
+
+        Args:
+            checkpoint_id: The path of a snapshot, or of a checkpoint of torch_checkpointing's.
+            into: The items to load, with the values to fill; None loads all of an item. By default
+                all items that the configuration names.
+            map_location: The device of the items that are loaded into None; the CPU by default.
+            strict: Raise if the snapshot lacks a part of ``into``.
+            metadata_format: The format of a checkpoint of torch_checkpointing's.
+
+        Returns:
+            The items.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint, or it lacks an item.
+            RuntimeError: With ``strict``, it lacks a part of an item; or a value is of another
+                type there.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        self._check_open("load")
+        self._wait()
+        snapshot = None if metadata_format is not None else snapshot_at(checkpoint_id)
+        if snapshot is None:
+            loaded: Mapping[str, Any] = self._files().load(
+                local_path(checkpoint_id),
+                into,
+                map_location=map_location,
+                strict=strict,
+                metadata_format=metadata_format,
+            )
+            return loaded
+        if into is None:
+            into = dict.fromkeys(self._schema.items)
+            if not into:
+                raise ValueError("load needs into=, or items in the configuration")
+        specs = self._schema.build_items(into, rank=own_rank())
+        items = {key: _Item(key, spec.value) for key, spec in specs.items()}
+        filled = {key: item for key, item in items.items() if item.template is not None}
+        if filled:
+            snapshot.restore(
+                filled,
+                strict=False,
+                allow_pickle=self._allow_pickle,
+                timeout=self._config.save.wait_timeout_secs,
+            )
+        for key, item in items.items():
+            if item.template is None:
+                load_own(snapshot, key, item, allow_pickle=self._allow_pickle)
+                item.value = _moved(item.value, map_location)
+        _check_whole(snapshot, items, strict=strict)
+        return {key: item.value for key, item in items.items()}
+
+    def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: casnap keeps the memory of its copies from the first save on."""
+        self._check_open("prewarm staging")
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Return an empty context: a save has copied everything when it returns."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CasnapError: It failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._wait()
+        finally:
+            self._thread.shutdown()
+            if self._of_files is not None:
+                self._of_files.close()
+
+    def _check_open(self, verb: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"cannot {verb} with a closed CasnapCheckpointManager")
+
+    def _wait(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result(self._config.save.wait_timeout_secs)
+
+    def _files(self) -> CheckpointManager:
+        """Return what loads checkpoints of torch_checkpointing's."""
+        if self._of_files is None:
+            # A saver in the background would start a process.
+            config = replace(self._config, save=SyncCheckpointSaverConfig())
+            self._of_files = CheckpointManager(config)
+        return self._of_files
+
+
+class _Item:
+    """One item to load: a state that a restore fills in place.
+
+    Attributes:
+        template: The value to fill; None loads all.
+        value: What was loaded.
+        is_loaded: Whether the snapshot has it.
+        missing: The parts of the template that the snapshot lacks.
+    """
+
+    def __init__(self, key: str, template: Any) -> None:
+        self._key = key
+        self.template = self.value = template
+        self.is_loaded = False
+        self.missing: list[CheckpointPath] = []
+
+    def state_dict(self) -> Any:
+        return self.template
+
+    def load_state_dict(self, state: Any) -> None:
+        # What the restore has filled already is the same tensor on both sides.
+        with torch.no_grad():
+            self.value, self.missing = walk_checkpoint_structure(
+                item_key=self._key, source=state, target=self.template
+            )
+        self.is_loaded = True
+
+
+def _check_supported(config: CheckpointManager.Config) -> None:
+    callbacks = ("subprocess_init_fn", "pre_finalize_callback", "finalize_callback")
+    unsupported = [name for name in callbacks if getattr(config, name) is not None]
+    storage = config.storage_config
+    if storage is not None and type(storage) is not LocalFileSystemStorageConfig:
+        unsupported.append(f"storage_config={type(storage).__name__}")
+    specs = [*config.items.values(), *([] if config.default is None else [config.default])]
+    if any(spec.layout is not None for spec in specs):
+        unsupported.append("layout= of an ItemSpec")
+    if unsupported:
+        raise StateError(
+            f"CasnapCheckpointManager has no {', '.join(unsupported)}: a snapshot is no folder of "
+            "files, and no process writes it. Leave that out; a path such as s3://bucket/step_1 "
+            "says where to save"
+        )
+
+
+def _check_whole(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool) -> None:
+    absent = sorted(key for key, item in items.items() if not item.is_loaded)
+    if absent:
+        raise FileNotFoundError(
+            f"{snapshot.path} has nothing of {', '.join(absent)} for rank {own_rank()}; it has "
+            f"{', '.join(sorted(snapshot.contents.keys()))}"
+        )
+    missing = [str(path) for item in items.values() for path in item.missing]
+    if strict and missing:
+        raise RuntimeError(f"{snapshot.path} lacks {', '.join(missing)}")
+
+
+def _moved(value: Any, map_location: Any) -> Any:
+    if map_location is None:
+        return value
+    if not isinstance(map_location, str | torch.device):
+        raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(map_location), value)

@@ -1,0 +1,293 @@
+"""torch_checkpointing's manager, with snapshots in place of its files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Retention, Snapshot, Store
+from casnap.errors import (
+    MismatchError,
+    SnapshotExistsError,
+    StateError,
+    StorageFullError,
+    UnsupportedTypeError,
+)
+from tests.support.bitwise import assert_same
+from tests.support.faults import disk_full, in_child, kill, system_faults
+from tests.support.pages import run_examples
+from tests.support.ranks import World
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/torch-checkpointing.md"
+BASE = 1024 * 256 * 4
+
+
+def manager(how: str, **settings: Any) -> Any:
+    from casnap.integrations.torch_checkpointing import CasnapCheckpointManager
+
+    config = getattr(CasnapCheckpointManager.Config, f"with_{how}_save")()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config.build()
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model with a frozen base, and its optimizer, after a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024, bias=False), torch.nn.Linear(1024, 2))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+
+
+def items(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+
+
+# --- what is saved is what is loaded ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_tensors_are_filled_in_place(tmp_path: Path, how: str) -> None:
+    checkpoints, (model, optimizer) = manager(how), trained()
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    saving = checkpoints.save(str(tmp_path / "step_1"), items(model, optimizer, 7))
+    with checkpoints.lock(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if how == "async":
+        assert saving.result().name == "step_1"
+    else:
+        assert saving is None
+    template = {"model": model.state_dict(), "optimizer": None, "step": 0}
+    loaded = checkpoints.load(str(tmp_path / "step_1"), into=template, strict=True)
+    assert_same(dict(model.state_dict()), wanted)
+    assert loaded["model"] is template["model"]
+    assert loaded["step"] == 7
+    torch.optim.AdamW(model[1].parameters()).load_state_dict(loaded["optimizer"])
+    checkpoints.close()
+
+
+def test_a_part_is_loaded(tmp_path: Path) -> None:
+    checkpoints, (model, optimizer) = manager("sync"), trained()
+    path = str(tmp_path / "step_1")
+    checkpoints.save(path, items(model, optimizer, 7) | {"tensor": torch.arange(4)})
+    bias, tensor = torch.zeros(2), torch.zeros(4, dtype=torch.int64)
+    into = {"model": {"1.bias": bias, "none": 5}, "tensor": tensor}
+    loaded = checkpoints.load(path, into=into)
+    assert torch.equal(bias, model[1].bias)
+    assert loaded["tensor"] is tensor
+    assert_same(tensor, torch.arange(4))
+    assert loaded["model"].keys() == {"1.bias", "none"}
+    with pytest.raises(RuntimeError, match="lacks model::none"):
+        checkpoints.load(path, into=into, strict=True)
+    with pytest.raises(FileNotFoundError, match="has nothing of other for rank 0; it has model"):
+        checkpoints.load(path, into={"other": None})
+    with pytest.raises(FileNotFoundError, match="has nothing of other for rank 0; it has model"):
+        checkpoints.load(path, into={"other": 5})
+    with pytest.raises(MismatchError, match=r"model.*must match the size"):
+        checkpoints.load(path, into={"model": {"1.bias": torch.zeros(3)}})
+    with pytest.raises(FileNotFoundError, match="step_2"):
+        checkpoints.load(str(tmp_path / "step_2"), into={"model": None})
+
+
+def test_the_items_of_the_configuration(tmp_path: Path) -> None:
+    from torch_checkpointing import ItemSpec
+
+    specs = {"model": ItemSpec(), "step": ItemSpec(required=False)}
+    checkpoints, (model, optimizer) = manager("sync", items=specs, default=None), trained()
+    with pytest.raises(KeyError, match="optimizer"):
+        checkpoints.save(str(tmp_path / "a"), items(model, optimizer, 7))
+    with pytest.raises(KeyError, match="model"):
+        checkpoints.save(str(tmp_path / "a"), {"step": 7})
+    checkpoints.save(str(tmp_path / "a"), {"model": model.state_dict(), "step": 7})
+    loaded = checkpoints.load(str(tmp_path / "a"), map_location="cpu")
+    assert_same(dict(loaded["model"]), dict(model.state_dict()))
+    assert loaded["step"] == 7
+    with pytest.raises(ValueError, match="into="):
+        manager("sync").load(str(tmp_path / "a"))
+
+
+def test_checkpoints_of_its_own_are_loaded(tmp_path: Path) -> None:
+    from torch_checkpointing import CheckpointManager
+
+    model, optimizer = trained()
+    CheckpointManager(CheckpointManager.Config.with_sync_save()).save(
+        str(tmp_path / "step_1"), items(model, optimizer, 7)
+    )
+    checkpoints = manager("async")
+    loaded = checkpoints.load(str(tmp_path / "step_1"), into={"model": None, "step": 0})
+    assert_same(dict(loaded["model"]), dict(model.state_dict()))
+    assert loaded["step"] == 7
+    checkpoints.close()
+
+
+# --- what casnap is for -----------------------------------------------------------------------
+
+
+def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
+    from torch_checkpointing import CheckpointManager
+
+    model, optimizer = trained()
+    own = CheckpointManager(CheckpointManager.Config.with_sync_save())
+    ours = manager("sync", retention=Retention(keep_last=5))
+    for number in range(10):
+        step(model, optimizer)
+        own.save(str(tmp_path / f"own/step_{number}"), items(model, optimizer, number))
+        ours.save(str(tmp_path / f"run/step_{number}"), items(model, optimizer, number))
+    snapshots = Store(tmp_path / "run", create=False).snapshots()
+    assert [s.name for s in snapshots] == [f"step_{number}" for number in range(5, 10)]
+    assert all(s.stats.logical_bytes > BASE > 10 * s.stats.new_bytes for s in snapshots)
+    bytes_of = {
+        name: sum(p.stat().st_size for p in (tmp_path / name).rglob("*") if p.is_file())
+        for name in ("own", "run")
+    }
+    assert bytes_of["own"] > 10 * BASE
+    assert bytes_of["run"] < 2.5 * BASE
+
+
+def train(folder: Path, end: Path, kill_at: int = 0) -> None:
+    model, optimizer = trained()
+    checkpoints, start = manager("async"), 0
+    if (last := Store(folder).latest()) is not None:
+        into = {"model": model.state_dict(), "optimizer": None, "step": 0, "random": None}
+        loaded = checkpoints.load(last.path, into=into)
+        optimizer.load_state_dict(loaded["optimizer"])
+        torch.set_rng_state(loaded["random"])
+        start = loaded["step"]
+    for number in range(start + 1, 9):
+        step(model, optimizer)
+        state = items(model, optimizer, number) | {"random": torch.get_rng_state()}
+        checkpoints.save(str(folder / f"step_{number}"), state)
+        if number == kill_at:
+            kill()
+    checkpoints.close()
+    torch.save(items(model, optimizer, 8), end)
+
+
+def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
+    assert in_child(lambda: train(tmp_path / "whole", tmp_path / "whole-end")) == 0
+    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end", kill_at=5)) == -9
+    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end")) == 0
+    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
+    assert_same(ends[0], ends[1])
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+
+def save_sharded(path: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = torch.arange(40.0).reshape(10, 4)
+    checkpoints = manager("async")
+    checkpoints.save(
+        path,
+        {
+            "model": {"w": distribute_tensor(weight, mesh, [Shard(0)])},
+            "own": dist.get_rank(),
+            "both": 1,
+        },
+    )
+    checkpoints.close()
+
+
+def load_sharded(path: str) -> tuple[bool, Any, Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(torch.zeros(10, 4), mesh, [Shard(1)])
+    checkpoints = manager("sync")
+    loaded = checkpoints.load(path, into={"model": {"w": weight}, "both": 0}, strict=True)
+    is_equal = torch.equal(weight.full_tensor(), torch.arange(40.0).reshape(10, 4))
+    own = checkpoints.load(path, into={"own": None})["own"] if dist.get_rank() < 2 else None
+    return is_equal and loaded["model"]["w"] is weight, loaded["both"], own
+
+
+def test_ranks_load_in_another_sharding(world: Callable[[int], World], tmp_path: Path) -> None:
+    path = str(tmp_path / "step_1")
+    world(2).run(save_sharded, path)
+    assert world(3).run(load_sharded, path) == [(True, 1, 0), (True, 1, 1), (True, 1, None)]
+    whole = {"w": torch.zeros(10, 4)}
+    manager("sync").load(path, into={"model": whole})
+    assert torch.equal(whole["w"], torch.arange(40.0).reshape(10, 4))
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    from torch_checkpointing import ItemSpec
+    from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo
+
+    layout = ItemSpec(layout=LayoutInfo("step.json", JsonSerialization()))
+    with pytest.raises(StateError, match=r"no layout= of an ItemSpec.*Leave that out"):
+        manager("sync", items={"step": layout})
+    with pytest.raises(StateError, match="no finalize_callback"):
+        manager("sync", finalize_callback=print)
+    checkpoints = manager("sync")
+    checkpoints.save(str(tmp_path / "a"), {"step": 1})
+    with pytest.raises(TypeError, match="map_location="):
+        checkpoints.load(str(tmp_path / "a"), into={"step": None}, map_location={"cuda:0": "cpu"})
+    checkpoints.close()
+    checkpoints.close()
+    for verb in (lambda: checkpoints.save("b", {}), lambda: checkpoints.load("a")):
+        with pytest.raises(RuntimeError, match="closed"):
+            verb()
+
+
+class Own:
+    pass
+
+
+def test_saves_that_fail(tmp_path: Path) -> None:
+    checkpoints, path = manager("async"), str(tmp_path / "a")
+    with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+        checkpoints.save(path, {"value": Own()})
+    checkpoints.save(path, {"value": 1}).result()
+    Store(tmp_path).tag("a", "kept")
+    with pytest.raises(SnapshotExistsError, match="kept"):
+        checkpoints.save(path, {"value": 2})
+    # In the background: the next call says it, and so does the last one.
+    state = {"value": torch.arange(100_000)}
+    for last in (lambda: checkpoints.save(path, {}), checkpoints.close):
+        with system_faults(0, disk_full, ["write", "writev", "pwrite"], lasting=True):
+            saving = checkpoints.save(str(tmp_path / "b"), state)
+            with pytest.raises(StorageFullError, match="no space left"):
+                saving.result()
+        with pytest.raises(StorageFullError, match="no space left"):
+            last()
+    assert [s.name for s in Store(tmp_path).snapshots()] == ["a"]
+    assert Snapshot(path).read_object("value") == 1
+
+
+def test_values_that_need_pickle(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoints = manager("sync", allow_pickle=True)
+        checkpoints.save(str(tmp_path / "a"), {"value": {"own": Own()}})
+        loaded = checkpoints.load(str(tmp_path / "a"), into={"value": None})
+    assert isinstance(loaded["value"]["own"], Own)
+
+
+def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_examples(GUIDE, tmp_path / "work", monkeypatch)
