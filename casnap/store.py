@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
     from casnap.ranks.comm import Comm
+    from casnap.serving.options import FollowEvent, PullOptions, PullReport
+    from casnap.serving.pull import Source
     from casnap.snapshot import PendingSnapshot, Snapshot
     from casnap.state.stateful import Stateful
     from casnap.take.capture import StateSource
@@ -800,6 +802,92 @@ class Store:
         hooks = CommitHooks() if open_store is None else to.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
         return copy_snapshots(self.open_store, open_store, selection, options, progress)
+
+    # --- folders for inference ---
+
+    def pull(
+        self,
+        folder: str | os.PathLike[str],
+        name: str | None = None,
+        *,
+        options: PullOptions | None = None,
+        progress: Progress | None = None,
+    ) -> PullReport:
+        """Bring a folder of safetensors to the newest snapshot, for engines.
+
+        The folder is a link to one whole version, beside it in ``<folder>.versions``. Files that
+        have not changed are hard links of the version before; what has changed is made from that
+        version's bytes and the new chunks. All that is written is verified, then the link is
+        replaced at once. See ``docs/guides/serving.md``.
+
+        Args:
+            folder: The folder, which is not there yet, or was made by a pull.
+            name: A snapshot, or a folder of them; None for all snapshots of this store or view.
+            options: Which snapshot, and how its folder looks:
+                a :class:`casnap.serving.PullOptions`.
+            progress: Called as ``progress(phase, done, total)``, in bytes.
+
+        Returns:
+            Which version is current, and what had to be done for that.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
+            FileFormatError: Something else stands at the folder, or the snapshot holds no tensors.
+            StorageFullError: The disk is full. The folder stays at the version before.
+            CasnapError: Another process pulls into this folder.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        from casnap.serving.options import PullOptions
+        from casnap.serving.pull import pull
+
+        out = Path(local_path(folder))
+        return pull(self._pull_source(name), out, options or PullOptions(), progress)
+
+    def follow(
+        self,
+        folder: str | os.PathLike[str],
+        name: str | None = None,
+        *,
+        options: PullOptions | None = None,
+        interval: float = 5.0,
+        on_version: Callable[[Path, list[str]], object] | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[FollowEvent]:
+        """Pull each new version as it is committed, for ever; yield what happens.
+
+        Any number of missed versions is one step. What fails is logged, and tried again.
+
+        Args:
+            folder: As in :meth:`pull`.
+            name: As there.
+            options: As there.
+            interval: How often to look for a new version, in seconds.
+            on_version: Called after each switch with the folder of the version, without links, and
+                the names of the tensors that have changed since the last call. If it raises an
+                error, it is called again later, then for the version that is current by then.
+            progress: As there.
+
+        Raises:
+            CasnapError: It cannot begin; or another process follows into this folder.
+        """
+        from casnap.serving.following import Following
+        from casnap.serving.options import PullOptions
+
+        out = Path(local_path(folder))
+        following = Following(
+            lambda: self._pull_source(name),
+            out,
+            options or PullOptions(),
+            interval,
+            on_version,
+            progress,
+        )
+        return following.events()
+
+    def _pull_source(self, name: str | None) -> Source:
+        from casnap.serving.pull import Source
+
+        return Source(self.open_store, self.prefix, self.folder(name and check_name(name)))
 
     # --- maintenance ---
 

@@ -1,7 +1,7 @@
 """The command ``casnap``: lists, checks and cleans stores.
 
-Each subcommand is a module that is imported when it is called. Only ``import`` and ``export``
-import torch.
+Each subcommand is a module that is imported when it is called. Only ``import``,
+``export`` and ``pull --dtype`` import torch.
 
 The command may import all of casnap. Begin with ``output.py``, then with any subcommand.
 """
@@ -39,6 +39,7 @@ COMMANDS = {
     "cp": ("casnap.cli.cp", "Copy snapshots into another store; send only what it lacks."),
     "mirror": ("casnap.cli.mirror", "Show which snapshots the mirror of a store lacks, and why."),
     "import": ("casnap.cli.import_", "Import safetensors, torch.save, DCP or TorchSnapshot files."),
+    "pull": ("casnap.cli.pull", "Keep a folder of safetensors at the newest snapshot."),
     "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),

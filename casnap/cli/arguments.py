@@ -22,8 +22,9 @@ from casnap.format.names import check_name
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot, store_above
 from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.catalog.uris import joined, store_uri
-from casnap.store import Store
+from casnap.storage.catalog.opening import locate, open_at
+from casnap.storage.catalog.uris import joined, snapshot_uri, store_uri
+from casnap.store import Store, store_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -77,6 +78,11 @@ def options_for(uri: str) -> dict[str, Any] | None:
     return {"endpoint_url": url}
 
 
+def options_of(uri: str) -> dict[str, Any] | None:
+    """Return how a remote store is reached; the other one of the two may be on this machine."""
+    return None if store_uri(uri) is None else options_for(uri)
+
+
 def is_exclusive() -> bool:
     """Whether the user vouches that no other process writes to the store."""
     return bool(click.get_current_context().meta.get(_EXCLUSIVE))
@@ -95,6 +101,40 @@ def open_store(store: str | None, **options: Any) -> Store:
     uri = store or "."
     options = {"create": False, **options}
     return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
+
+
+def _open_place(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
+    """Return the store that a URI lies in, and the name or folder in it, if there is one.
+
+    Args:
+        uri: The URI.
+        backends: Gets the backend that is asked.
+    """
+    place = locate(uri, options_of(uri))
+    backends.append(place.backend)
+    open_store, _ = open_at(place, create=False, exclusive=is_exclusive())
+    return store_of(open_store), place.name or None
+
+
+def open_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
+    """Return the same as :func:`_open_place`; of a remote snapshot the store above it will do.
+
+    Raises:
+        NotAStoreError: There is no store at either place.
+    """
+    try:
+        return _open_place(uri, backends)
+    except NotAStoreError:
+        remote = store_uri(uri)
+        if remote is None or remote.name or remote.is_bucket:
+            raise
+        snapshot = snapshot_uri(uri)
+        assert snapshot is not None
+        try:
+            return _open_place(snapshot.store, backends)[0], snapshot.name
+        except NotAStoreError:
+            pass
+        raise
 
 
 def open_snapshot(path: str) -> Snapshot:

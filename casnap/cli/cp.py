@@ -12,7 +12,13 @@ import click
 from click.core import ParameterSource
 
 from casnap.backends import Backend
-from casnap.cli.arguments import is_exclusive, options_for, writing_options
+from casnap.cli.arguments import (
+    is_exclusive,
+    open_or_above,
+    options_for,
+    options_of,
+    writing_options,
+)
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
     CommandError,
@@ -25,9 +31,9 @@ from casnap.cli.output import (
     size,
 )
 from casnap.errors import NotAStoreError
-from casnap.storage.catalog.opening import locate, open_at
+from casnap.storage.catalog.opening import locate
 from casnap.storage.catalog.uris import snapshot_uri, store_uri
-from casnap.store import Store, store_of
+from casnap.store import Store
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.copy_selection import check_pair, choose
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
@@ -87,7 +93,7 @@ def cp(
         _follow(source, destination, options, as_json=as_json)
         return
     sources, destinations = list[Backend](), list[Backend]()
-    origin, name = _opened_or_above(source, sources)
+    origin, name = open_or_above(source, sources)
     place, rename = _destination(destination, destinations, name if name in origin else None)
     exclusive = is_exclusive() and not isinstance(place, Store)
     with progress_bars() as progress:
@@ -123,10 +129,10 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
     """Copy until a signal ends it; then say what was copied."""
 
     def open_pair() -> Pair:
-        origin, name = _opened_or_above(source, [])
+        origin, name = open_or_above(source, [])
         to, rename = _destination(destination, [], name if name in origin else None)
         if isinstance(to, str):
-            options, size = _options(to), origin.chunk_size
+            options, size = options_of(to), origin.chunk_size
             to = Store(to, chunk_size=size, storage_options=options, exclusive=is_exclusive())
         place = to.make()
         check_pair(origin.open_store, place.open_store)
@@ -170,52 +176,13 @@ def _uri(place: Store | str) -> str:
     return place.uri if isinstance(place, Store) else place
 
 
-def _options(uri: str) -> dict[str, Any] | None:
-    """Return how a remote store is reached; the other one of the two may be on this machine."""
-    return None if store_uri(uri) is None else options_for(uri)
-
-
 def _open_destination(destination: Store | str, backends: list[Backend]) -> Store | Backend | str:
     """Return where to copy to, so that the requests by which a store is made are counted."""
     if isinstance(destination, Store) or store_uri(destination) is None:
         return destination
-    backend = locate(destination, _options(destination)).backend
+    backend = locate(destination, options_of(destination)).backend
     backends.append(backend)
     return backend
-
-
-def _open_place(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
-    """Return the store that a URI lies in, and the name or folder in it, if there is one.
-
-    Args:
-        uri: The URI.
-        backends: Gets the backend that is asked.
-    """
-    place = locate(uri, _options(uri))
-    backends.append(place.backend)
-    open_store, _ = open_at(place, create=False, exclusive=is_exclusive())
-    return store_of(open_store), place.name or None
-
-
-def _opened_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
-    """Return the same; the URI of a remote snapshot may do, whose store is its parent.
-
-    Raises:
-        NotAStoreError: There is no store at either place.
-    """
-    try:
-        return _open_place(uri, backends)
-    except NotAStoreError:
-        remote = store_uri(uri)
-        if remote is None or remote.name or remote.is_bucket:
-            raise
-        snapshot = snapshot_uri(uri)
-        assert snapshot is not None
-        try:
-            return _open_place(snapshot.store, backends)[0], snapshot.name
-        except NotAStoreError:
-            pass
-        raise
 
 
 def _destination(
@@ -229,7 +196,7 @@ def _destination(
         name: The one snapshot that is copied; None for more.
     """
     try:
-        return _opened_or_above(uri, backends)
+        return open_or_above(uri, backends)
     except NotAStoreError:
         remote = store_uri(uri)
         if remote is not None and remote.name:

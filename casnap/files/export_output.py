@@ -81,6 +81,14 @@ class ExportOutput:
         finally:
             os.close(fd)
 
+    def link(self, name: str, file: Path) -> None:
+        """Give a file, which is never changed any more, a name in the folder too."""
+        os.link(file, self._partial / name, follow_symlinks=False)
+
+    def stat(self, name: str) -> os.stat_result:
+        """Return what the system says of a file in the folder."""
+        return (self._partial / name).stat()
+
     def _publish(self) -> None:
         if self._is_folder:
             _sync_folder(self._partial)

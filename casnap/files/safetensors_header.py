@@ -38,6 +38,11 @@ DTYPES = frozenset(_NAMES)
 """The names in torch of the dtypes that safetensors has."""
 
 
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes of an element of one of :data:`DTYPES`."""
+    return _NAMES[dtype][1]
+
+
 class HeaderTensor(NamedTuple):
     """A tensor in a file.
 

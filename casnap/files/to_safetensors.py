@@ -21,7 +21,8 @@ from casnap.files.safetensors_header import DTYPES, header_of
 from casnap.storage.catalog.contents import Contents
 
 _MOST_NAMED = 10
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""The name of the index of shards."""
 
 
 def plan_safetensors(
@@ -60,12 +61,7 @@ def plan_safetensors(
         )
         for names in groups
     ]
-    if options.max_shard_size is None:
-        files = [name]
-    elif len(groups) == 1:
-        files = ["model.safetensors"]
-    else:
-        files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    files = [name] if options.max_shard_size is None else shard_names(len(groups))
     report.files = {file: length for file, (_, _, length) in zip(files, headers, strict=True)}
 
     def write(output: ExportOutput, writer: ChunkWriter) -> None:
@@ -74,13 +70,26 @@ def plan_safetensors(
                 os.pwrite(fd, head, 0)
                 writer.write(fd, [Placed(*tensors[n], starts[n]) for n in names])
         if len(groups) > 1:
-            with output.file(_INDEX) as fd:
+            with output.file(INDEX) as fd:
                 shards = {n: file for file, names in zip(files, groups, strict=True) for n in names}
-                os.pwrite(fd, _index(shards, total), 0)
+                os.pwrite(fd, index_of(shards, total), 0)
 
     return ExportPlan(report, write)
 
 
-def _index(shards: Mapping[str, str], total: int) -> bytes:
+def shard_names(count: int) -> list[str]:
+    """Return the names of so many shards; of a single one, the usual name of a file."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+
+
+def index_of(shards: Mapping[str, str], total: int) -> bytes:
+    """Return the index of shards.
+
+    Args:
+        shards: Name of a tensor → name of its file.
+        total: The bytes of all tensors.
+    """
     index = {"metadata": {"total_size": total}, "weight_map": shards}
     return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"

@@ -58,6 +58,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("import", tmp / "old.pt", tmp / "new/old"),
         ],
         "export": [document("export", f"{one}/model", tmp / "out.safetensors")],
+        "pull": [
+            document("pull", store / "run1", tmp / "live"),
+            document("pull", store / "run1", tmp / "live", "--verify"),
+        ],
         "tag": [
             document("tag", one, "best", "--move"),
             document("tag", store, "best", "--history"),

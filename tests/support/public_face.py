@@ -17,6 +17,7 @@ import click
 import casnap
 import casnap.backends
 import casnap.integrations.dcp
+import casnap.serving
 from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.damage import Damage, Hurt
@@ -39,6 +40,7 @@ MODULES = (
     casnap.errors,
     casnap.backends,
     casnap.integrations.dcp,
+    casnap.serving,
 )
 ANSWERS = (
     SnapshotMetadata,

@@ -74,6 +74,8 @@ class ReadOptions(NamedTuple):
         keep: Called with what was whole: the pack, and runs of it, each with where it begins.
         room: Returns room for a run of so many bytes and chunks; None for none. Large raw chunks
             are read and kept there as they are, and then handed to their sinks; nodes are not.
+        base: Returns the bytes of a chunk that the caller has, for deltas upon it; None for those
+            that it has not. They need not be verified: the chunk that comes of them is.
     """
 
     budget: int | None = None
@@ -81,6 +83,7 @@ class ReadOptions(NamedTuple):
     readers: int = SLOTS
     keep: Callable[[bytes, Sequence[Target]], None] = lambda pack, runs: None
     room: Callable[[int, int], Room | None] | None = None
+    base: Callable[[Digest], bytearray | None] = lambda digest: None
 
 
 DEFAULT_READ = ReadOptions()

@@ -29,6 +29,8 @@ FindPlaces = Callable[[list[Digest]], "list[Place | None]"]
 """Returns a place, or None, for each digest."""
 FindAll = Callable[[Digest], list[Place]]
 """Returns all places of a digest."""
+FindBytes = Callable[[Digest], "bytearray | None"]
+"""Returns the bytes of a chunk that the caller has, or None."""
 
 
 @dataclass(eq=False)
@@ -84,12 +86,16 @@ class DeltaReader:
         read: Reads what lies at some places, as it is stored.
         find: Finds the bases of deltas; what is no delta is preferred.
         find_all: Finds all places of a base.
+        find_bytes: Finds a base that the caller has. There the reading of a chain ends.
     """
 
-    def __init__(self, read: ReadPlaces, find: FindPlaces, find_all: FindAll) -> None:
+    def __init__(
+        self, read: ReadPlaces, find: FindPlaces, find_all: FindAll, find_bytes: FindBytes
+    ) -> None:
         self._read_places = read
         self._find = find
         self._find_all = find_all
+        self._find_bytes = find_bytes
 
     def read(self, located: list[Located], at_once: int) -> list[FailedRead]:
         """Read chunks at places of deltas, and hand them to their sinks; return those that failed.
@@ -152,14 +158,20 @@ class DeltaReader:
         """Find the bases of the last deltas of some chains, as their next links.
 
         Returns:
-            The chains whose base lies somewhere.
+            The chains whose base lies somewhere, and is still to be read.
         """
         bases: dict[_Chain, Digest] = {}
         for chain in chains:
             try:
-                bases[chain] = base_of(chain.deltas[-1])
+                base = base_of(chain.deltas[-1])
             except DamagedError as e:
                 chain.failure = Failure(Reason.CHANGED, str(e))
+                continue
+            raw = self._find_bytes(base)
+            if raw is None or len(raw) != chain.place.raw:
+                bases[chain] = base
+            else:
+                chain.raw = raw
         digests = list(dict.fromkeys(bases.values()))
         places = dict(zip(digests, self._find(digests), strict=True))
         for chain, base in bases.items():

@@ -453,6 +453,7 @@ class OpenStore:
             lambda links: read_places(self.backend, self.config.chunk_size, links, WITHOUT_POOL),
             partial(self._find_bases, view),
             lambda digest: self.places_of_base(digest, view),
+            options.base,
         )
         alone = options.budget is not None or options.readers == 0
         at_once = self.backend.in_flight if self.backend.costly_requests else cores()

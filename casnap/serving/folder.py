@@ -1,0 +1,158 @@
+"""The folder that readers are given: a link to one version of several.
+
+``DIR`` is a link to ``DIR.versions/<name>@<commit>``. A version appears whole under its name, and
+the link is replaced by a rename. So whoever follows the link once has one whole version.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from casnap.backends.durability import sync_folder
+from casnap.backends.file_locks import lock
+from casnap.errors import CasnapError, FileFormatError
+from casnap.files.export_output import check_local
+from casnap.serving.version import Version, VersionRecord, read_record
+
+_LOCK, _CALLED = ".lock", ".called.json"
+_PARTIAL, _VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
+
+
+class ServedFolder:
+    """A folder that is kept at one version.
+
+    Args:
+        out: The folder. Its parent must be there.
+
+    Raises:
+        FileFormatError: It is a URI, or something else stands there.
+        FileNotFoundError: There is no such parent.
+    """
+
+    def __init__(self, out: Path) -> None:
+        check_local(out, "and a pull makes a folder on a disk: name a local path")
+        if not out.name or out.name == "..":
+            raise FileFormatError(
+                f"{out} cannot become a link; name a folder that is not there yet"
+            )
+        # Not resolved as a whole: it is a link itself.
+        parent = out.parent.resolve(strict=True)
+        self.link = parent / out.name
+        self.versions = parent / f"{out.name}.versions"
+        self._check_link()
+
+    def _check_link(self) -> None:
+        if self.link.is_symlink():
+            target = Path(os.path.normpath(self.link.parent / self.link.readlink()))
+            if target.parent == self.versions:
+                return
+        elif not self.link.exists():
+            return
+        raise FileFormatError(
+            f"{self.link} exists, and no pull made it; choose another name, or move it away first"
+        )
+
+    @contextmanager
+    def locked(self) -> Iterator[ServedFolder]:
+        """Be the only one who changes the folder, and remove what others have left unfinished.
+
+        Raises:
+            CasnapError: Another process is.
+        """
+        self.versions.mkdir(exist_ok=True)
+        fd = os.open(self.versions / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            if lock(fd) is False:
+                owner = os.read(fd, 20).decode("ascii", "replace").strip()
+                raise CasnapError(
+                    f"the process {owner or '?'} pulls, or follows, into {self.link}, and only one "
+                    "may at a time. Stop it, or name another folder"
+                )
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            for left in self._entries(_PARTIAL.fullmatch):
+                _remove(left)
+            yield self
+        finally:
+            os.close(fd)
+
+    def _entries(self, matches: Callable[[str], object]) -> list[Path]:
+        return [path for path in self.versions.iterdir() if matches(path.name)]
+
+    # --- versions ---
+
+    def current(self) -> Version | None:
+        """Return the version that the link leads to; None if there is none that can be read."""
+        return Version.load(self._target) if self.link.is_symlink() else None
+
+    @property
+    def _target(self) -> Path:
+        return self.versions / self.link.readlink().name
+
+    def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
+        """Return a whole version of this content, current or not; None if there is none."""
+        for folder in self._entries(lambda name: name.split("@")[-1].startswith(commit)):
+            version = Version.load(folder)
+            if version is not None and version.is_of(store_id, commit, mapping):
+                return version
+        return None
+
+    def new_name(self, snapshot: str, commit: str) -> Path:
+        """Return a folder for a new version that is not there yet."""
+        # A name has at most 255 bytes.
+        name = os.fsdecode(os.fsencode(snapshot.rpartition("/")[2])[:180])
+        number, path = 1, self.versions / f"{name}@{commit}"
+        while os.path.lexists(path):
+            number += 1
+            path = self.versions / f"{name}@{commit}.{number}"
+        return path
+
+    def switch(self, version: Version) -> None:
+        """Have the link lead to another version, which is durable already."""
+        self._check_link()
+        link = self.link.with_name(f".{self.link.name}.casnap-link")
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path(self.versions.name, version.folder.name))
+        link.rename(self.link)
+        sync_folder(str(self.link.parent))
+
+    def prune(self, keep: int) -> None:
+        """Delete all versions but the current one and the newest others.
+
+        Args:
+            keep: How many stay.
+        """
+        others = [path for path in self._entries(_VERSION.fullmatch) if path != self._target]
+        others.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in others[: max(0, len(others) - (keep - 1))]:
+            _remove(path)
+
+    # --- whom it was announced to ---
+
+    def called(self) -> VersionRecord | None:
+        """Return the version that a callback was last called for without a failure."""
+        return read_record(self.versions / _CALLED)
+
+    def note_called(self, version: Version) -> None:
+        """Note that a callback was called for a version."""
+        partial = self.versions / f"{_CALLED}.partial"
+        partial.write_bytes(version.record.encode())
+        partial.rename(self.versions / _CALLED)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, so that a half of it never has the name of a version."""
+    doomed = path
+    if not _PARTIAL.fullmatch(path.name):
+        doomed = path.with_name(f".{os.urandom(6).hex()}.partial")
+        path.rename(doomed)
+    if doomed.is_dir() and not doomed.is_symlink():
+        shutil.rmtree(doomed)
+    else:
+        with suppress(FileNotFoundError):
+            doomed.unlink()

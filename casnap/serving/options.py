@@ -1,0 +1,139 @@
+"""The options and reports of pulls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtypes that tensors are cast from and to."""
+_SEPARATED = re.compile(r"s([^\w\s\\])((?:\\.|(?!\1).)+)\1((?:\\.|(?!\1).)*)\1(g?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullOptions:
+    r"""Which snapshot to pull, and how its folder looks.
+
+    Args:
+        tag: Only snapshots with this tag.
+        match: Only snapshots whose name, without the prefix of the store's view, this glob matches.
+            ``*`` crosses ``/``.
+        path: The part of the snapshot that holds the weights; None for all of it. The names of
+            tensors are the keys below it, joined by dots.
+        rename: Changes of names as sed has them, such as ``s/^module\.//``, made in this order.
+            The patterns are Python's.
+        dtype: Cast tensors of floats to this dtype, such as ``bfloat16``. They are no longer those
+            of the training, bit for bit, and the version file says so.
+        tied: Tensors to store only under another name with equal bytes, by their new names.
+        max_shard_size: The most bytes of a file, if a tensor fits. More are shards with an index.
+        keep: How many versions to keep, the current one included.
+    """
+
+    tag: str | None = None
+    match: str | None = None
+    path: str | None = "model"
+    rename: Sequence[str] = ()
+    dtype: str | None = None
+    tied: Sequence[str] = ()
+    max_shard_size: int = 5_000_000_000
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        for option, value in (("rename", self.rename), ("tied", self.tied)):
+            if isinstance(value, str):
+                raise TypeError(f"{option} is a list, such as [{value!r}]; got a str")
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise ValueError(f"dtype= is one of {', '.join(FLOATS)}; got {self.dtype!r}")
+        for option, number in (("max_shard_size", self.max_shard_size), ("keep", self.keep)):
+            if number < 1:
+                raise ValueError(f"{option}= is a number from 1 on; got {number!r}")
+        self.renaming()
+
+    def renaming(self) -> Callable[[str], str]:
+        """Return the function that gives tensors their new names.
+
+        Raises:
+            ValueError: A change is malformed.
+        """
+        changes = [_substitution(text) for text in self.rename]
+
+        def renamed(name: str) -> str:
+            for pattern, replacement, count in changes:
+                name = pattern.sub(replacement, name, count)
+            return name
+
+        return renamed
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """What a version depends on, besides the snapshot."""
+        names = ("path", "rename", "dtype", "tied", "max_shard_size")
+        values = {name: getattr(self, name) for name in names}
+        return {n: list(v) if n in ("rename", "tied") else v for n, v in values.items()}
+
+
+def _substitution(text: str) -> tuple[re.Pattern[str], str, int]:
+    parts = _SEPARATED.fullmatch(text)
+    if parts is None:
+        raise ValueError(rf"rename= is like s/^module\.//; got {text!r:.200}")
+    separator, pattern, replacement, everywhere = parts.groups()
+    try:
+        compiled = re.compile(pattern.replace(f"\\{separator}", re.escape(separator)))
+        plain = replacement.replace(f"\\{separator}", separator)
+        compiled.sub(plain, "")
+    except (re.error, IndexError) as e:
+        raise ValueError(f"rename={text!r:.200} is not a regular expression: {e}") from e
+    return compiled, plain, 0 if everywhere else 1
+
+
+@dataclass
+class PullReport:
+    """What a pull did.
+
+    Attributes:
+        folder: The folder of the version that is current now, without links.
+        snapshot: The full name of its snapshot.
+        commit: The commit id of the snapshot.
+        switched: Whether another version was current before, or none.
+        changed: The tensors that the version before did not have, or not with these bytes.
+        tensors: How many tensors there are.
+        total_bytes: The bytes of all files.
+        linked_bytes: Those of files that are hard links of the version before.
+        copied_bytes: Those of tensors that were copied from it.
+        fetched_bytes: Those of tensors that needed the store: in it, deltas are smaller.
+        left_out: The paths of values that safetensors cannot hold.
+        equal: Tensors with the bytes of an earlier name, and that name: perhaps tied weights.
+        seconds: How long it took.
+    """
+
+    folder: str
+    snapshot: str
+    commit: str
+    switched: bool = False
+    changed: list[str] = field(default_factory=list)
+    tensors: int = 0
+    total_bytes: int = 0
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+    fetched_bytes: int = 0
+    left_out: list[str] = field(default_factory=list)
+    equal: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class FollowEvent:
+    """What happened while a store was followed.
+
+    Attributes:
+        event: ``switched``: another version is current; ``called``: ``on_version`` has returned;
+            ``failed``: a pull failed; ``call_failed``: ``on_version`` did. Both are tried again.
+        report: The last pull; None if there was none.
+        error: What failed.
+    """
+
+    event: Literal["switched", "called", "failed", "call_failed"]
+    report: PullReport | None = None
+    error: str | None = None

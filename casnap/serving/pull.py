@@ -1,0 +1,103 @@
+"""Pulling: which snapshot is meant, a version of it, and the link to that."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from casnap.errors import SnapshotNotFoundError
+from casnap.format.records import Row
+from casnap.runtime.progress import Progress
+from casnap.serving.folder import ServedFolder
+from casnap.serving.options import PullOptions, PullReport
+from casnap.serving.writing import write_version
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.table import Table, snapshots_in
+from casnap.storage.chunks.open_store import OpenStore
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where snapshots come from.
+
+    Attributes:
+        store: The store.
+        prefix: The prefix of the view that names are told in; "" for the whole store.
+        name: The full name of a snapshot, or of a folder of them; "" for all.
+    """
+
+    store: OpenStore
+    prefix: str = ""
+    name: str = ""
+
+    def newest(self, options: PullOptions) -> Contents:
+        """Return the newest snapshot that is meant.
+
+        Raises:
+            SnapshotNotFoundError: There is none.
+        """
+
+        def look(table: Table) -> list[tuple[str, Row]]:
+            row = table.get(self.name) if self.name else None
+            rows = snapshots_in(table, self.name) if row is None else iter([(self.name, row)])
+            return [each for each in rows if self._is_meant(*each, options)]
+
+        rows = self.store.read_at_newest(lambda root: look(self.store.table(root)))
+        if not rows:
+            asked = [f"below {self.name!r}"] if self.name else []
+            asked += [f"tagged {options.tag!r}"] if options.tag else []
+            asked += [f"that matches {options.match!r}"] if options.match else []
+            raise SnapshotNotFoundError(
+                f"{self.store.backend.uri} holds no snapshot {' and '.join(asked)}".rstrip()
+            )
+        return Contents(self.store, *max(rows, key=lambda each: each[1].seq))
+
+    def _is_meant(self, name: str, row: Row, options: PullOptions) -> bool:
+        inner = name[len(self.prefix) + 1 :] if self.prefix else name
+        return (options.tag is None or options.tag in row.user_tags) and (
+            options.match is None or fnmatchcase(inner, options.match)
+        )
+
+
+def pull(
+    source: Source, out: Path, options: PullOptions, progress: Progress | None = None
+) -> PullReport:
+    """Bring a folder to the newest snapshot. :meth:`casnap.Store.pull` describes the rest."""
+    with ServedFolder(out).locked() as served:
+        return update(served, source, options, progress)
+
+
+def update(
+    served: ServedFolder, source: Source, options: PullOptions, progress: Progress | None
+) -> PullReport:
+    """Bring a folder, whose lock is held, to the newest snapshot."""
+    start = time.monotonic()
+    contents = source.newest(options)
+    current = served.current()
+    report = PullReport("", contents.name, contents.row.commit.hex())
+    try:
+        wanted = (source.store.config.store_id, report.commit, options.mapping)
+        version = current
+        if current is None or not current.is_of(*wanted):
+            version = served.of(*wanted)
+            if version is None:
+                with contents.reading():
+                    version = write_version(served, contents, options, current, report, progress)
+            report.switched = True
+            report.changed = version.record.changed_since(
+                None if current is None else current.record
+            )
+            served.switch(version)
+        assert version is not None
+        served.prune(options.keep)
+    finally:
+        if current is not None:
+            current.close()
+    record, report.folder = version.record, os.path.realpath(version.folder)
+    report.tensors, report.left_out = len(record.tensors), record.left_out
+    report.total_bytes = sum(file.file_bytes for file in record.files.values())
+    report.seconds = time.monotonic() - start
+    return report

@@ -1,0 +1,324 @@
+"""A version: one folder with the tensors of one snapshot, and a file that says which.
+
+Next to the files for readers it holds the digests of all chunks. So the next version can take from
+it what has not changed, and what deltas in the store stand on, even if its snapshot was deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from casnap.backends.file_io import read_run
+from casnap.files.safetensors_header import DTYPES, itemsize_of
+from casnap.format.decoding import json_decoder
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
+from casnap.format.grid import grid_of
+from casnap.runtime.threads import cores, mapped
+
+RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
+"""The file that says what a version is, and that of the digests of its chunks."""
+_MOST_RECORD = 1 << 30
+_READ_BYTES = 16 << 20
+
+
+class VersionTensor(Struct, omit_defaults=True):
+    """A tensor of a version.
+
+    Attributes:
+        path: Its path in the snapshot.
+        dtype: Its dtype, by torch's name.
+        shape: Its shape.
+        digest: The BLAKE3 of the BLAKE3 digests of its chunks, as the snapshot has them.
+        file: The file that holds it.
+        start: Where it begins there.
+        cast_from: The dtype that it has in the snapshot, if that is another one.
+        cast_digest: As ``digest``, of the bytes here, if it was cast.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    file: str
+    start: int
+    cast_from: str = ""
+    cast_digest: str = ""
+
+    def differs_from(self, other: VersionTensor) -> bool:
+        """Whether another tensor has other bytes."""
+        ours = (self.dtype, self.shape, self.digest, self.cast_from)
+        return ours != (other.dtype, other.shape, other.digest, other.cast_from)
+
+
+class VersionFile(Struct):
+    """A file of a version.
+
+    Attributes:
+        file_bytes: Its length.
+        head_bytes: The length of what lies before its tensors, or of all of it.
+        digest: The BLAKE3 of that.
+        inode: Its inode, and when it was last written, in nanoseconds since the epoch. If they are
+            others, it is verified anew.
+        mtime_ns: The same.
+    """
+
+    file_bytes: int
+    head_bytes: int
+    digest: str
+    inode: int = 0
+    mtime_ns: int = 0
+
+
+class VersionRecord(Struct):
+    """What ``casnap-version.json`` says.
+
+    Attributes:
+        version: The version of this file.
+        store: The URI of the store.
+        store_id: Its id.
+        snapshot: The full name of the snapshot.
+        commit: Its commit id.
+        time: When it was taken, in seconds since the epoch.
+        metadata: The user's metadata.
+        mapping: The options of the pull that change what is here.
+        exact: Whether all tensors are those of the snapshot, bit for bit.
+        chunk_bytes: The size of the largest chunks.
+        tied: Tensors that are here under another name alone, and that name.
+        left_out: The paths of what safetensors cannot hold.
+        tensors: The tensors by name.
+        files: The files by name.
+    """
+
+    version: int
+    store: str
+    store_id: str
+    snapshot: str
+    commit: str
+    time: float
+    metadata: dict[str, Any]
+    mapping: dict[str, Any]
+    exact: bool
+    chunk_bytes: int
+    tied: dict[str, str]
+    left_out: list[str]
+    tensors: dict[str, VersionTensor]
+    files: dict[str, VersionFile]
+
+    def encode(self) -> bytes:
+        """Return the file."""
+        return json.dumps(msgspec.to_builtins(self), indent=1).encode() + b"\n"
+
+    def changed_since(self, other: VersionRecord | None) -> list[str]:
+        """Return the tensors that another version does not have, or not with these bytes."""
+        before = {} if other is None else other.tensors
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if name not in before or tensor.differs_from(before[name])
+        ]
+
+
+class StoredCell(NamedTuple):
+    """A chunk in a file of a version: the file, where it begins and ends, and its digest there."""
+
+    file: str
+    start: int
+    nbytes: int
+    digest: Digest
+
+
+class Version:
+    """A version that was written whole.
+
+    Args:
+        folder: Its folder.
+        record: What that says.
+    """
+
+    def __init__(self, folder: Path, record: VersionRecord) -> None:
+        self.folder = folder
+        self.record = record
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, folder: Path) -> Version | None:
+        """Return the version in a folder; None if there is none, or its record is damaged."""
+        record = read_record(folder / RECORD)
+        return None if record is None else cls(folder, record)
+
+    def is_intact(self, file: str) -> bool:
+        """Whether a file is the one that was written, as far as the system tells without a read."""
+        about = self.record.files.get(file)
+        with suppress(OSError):
+            info = (self.folder / file).stat(follow_symlinks=False)
+            return about is not None and (info.st_size, info.st_ino, info.st_mtime_ns) == (
+                about.file_bytes,
+                about.inode,
+                about.mtime_ns,
+            )
+        return False
+
+    def is_whole(self) -> bool:
+        """Whether this holds for all its files."""
+        return all(self.is_intact(file) for file in self.record.files)
+
+    def is_of(self, store_id: str, commit: str, mapping: object) -> bool:
+        """Whether this is what a snapshot becomes by some options, and whole."""
+        record = self.record
+        about = (record.store_id, record.commit, record.mapping)
+        return about == (store_id, commit, mapping) and self.is_whole()
+
+    # --- its chunks ---
+
+    def _cells(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
+        """Yield the chunks: tensor, digest in the store, cast, and where it is here."""
+        with suppress(OSError):
+            digests = (self.folder / CHUNKS).read_bytes()
+            at = 0
+            for name, tensor in self.record.tensors.items():
+                itemsize = itemsize_of(tensor.cast_from or tensor.dtype)
+                grid = grid_of(tensor.shape, itemsize, self.record.chunk_bytes)
+                cast = f"{tensor.cast_from}>{tensor.dtype}" if tensor.cast_from else ""
+                size = grid.count * DIGEST_SIZE
+                sources = split_digests(digests[at : at + size])
+                at += size
+                here = sources
+                if cast:
+                    here = split_digests(digests[at : at + size])
+                    at += size
+                start = tensor.start
+                wanted = tensor.cast_digest or tensor.digest
+                if digest_of(b"".join(here)).hex() != wanted or len(sources) != grid.count:
+                    continue
+                for source, digest, raw_bytes in zip(sources, here, grid.sizes(), strict=True):
+                    nbytes = raw_bytes // itemsize * itemsize_of(tensor.dtype)
+                    yield name, source, cast, StoredCell(tensor.file, start, nbytes, digest)
+                    start += nbytes
+
+    @cached_property
+    def cells(self) -> dict[tuple[Digest, str], StoredCell]:
+        """Where each chunk lies, by its digest in the store and how it was cast."""
+        return {(source, cast): cell for _, source, cast, cell in self._cells()}
+
+    def read(self, cell: StoredCell) -> bytearray | None:
+        """Return the bytes of a chunk, which are not verified; None if they cannot be read."""
+        raw = bytearray(cell.nbytes)
+        try:
+            nbytes = read_run(self.open(cell.file), memoryview(raw), cell.start)
+        except OSError:
+            return None
+        return raw if nbytes == len(raw) else None
+
+    def base(self, digest: Digest) -> bytearray | None:
+        """Return a chunk of the store, not verified; None if it is not here."""
+        cell = self.cells.get((digest, ""))
+        return None if cell is None else self.read(cell)
+
+    def open(self, file: str) -> int:
+        """Return an open file, for reading; it is closed by :meth:`close`."""
+        with self._lock:
+            if file not in self._fds:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._fds[file] = os.open(self.folder / file, flags)
+            return self._fds[file]
+
+    def close(self) -> None:
+        """Close what was opened."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    # --- verification ---
+
+    def damaged(self) -> list[str]:
+        """Read all, and return what is damaged: tensors by name, and files."""
+        seen: dict[str, int] = dict.fromkeys(self.record.tensors, 0)
+        bad: dict[str, None] = {}
+
+        def is_bad(item: tuple[str, Digest, str, StoredCell]) -> bool:
+            raw = self.read(item[3])
+            return raw is None or digest_of(raw) != item[3].digest
+
+        for (name, _, _, cell), failed in mapped(is_bad, self._cells(), cores()):
+            seen[name] += cell.nbytes
+            if failed:
+                bad[name] = None
+        for name, tensor in self.record.tensors.items():
+            if seen[name] != _nbytes(tensor):
+                bad[name] = None
+        for file, about in self.record.files.items():
+            raw = self.read(StoredCell(file, 0, about.head_bytes, Digest(b"")))
+            if (
+                raw is None
+                or digest_of(raw).hex() != about.digest
+                or os.fstat(self.open(file)).st_size != about.file_bytes
+            ):
+                bad[file] = None
+        return list(bad)
+
+
+def _nbytes(tensor: VersionTensor) -> int:
+    nbytes = itemsize_of(tensor.dtype)
+    for size in tensor.shape:
+        nbytes *= size
+    return nbytes
+
+
+def read_record(path: Path) -> VersionRecord | None:
+    """Return what a file says about a version; None if it is not there, or damaged."""
+    try:
+        if path.stat().st_size > _MOST_RECORD:
+            return None
+        record = json_decoder(VersionRecord).decode(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    dtypes = {t.dtype for t in record.tensors.values()} | {
+        t.cast_from for t in record.tensors.values() if t.cast_from
+    }
+    plain = all(name == Path(name).name for name in record.files)
+    known = all(tensor.file in record.files for tensor in record.tensors.values())
+    return record if record.version == 1 and dtypes <= DTYPES and plain and known else None
+
+
+def verify(folder: str | os.PathLike[str]) -> list[str]:
+    """Read the current version of a folder that :meth:`casnap.Store.pull` made; nothing is changed.
+
+    Files that are damaged get another time, so that the next pull makes them anew.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        What is damaged: the names of tensors, and of files.
+
+    Raises:
+        FileFormatError: It is no such folder.
+    """
+    from casnap.errors import FileFormatError
+
+    place = Path(os.path.realpath(folder))
+    version = Version.load(place)
+    if version is None:
+        raise FileFormatError(
+            f"{folder} has no {RECORD} that can be read, so there is nothing to compare it with; "
+            "pull it anew"
+        )
+    try:
+        damaged = version.damaged()
+    finally:
+        version.close()
+    for name in damaged:
+        tensor = version.record.tensors.get(name)
+        with suppress(OSError):
+            os.utime(place / (tensor.file if tensor else name), ns=(0, 0))
+    return damaged

@@ -1,0 +1,265 @@
+"""Writing a version: from the bytes of the version before, and from those that are new.
+
+A file in which nothing has changed is a hard link. In any other one each chunk is copied from the
+old version, or read from the store; a delta there on a chunk of the old version needs that delta
+alone. All that is written is verified. The version appears under its name when it is durable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from casnap.backends.base import NO_SPACE
+from casnap.backends.file_io import write_at
+from casnap.errors import CasnapError, StorageFullError
+from casnap.files.export_output import ExportOutput
+from casnap.format.digest import Digest, digest_of
+from casnap.format.entries import INLINE_BYTES
+from casnap.runtime.progress import Progress, ProgressCounter
+from casnap.runtime.threads import cores, mapped
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.serving.folder import ServedFolder
+from casnap.serving.layout import Cell, Layout, PlacedTensor, PlannedFile, plan
+from casnap.serving.options import PullOptions, PullReport
+from casnap.serving.version import (
+    CHUNKS,
+    RECORD,
+    Version,
+    VersionFile,
+    VersionRecord,
+    VersionTensor,
+)
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.chunk_reads import DEFAULT_READ, Want
+
+# The request to share the blocks of another file.
+_FICLONE = 0x40049409
+
+
+def write_version(
+    served: ServedFolder,
+    contents: Contents,
+    options: PullOptions,
+    old: Version | None,
+    report: PullReport,
+    progress: Progress | None,
+) -> Version:
+    """Write a new version of a snapshot, and return it once it is durable.
+
+    Raises:
+        StorageFullError: The disk is full; nothing is left of it.
+        OSError: It cannot be written.
+    """
+    layout = plan(contents, options)
+    report.equal = layout.equal
+    folder = served.new_name(contents.name, contents.row.commit.hex())
+    writer = _Writer(contents, layout, old, report, progress)
+    try:
+        with ExportOutput(folder, is_folder=True, nbytes=writer.counter.total) as output:
+            record = writer.write(output, options)
+    except OSError as e:
+        if isinstance(e, CasnapError):
+            raise
+        if e.errno in NO_SPACE:
+            raise StorageFullError(
+                f"no space left to write {folder}; {served.link} stays as it is. Free some space, "
+                "or keep fewer versions, then pull again"
+            ) from e
+        # A write knows no name.
+        raise (e if e.filename else OSError(e.errno, e.strerror, str(folder))) from e
+    return Version(folder, record)
+
+
+class _Piece(NamedTuple):
+    """A chunk to write: the tensor that it is of, its number there, and its place."""
+
+    tensor: PlacedTensor
+    number: int
+    cell: Cell
+
+
+class _Writer:
+    """Writes the files of a version."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        layout: Layout,
+        old: Version | None,
+        report: PullReport,
+        progress: Progress | None,
+    ) -> None:
+        self._contents = contents
+        self._layout = layout
+        self._old = old
+        self._report = report
+        self._lock = threading.Lock()
+        self._same = {file.name: self._same_file(file) for file in layout.files}
+        new_bytes = sum(file.nbytes for file in layout.files if not self._same[file.name])
+        self.counter = ProgressCounter(progress, "writing", new_bytes)
+
+    def _same_file(self, file: PlannedFile) -> str:
+        """Return the file of the old version that is equal to a file; "" if there is none."""
+        if self._old is None:
+            return ""
+        record = self._old.record
+        tensors = {name: tensor.described(file.name) for name, tensor in file.tensors.items()}
+        for name, about in record.files.items():
+            if about.digest == digest_of(file.header).hex() and self._old.is_intact(name):
+                before = {n: t for n, t in record.tensors.items() if t.file == name}
+                if before.keys() == tensors.keys() and not any(
+                    tensors[n].differs_from(before[n]) for n in tensors
+                ):
+                    return name
+        return ""
+
+    def write(self, output: ExportOutput, options: PullOptions) -> VersionRecord:
+        """Write all files; return what the version says of itself."""
+        contents, layout = self._contents, self._layout
+        files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
+        chunks = list[Digest]()
+        for file in layout.files:
+            if not self._link(output, file):
+                with output.file(file.name) as fd:
+                    self._fill(fd, file)
+            files[file.name] = VersionFile(
+                file.nbytes, len(file.header), digest_of(file.header).hex()
+            )
+            for name, tensor in file.tensors.items():
+                tensors[name] = tensor.described(file.name)
+                chunks += [cell.digest for cell in tensor.cells] + tensor.cast_digests
+        for name, raw in {**layout.others, CHUNKS: b"".join(chunks)}.items():
+            with output.file(name) as fd:
+                write_at(fd, memoryview(raw), 0)
+            files[name] = VersionFile(len(raw), len(raw), digest_of(raw).hex())
+        for name, about in files.items():
+            info = output.stat(name)
+            about.inode, about.mtime_ns = info.st_ino, info.st_mtime_ns
+        record = VersionRecord(
+            version=1,
+            store=contents.store.backend.uri,
+            store_id=contents.store.config.store_id,
+            snapshot=contents.name,
+            commit=contents.row.commit.hex(),
+            time=contents.row.time,
+            metadata=contents.metadata,
+            mapping=options.mapping,
+            exact=not any(tensor.cast_from for tensor in tensors.values()),
+            chunk_bytes=contents.store.config.chunk_size,
+            tied=layout.tied,
+            left_out=layout.left_out,
+            tensors=tensors,
+            files=files,
+        )
+        with output.file(RECORD) as fd:
+            write_at(fd, memoryview(record.encode()), 0)
+        return record
+
+    def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
+        """Link an equal file of the old version; return whether there is one."""
+        name = self._same[file.name]
+        if self._old is None or not name:
+            return False
+        try:
+            output.link(file.name, self._old.folder / name)
+        except OSError as e:
+            if e.errno in NO_SPACE:
+                raise
+            return False  # a file system without hard links, or with no more to this file
+        for piece in _pieces(file):
+            if piece.tensor.cast:
+                before = self._old.cells[piece.cell.digest, piece.tensor.cast]
+                piece.tensor.cast_digests[piece.number] = before.digest
+        self._report.linked_bytes += file.nbytes
+        return True
+
+    def _fill(self, fd: int, file: PlannedFile) -> None:
+        """Write a file from the old version and the store."""
+        cloned = self._clone(fd, file)
+        if not cloned:
+            os.posix_fallocate(fd, 0, file.nbytes)
+            write_at(fd, memoryview(file.header), 0)
+        copy = partial(self._copy, fd, cloned)
+        elsewhere = [piece for piece, done in mapped(copy, _pieces(file), cores()) if not done]
+        options = DEFAULT_READ
+        if self._old is not None:
+            options = options._replace(base=self._old.base)
+        self._contents.store.fetch(self._wants(fd, elsewhere), options)
+
+    def _clone(self, fd: int, file: PlannedFile) -> str:
+        """Begin with the blocks of the old file of this name, where the file system can.
+
+        Returns:
+            The name of that file; "" if it has another layout, or cannot be cloned.
+        """
+        old = self._old
+        about = None if old is None else old.record.files.get(file.name)
+        header = digest_of(file.header).hex()
+        if old is None or about is None or about.digest != header or not old.is_intact(file.name):
+            return ""
+        with suppress(OSError):
+            fcntl.ioctl(fd, _FICLONE, old.open(file.name))
+            return file.name
+        return ""
+
+    def _copy(self, fd: int, cloned: str, piece: _Piece) -> bool:
+        """Copy a chunk from the old version; return whether it is whole there."""
+        tensor, number, cell = piece
+        if self._old is None:
+            return False
+        before = self._old.cells.get((cell.digest, tensor.cast))
+        raw = None if before is None else self._old.read(before)
+        if before is None or raw is None or len(raw) != cell.nbytes:
+            return False
+        if digest_of(raw) != before.digest:
+            return False
+        if (before.file, before.start) != (cloned, cell.start):
+            write_at(fd, memoryview(raw), cell.start)
+        if tensor.cast:
+            tensor.cast_digests[number] = before.digest
+        with self._lock:
+            self._report.copied_bytes += cell.nbytes
+        self.counter.add(cell.nbytes)
+        return True
+
+    def _wants(self, fd: int, pieces: list[_Piece]) -> Iterator[Want]:
+        for piece in pieces:
+            tensor, _, cell = piece
+            if tensor.entry.data.nbytes <= INLINE_BYTES:
+                self._put(fd, piece, memoryview(tensor.entry.data.inline))
+            else:
+                sink = partial(self._put, fd, piece)
+                yield Want(cell.digest, cell.raw_bytes, sink, tensor.path)
+
+    def _put(self, fd: int, piece: _Piece, raw: memoryview) -> None:
+        """Write a verified chunk to its place."""
+        tensor, number, cell = piece
+        if tensor.cast:
+            raw = _cast(raw, tensor.entry.dtype, tensor.dtype)
+            tensor.cast_digests[number] = digest_of(raw)
+        write_at(fd, raw, cell.start)
+        with self._lock:
+            self._report.fetched_bytes += cell.nbytes
+        self.counter.add(cell.nbytes)
+
+
+def _pieces(file: PlannedFile) -> Iterator[_Piece]:
+    for tensor in file.tensors.values():
+        for number, cell in enumerate(tensor.cells):
+            yield _Piece(tensor, number, cell)
+
+
+def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
+    """Return the elements of a chunk in another dtype."""
+    import torch
+
+    with without_torch_modes():
+        elements = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
+        cast = elements.to(getattr(torch, wanted)).view(torch.uint8)
+        return memoryview(cast.numpy().data)

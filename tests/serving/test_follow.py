@@ -1,0 +1,219 @@
+"""A follower pulls each new version, and calls a callback until that succeeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casnap.transfer.follow
+from casnap import Store
+from casnap.errors import FileFormatError, NotAStoreError
+from casnap.serving import FollowEvent, PullOptions
+from tests.support.cli_calls import COMMAND
+from tests.support.served import assert_served, store_at, take, versions_of
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    return store
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Path:
+    return tmp_path / "live"
+
+
+def follow(store: Store, live: Path, **options: Any) -> Iterator[FollowEvent]:
+    return store.follow(live, interval=0.01, **options)
+
+
+def test_missed_versions_are_one_step(store: Store, live: Path) -> None:
+    events = follow(store, live)
+    assert next(events).report.snapshot == "step_0"
+    for step in range(1, 8):
+        take(store, step)
+    report = next(events).report
+    assert (report.snapshot, sorted(report.changed)) == ("step_7", ["bias", "layers.1"])
+    assert_served(live, 7)
+    assert len(versions_of(live)) == 2
+
+
+def test_the_callback_gets_a_whole_version(store: Store, live: Path) -> None:
+    calls: list[tuple[str, list[str]]] = []
+
+    def on_version(folder: Path, changed: list[str]) -> None:
+        step = json.loads((folder / "config.json").read_text())["step"]
+        assert_served(folder, step)
+        assert folder == live.resolve()
+        calls.append((folder.name.partition("@")[0], sorted(changed)))
+
+    events = follow(store, live, on_version=on_version)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    take(store, 1)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert calls[0][0] == "step_0"
+    assert len(calls[0][1]) == 9
+    assert calls[1:] == [("step_1", ["bias", "layers.1"])]
+    # Another process does not call again for the same version.
+    events.close()
+    events = follow(store, live, on_version=on_version)
+    assert next(events).event == "switched"
+    take(store, 2)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert len(calls) == 3
+
+
+def test_a_callback_that_fails_is_called_again(
+    store: Store, live: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[str, list[str]]] = []
+
+    def on_version(folder: Path, changed: list[str]) -> None:
+        calls.append((folder.name.partition("@")[0], sorted(changed)))
+        if len(calls) in (2, 3, 4):
+            raise ConnectionError("the engine is restarting")
+
+    events = follow(store, live, on_version=on_version)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    take(store, 1)
+    assert next(events).event == "switched"
+    failure = next(events)
+    assert (failure.event, failure.error) == (
+        "call_failed",
+        "ConnectionError: the engine is restarting",
+    )
+    # What it has missed is told of together.
+    take(store, 2)
+    seen = [next(events).event]
+    while seen[-1] != "called":
+        seen.append(next(events).event)
+    assert seen.count("switched") == 1
+    assert calls[-1] == ("step_2", ["bias", "layers.1"])
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len([w for w in warnings if "the engine is restarting" in w]) == 1
+    assert any("works again" in w for w in warnings)
+
+
+def test_a_source_that_is_rolled_back(store: Store, live: Path) -> None:
+    events = follow(store, live)
+    next(events)
+    take(store, 1)
+    assert next(events).report.snapshot == "step_1"
+    store.delete("step_1")
+    report = next(events).report
+    assert (report.snapshot, report.fetched_bytes) == ("step_0", 0)
+    assert_served(live, 0)
+
+
+def test_what_was_tampered_with_is_healed(store: Store, live: Path) -> None:
+    events = follow(store, live)
+    next(events)
+    file = live.resolve() / "model.safetensors"
+    with file.open("r+b") as f:
+        f.seek(100_000)
+        f.write(b"tampered")
+    report = next(events).report
+    assert (report.switched, report.changed) == (True, [])
+    assert 0 < report.fetched_bytes <= 64 << 10
+    assert_served(live, 0)
+
+
+def test_a_snapshot_that_comes_late_and_one_that_is_wrong(store: Store, live: Path) -> None:
+    events = follow(store, live, options=PullOptions(tag="stable"))
+    assert next(events).event == "failed"
+    store.tag("step_0", "stable")
+    while (event := next(events)).event == "failed":
+        pass
+    assert event.report.snapshot == "step_0"
+    with pytest.raises(FileFormatError):
+        next(follow(store, live.with_name("other"), options=PullOptions(path="progress")))
+    with pytest.raises(NotAStoreError):
+        next(Store(live.with_name("nowhere"), create=False).follow(live.with_name("other")))
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    return map(json.loads, process.stdout)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_command(store: Store, live: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    script = f'echo "$CASNAP_FOLDER $CASNAP_SNAPSHOT" >> {told}; cat >> {told}; echo >> {told}'
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--interval", "0.02s", "--json"]
+    with subprocess.Popen(
+        [*command, "--exec", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        events = lines_of(process)
+        first, called = next(events), next(events)
+        assert (first["event"], first["name"], called["event"]) == ("switched", "step_0", "called")
+        assert first["version"] == 1
+        take(store, 1)
+        assert [next(events)["name"] for _ in range(2)] == ["step_1"] * 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    lines = told.read_text().splitlines()
+    assert lines[2] == f"{os.path.realpath(live)} step_1"
+    assert sorted(json.loads(lines[3])) == ["bias", "layers.1"]
+    assert_served(live, 1)
+
+
+@pytest.mark.parametrize("when", ["asleep", "in the command"])
+def test_a_signal_ends_it(store: Store, live: Path, tmp_path: Path, when: str) -> None:
+    marker = tmp_path / "marker"
+    script = f"touch {marker}" if when == "asleep" else f"touch {marker}; exec sleep 1000"
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until(marker.exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 0
+    assert_served(live, 0)
+    store.pull(live)
+
+
+def test_a_command_that_fails_is_run_again(store: Store, live: Path, tmp_path: Path) -> None:
+    fixed = tmp_path / "fixed"
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--interval", "0.05s"]
+    with subprocess.Popen(
+        [*command, "--exec", f"test -e {fixed}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert "step_0: 9 tensors" in process.stdout.readline()
+        while "the command failed, and is run again" not in process.stderr.readline():
+            pass
+        fixed.touch()
+        while "the command succeeded" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        assert process.wait(100) == 0

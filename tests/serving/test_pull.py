@@ -1,0 +1,244 @@
+"""A pull makes a folder that is always one whole version, and writes only what has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import CasnapError, EntryNotFoundError, FileFormatError, SnapshotNotFoundError
+from casnap.serving import PullOptions, verify
+from tests.support.faults import in_child
+from tests.support.served import (
+    assert_served,
+    inodes,
+    store_at,
+    take,
+    tensors_in,
+    versions_of,
+    weights,
+)
+
+SHARDS = PullOptions(max_shard_size=250_000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    return store
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Path:
+    return tmp_path / "live"
+
+
+def test_a_pull(store: Store, live: Path) -> None:
+    report = store.pull(live)
+    assert_served(live, 0)
+    assert report.switched
+    assert sorted(report.changed) == sorted(weights(0))
+    assert (report.snapshot, report.folder) == ("step_0", os.path.realpath(live))
+    assert report.fetched_bytes == sum(t.nbytes for t in weights(0).values())
+    assert str(live.readlink()) == f"live.versions/step_0@{report.commit}"
+    again = store.pull(live)
+    assert not again.switched
+    assert again.fetched_bytes == again.copied_bytes == 0
+    assert versions_of(live) == [f"step_0@{report.commit}"]
+
+
+def test_only_what_has_changed_is_read_and_written(store: Store, live: Path) -> None:
+    store.pull(live, options=SHARDS)
+    before = inodes(live)
+    take(store, 1)
+    report = store.pull(live, options=SHARDS)
+    assert_served(live, 1)
+    assert sorted(report.changed) == ["bias", "layers.1"]
+    assert report.fetched_bytes <= 64 << 10 + 20
+    after = inodes(live)
+    kept = {name for name in before if before[name] == after.get(name)}
+    assert len(kept) == sum(name.endswith(".safetensors") for name in before) - 2 + 1
+    assert "model.safetensors.index.json" not in kept
+    assert report.linked_bytes == sum((live / name).stat().st_size for name in kept)
+
+
+def test_a_reader_of_the_old_version_goes_on(store: Store, live: Path) -> None:
+    store.pull(live)
+    old = live.resolve()
+    take(store, 1)
+    store.pull(live)
+    assert_served(old, 0)
+    assert_served(live, 1)
+    mapped = torch.UntypedStorage.from_file(str(old / "model.safetensors"), False, 8)
+    take(store, 2)
+    store.pull(live, options=PullOptions(keep=1))
+    assert not old.exists()
+    assert len(bytes(mapped.tolist())) == 8
+    assert len(versions_of(live)) == 1
+
+
+def test_versions_that_are_kept(store: Store, live: Path) -> None:
+    for step in range(1, 6):
+        take(store, step)
+        store.pull(live, options=PullOptions(keep=3))
+    names = [name.partition("@")[0] for name in versions_of(live)]
+    assert names == ["step_3", "step_4", "step_5"]
+
+
+def test_which_snapshot(store: Store, live: Path) -> None:
+    take(store, 1, "run1/a")
+    take(store, 2, "run2/a")
+    take(store, 3, "run1/b")
+    store.tag("run1/a", "stable")
+
+    def pulled(source: Store, name: str | None = None, **options: str) -> str:
+        return source.pull(live, name, options=PullOptions(**options)).snapshot
+
+    assert pulled(store) == "run1/b"
+    assert pulled(store, tag="stable") == "run1/a"
+    assert pulled(store, match="run2/*") == "run2/a"
+    assert pulled(store, match="*/a") == "run2/a"
+    assert pulled(store, "run1") == "run1/b"
+    assert pulled(store, "run1/a") == "run1/a"
+    assert pulled(Store(Path(store.uri) / "run1"), match="a") == "run1/a"
+    assert_served(live, 1)
+    with pytest.raises(SnapshotNotFoundError, match="tagged 'best'"):
+        pulled(store, tag="best")
+    with pytest.raises(SnapshotNotFoundError, match="below 'run3'"):
+        pulled(store, "run3")
+    assert_served(live, 1)
+
+
+def test_a_version_that_is_kept_is_not_written_again(store: Store, live: Path) -> None:
+    store.tag("step_0", "stable")
+    first = store.pull(live)
+    take(store, 1)
+    store.pull(live)
+    back = store.pull(live, options=PullOptions(tag="stable"))
+    assert (back.folder, back.switched, back.fetched_bytes) == (first.folder, True, 0)
+    assert sorted(back.changed) == ["bias", "layers.1"]
+    assert_served(live, 0)
+
+
+def test_names_dtypes_and_ties(store: Store, live: Path) -> None:
+    shared = torch.rand(40_000)
+    take(store, 1, head=shared, embed=shared, ids=torch.arange(10))
+    options = PullOptions(
+        rename=[r"s/^layers\.(\d+)/blocks.\1.weight/", "s|norm|final_norm|"],
+        dtype="bfloat16",
+        tied=["head"],
+    )
+    report = store.pull(live, options=options)
+    assert report.equal == {}
+    found = tensors_in(live)
+    assert "head" not in found
+    assert {"blocks.3.weight", "final_norm", "embed", "ids"} <= found.keys()
+    assert found["ids"].dtype == torch.int64
+    assert torch.equal(found["embed"], shared.bfloat16())
+    assert torch.equal(found["final_norm"], weights(1)["norm"].bfloat16())
+    assert torch.equal(found["blocks.1.weight"], weights(1)["layers.1"])
+    record = json.loads((live / "casnap-version.json").read_text())
+    assert not record["exact"]
+    assert record["tied"] == {"head": "embed"}
+    assert record["mapping"]["dtype"] == "bfloat16"
+    assert record["tensors"]["embed"]["cast_from"] == "float32"
+    assert "cast_from" not in record["tensors"]["blocks.1.weight"]
+    assert verify(live) == []
+
+    take(store, 2, head=shared, embed=shared, ids=torch.arange(10))
+    report = store.pull(live, options=options)
+    assert sorted(report.changed) == ["bias", "blocks.1.weight"]
+    assert report.fetched_bytes < 80_000
+    assert verify(live) == []
+    # The same snapshot, otherwise: another version.
+    assert store.pull(live).equal == {"head": "embed"}
+    assert tensors_in(live)["embed"].dtype == torch.float32
+    assert verify(live) == []
+
+
+def test_tensors_that_come_and_go(store: Store, live: Path) -> None:
+    store.pull(live, options=SHARDS)
+    take(store, 1, added=torch.rand(30_000), norm=torch.rand(7))
+    report = store.pull(live, options=SHARDS)
+    assert {"added", "norm"} <= set(report.changed)
+    assert torch.equal(tensors_in(live)["layers.2"], weights(1)["layers.2"])
+    take(store, 2)
+    store.pull(live, options=SHARDS)
+    assert_served(live, 2)
+
+
+def test_small_files_but_none_that_a_loader_could_unpickle(store: Store, live: Path) -> None:
+    files = {
+        "config.json": "{}",
+        "tokenizer.json": b"x" * 100_000,
+        "training_args.bin": b"pickle",
+        "model.safetensors": b"mine",
+        "casnap-version.json": "{}",
+        "../outside.json": "{}",
+        ".hidden": "",
+        "number": 1,
+    }
+    store.take({"model": StateDict(w=torch.ones(9)), "files": StateDict(files)}, "s")
+    store.pull(live)
+    names = {"config.json", "tokenizer.json", "model.safetensors"}
+    assert inodes(live).keys() == names | {"casnap-version.json", "casnap-chunks"}
+    assert (live / "tokenizer.json").read_bytes() == b"x" * 100_000
+    assert verify(live) == []
+
+
+def test_what_safetensors_cannot_hold_is_told(store: Store, live: Path) -> None:
+    store.take({"model": StateDict(w=torch.ones(3), note="x")}, "s")
+    assert store.pull(live).left_out == ["model/note"]
+    with pytest.raises(FileFormatError, match="no tensor"):
+        store.pull(live, "step_0", options=PullOptions(path="progress"))
+    with pytest.raises(EntryNotFoundError, match="nearest"):
+        store.pull(live, options=PullOptions(path="modle"))
+    with pytest.raises(FileFormatError, match="the same name 'x'"):
+        store.pull(live, "step_0", options=PullOptions(rename=["s/.*/x/"]))
+    assert tensors_in(live)["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("rename", ["s/a/b", "y/a/b/", "s/(/x/", r"s/a/\1/", "sxaxbx"])
+def test_malformed_renames(rename: str) -> None:
+    with pytest.raises(ValueError, match="rename="):
+        PullOptions(rename=[rename])
+
+
+def test_nothing_else_is_replaced(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    with pytest.raises(FileFormatError, match="no pull made it"):
+        store.pull(folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(FileFormatError, match="no pull made it"):
+        store.pull(link)
+    assert link.resolve() == folder
+    with pytest.raises(FileFormatError, match="is a URI"):
+        store.pull("s3://bucket/live")
+    beside = tmp_path / "live.versions" / "mine"
+    beside.mkdir(parents=True)
+    for step in (1, 2):
+        take(store, step)
+        store.pull(tmp_path / "live", options=PullOptions(keep=1))
+    assert beside.exists()
+
+
+def test_a_second_process_is_refused(store: Store, live: Path) -> None:
+    events = store.follow(live)
+    assert next(events).event == "switched"
+
+    def pull() -> None:
+        with pytest.raises(CasnapError, match=f"the process {os.getppid()} pulls"):
+            Store(store.uri).pull(live)
+
+    assert in_child(pull) == 0
+    events.close()
+    take(store, 1)
+    store.pull(live)
+    assert_served(live, 1)
