@@ -11,7 +11,7 @@ import msgspec
 
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry
-from casnap.format.names import check_name, component_of
+from casnap.format.names import check_name, component_of, key_of
 from casnap.format.records import Root, Row, Stats, StoreConfig
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
@@ -717,6 +717,12 @@ class Snapshot:
     def tags(self) -> tuple[str, ...]:
         """The tags that users gave the snapshot."""
         return self.row.user_tags
+
+    @property
+    def thinned(self) -> tuple[str, ...]:
+        """The keys of the app state that it has lost; see :meth:`casnap.Store.thin`."""
+        with self.contents.reading():
+            return tuple(map(key_of, self.contents.manifest.thinned))
 
     def __repr__(self) -> str:
         return f"Snapshot({self.path!r})"

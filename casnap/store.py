@@ -71,6 +71,7 @@ from casnap.storage.catalog.table import (
     with_tags,
     without_tags,
 )
+from casnap.storage.catalog.thinning import all_thinned_error, thin
 from casnap.storage.catalog.uris import joined
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
@@ -567,8 +568,11 @@ class Store:
             Snapshot.of(self, self.inner_name(name), row) for name, row in in_commit_order(rows)
         ]
 
-    def latest(self, prefix: str | None = None) -> Snapshot | None:
+    def latest(self, prefix: str | None = None, *, thinned: bool = False) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
+
+        Those that were thinned are passed over, since nothing can resume from them. If only such
+        ones are left, that is an error.
 
         If there is none, but a checkpoint of another form right in that folder, a warning is
         logged that says so.
@@ -579,15 +583,28 @@ class Store:
         the takes noted decides. If the mirror cannot be reached, this store's last one is
         returned, with a warning.
 
+        Args:
+            prefix: Only below this folder.
+            thinned: Return a thinned one too, for its weights.
+
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
+            SnapshotError: All snapshots were thinned.
         """
-        snapshots = self.snapshots(prefix)
+        newest = self._latest(prefix, thinned=thinned)
+        if newest is None and not thinned and (lost := self._latest(prefix, thinned=True)):
+            raise all_thinned_error(lost.path)
+        return newest
+
+    def _latest(self, prefix: str | None, *, thinned: bool) -> Snapshot | None:
+        snapshots = [s for s in self.snapshots(prefix) if thinned or not s.row.is_thinned]
         newest = snapshots[-1] if snapshots else None
         try:
             mirror_store = self._at_mirror()
             seq = 0 if mirror_store is None else mirror_store.open_store.newest().seq
-            mirrored = None if mirror_store is None else mirror_store.latest(prefix)
+            mirrored = (
+                None if mirror_store is None else mirror_store._latest(prefix, thinned=thinned)
+            )
         except StoreError as e:
             if newest is None:
                 raise
@@ -954,9 +971,39 @@ class Store:
         Returns:
             For each snapshot whether it is kept, and by which rules.
         """
-        return self._prune_report(
+        report = self._prune_report(
             RetentionChange(self.open_store, retention, self.folder(prefix)), dry_run=dry_run
         )
+        if retention.thin is None:
+            return report
+        thinned = self.thin(retention.thin, prefix=prefix, dry_run=dry_run)
+        return replace(report, thinned=thinned)
+
+    def thin(
+        self, rules: Mapping[str, int], *, prefix: str | None = None, dry_run: bool = False
+    ) -> dict[str, tuple[str, ...]]:
+        """Have older snapshots lose what only a resume needs, all in one commit.
+
+        A thinned snapshot keeps its name, commit id, metadata and tags, and all other keys. It can
+        be read, exported and copied, and says what it lost. Garbage collection frees the bytes.
+        Tagged snapshots stay whole, and so do those that a mirror still lacks.
+
+        Args:
+            rules: Of each pattern of whole keys of the app state, how many of the newest snapshots
+                of each run keep them: ``{"optim/**": 2}``. ``*`` in it stands for anything.
+            prefix: Only runs in and below this folder.
+            dry_run: Only report what would be lost.
+
+        Returns:
+            The keys that were lost, by the name of the snapshot.
+
+        Raises:
+            ValueError: The rules make no sense.
+        """
+        thinned = thin(self.open_store, rules, self.folder(prefix), dry_run=dry_run)
+        if thinned and not dry_run:
+            self._free_later([each.before for each in thinned.values()])
+        return {self.inner_name(name): each.keys for name, each in thinned.items()}
 
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False

@@ -44,6 +44,7 @@ COMMANDS = {
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
     "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
+    "thin": ("casnap.cli.thin", "Have older snapshots lose what only a resume needs."),
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),

@@ -286,4 +286,5 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
         "unmirrored": is_unmirrored(snapshot.row),
+        "thinned": snapshot.row.is_thinned,
     }

@@ -44,7 +44,12 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
             size(s.stats.logical_bytes),
             size(s.stats.new_bytes),
             f"{s.stats.entries:,}",
-            summary(metadata_of(s), s.tags, unmirrored=is_unmirrored(s.row)),
+            summary(
+                metadata_of(s),
+                s.tags,
+                unmirrored=is_unmirrored(s.row),
+                thinned=s.row.is_thinned,
+            ),
         )
         for s in snapshots
     ]

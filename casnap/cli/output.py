@@ -92,10 +92,16 @@ def requests_text(requests: Mapping[str, int]) -> str:
 
 
 def summary(
-    metadata: dict[str, Any] | None, tags: Sequence[str] = (), *, unmirrored: bool = False
+    metadata: dict[str, Any] | None,
+    tags: Sequence[str] = (),
+    *,
+    unmirrored: bool = False,
+    thinned: bool = False,
 ) -> str:
     """Return tags and metadata (None if they are damaged) in one line."""
     words = [f"#{tag}" for tag in tags]
+    if thinned:
+        words.append("(thinned)")
     if unmirrored:
         words.append("(not mirrored yet)")
     if metadata is None:

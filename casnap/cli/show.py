@@ -21,6 +21,7 @@ from casnap.cli.output import (
     moment,
     print_rest,
     progress_bars,
+    safe,
     say,
     size,
     summary,
@@ -48,7 +49,11 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     """
     open_place = open_snapshot(snapshot)
     if path is None:
-        document = {**snapshot_fields(open_place), "keys": list(_keys(open_place.contents))}
+        document = {
+            **snapshot_fields(open_place),
+            "keys": list(_keys(open_place.contents)),
+            "thinned_keys": list(open_place.thinned),
+        }
         if as_json:
             emit({**document}, open_place.store)
         else:
@@ -135,6 +140,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
             "ranks": f"{snapshot.world_size}",
             "logical": f"{size(stats.logical_bytes)} in {amount(stats.entries, 'entry')}",
             "new": size(stats.new_bytes),
+            "thinned": safe(", ".join(document["thinned_keys"])),
             "metadata": summary(metadata_of(snapshot), snapshot.tags),
         }
     )

@@ -113,13 +113,15 @@ def with_payload(entry: Entry, payload: Payload) -> Entry:
     return msgspec.structs.replace(entry, data=payload)
 
 
-class Manifest(Struct, frozen=True):
+class Manifest(Struct, frozen=True, omit_defaults=True):
     """The top of a snapshot's tree: for every key of the app state the digest of its subtree.
 
     Attributes:
         shared: ``global/<key>``: entries that any rank can restore.
         ranks: ``ranks/<r>/<key>``: entries that belong to one rank.
+        thinned: The components of the keys that the snapshot has lost, sorted.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")
     ranks: dict[str, dict[str, bytes]]
+    thinned: tuple[str, ...] = ()

@@ -31,6 +31,8 @@ INLINE_METADATA_BYTES = 256
 ID_SIZE = 16
 INTERNAL = "#"
 """Tags that begin so are casnap's own notes."""
+THINNED = f"{INTERNAL}thinned"
+"""The tag of a snapshot that has lost some keys, which its manifest names."""
 
 PackId = NewType("PackId", bytes)
 """16 bytes: 6 of its base (the root number that it was written under), then 10 random ones."""
@@ -117,6 +119,16 @@ class Row(Struct, frozen=True, omit_defaults=True):
     def user_tags(self) -> tuple[str, ...]:
         """The tags that users gave."""
         return tuple(tag for tag in self.tags if not tag.startswith(INTERNAL))
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether the snapshot has lost some keys."""
+        return THINNED in self.tags
+
+    @property
+    def copied_tags(self) -> tuple[str, ...]:
+        """The tags of a copy. Other notes of casnap's own are about one store alone."""
+        return (THINNED, *self.user_tags) if self.is_thinned else self.user_tags
 
 
 class Root(Struct, frozen=True):

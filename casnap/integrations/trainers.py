@@ -117,6 +117,16 @@ def snapshot_at(
         return None
 
 
+def check_whole(snapshot: Snapshot, key: str) -> None:
+    """Check that a snapshot has not lost a key, without which a trainer would begin anew.
+
+    Raises:
+        EntryNotFoundError: It has.
+    """
+    if key in snapshot.thinned:
+        snapshot.contents.entry(component_of(key))
+
+
 def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool = False) -> bool:
     """Load what this rank, or all ranks together, took under a key.
 
@@ -124,6 +134,7 @@ def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool
         Whether there was any: a rank beyond the world of the take has none of its own.
     """
     rank = own_rank()
+    check_whole(snapshot, key)
     if component_of(key) not in snapshot.contents.trees(rank):
         return False
     path = f"{rank}/{component_of(key)}" if rank < snapshot.world_size else component_of(key)

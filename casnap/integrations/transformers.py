@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
 from casnap.integrations.notices import is_notice, put_notices, put_whole
-from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
+from casnap.integrations.trainers import (
+    Value,
+    check_version,
+    check_whole,
+    load_own,
+    snapshot_at,
+)
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
@@ -271,7 +277,9 @@ class CasnapTrainerMixin(_Base):
         snapshot = None if checkpoint is None else snapshot_at(checkpoint)
         if snapshot is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif "optimizer" in snapshot.contents.trees(own_rank()):
+            return
+        check_whole(snapshot, "optimizer")
+        if "optimizer" in snapshot.contents.trees(own_rank()):
             snapshot.restore({"optimizer": self.optimizer, "scheduler": self.lr_scheduler})
 
     def _load_scaler(self, checkpoint: str | None) -> None:

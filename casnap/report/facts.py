@@ -156,7 +156,8 @@ def gather(
 
 def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFacts:
     row = contents.row
-    notes = (*row.user_tags, *(("not mirrored yet",) if is_unmirrored(row) else ()))
+    marks = (("thinned", row.is_thinned), ("not mirrored yet", is_unmirrored(row)))
+    notes = (*row.user_tags, *(note for note, is_so in marks if is_so))
     stats = row.stats
     return SnapshotFacts(
         contents.name,

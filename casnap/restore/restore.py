@@ -77,7 +77,9 @@ def restore(
         has = contents.keys()
         lacks_key = not has.issuperset(app_state) or options.rename is not None
         known_keys = sorted(has) if lacks_key else ()
-        raise MismatchError(mismatch_message(report, contents.label, known_keys))
+        lost = {key_of(component) for component in contents.manifest.thinned}
+        advice = contents.thinned_text() if lost.intersection(report.missing) else ""
+        raise MismatchError(mismatch_message(report, contents.label, known_keys, advice))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
@@ -199,6 +201,7 @@ class _Agreed(msgspec.Struct, array_like=True):
 
     Attributes:
         commit: The commit id of the snapshot.
+        manifest: The digest of its manifest: another rank may have opened it before it was thinned.
         read_once: The option of rank 0.
         has_one_cache: Whether all ranks see the store through one page cache.
         order: The components of the keys of all ranks, in the order in which all ranks load them.
@@ -206,6 +209,7 @@ class _Agreed(msgspec.Struct, array_like=True):
     """
 
     commit: bytes
+    manifest: bytes
     read_once: bool | None
     has_one_cache: bool
     order: list[str]
@@ -231,10 +235,13 @@ def _agree(
     root = contents.store.recent() if costly and comm.rank == 0 else None
     caches = {of_rank.cache for of_rank in everyone}
     has_one_cache = not costly and len(caches) == 1 and b"" not in caches
-    own = _Agreed(contents.row.commit, options.read_once, has_one_cache, order, root)
+    row = contents.row
+    own = _Agreed(row.commit, row.manifest.digest, options.read_once, has_one_cache, order, root)
     agreed = comm.broadcast_message(own, _Agreed)
     commit = agreed.commit.hex()
-    comm.check_same(f"the commit of {contents.label}", contents.row.commit.hex(), commit)
+    comm.check_same(f"the commit of {contents.label}", row.commit.hex(), commit)
+    manifest = agreed.manifest.hex()
+    comm.check_same(f"the manifest of {contents.label}", row.manifest.digest.hex(), manifest)
     comm.check_same("the option read_once=", options.read_once, agreed.read_once)
     if agreed.root is not None:
         contents.store.observe_root(agreed.root)

@@ -29,13 +29,16 @@ class RestoreReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
 
-def mismatch_message(report: RestoreReport, snapshot: str, keys: Iterable[str] = ()) -> str:
+def mismatch_message(
+    report: RestoreReport, snapshot: str, keys: Iterable[str] = (), advice: str = ""
+) -> str:
     """Return the message of an error that lists everything that does not fit.
 
     Args:
         report: What does not fit.
         snapshot: The snapshot.
         keys: Its keys, if one that it lacks was asked for.
+        advice: Why it lacks one, and what to do.
     """
     lines = [f"{snapshot} does not fit the state; nothing was restored"]
     for label, paths in (
@@ -48,5 +51,7 @@ def mismatch_message(report: RestoreReport, snapshot: str, keys: Iterable[str] =
         lines.append(
             f"The snapshot has the keys {listed[:_MOST_CHARS]}. rename= maps them to others."
         )
+    if advice:
+        lines.append(f"{advice[:1].upper()}{advice[1:]}.")
     lines.append("Pass strict=False to restore what fits.")
     return "\n".join(lines)

@@ -19,7 +19,8 @@ from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
-from casnap.storage.catalog.table import Table, check_free, replace_markers
+from casnap.storage.catalog.table import Table, check_free, replace_markers, snapshots_in
+from casnap.storage.catalog.thinning import thin_run
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.reused_packs import COLLECTED
 from casnap.storage.commits.commit import publish
@@ -157,9 +158,10 @@ class TakeCommit:
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
         released: dict[str, Row] = {}
+        gone: dict[str, Row] = {}
 
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
-            nonlocal row
+            nonlocal row, gone
             check_free(table, self.name, overwrite=options.overwrite, uri=uri)
             replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
@@ -179,13 +181,16 @@ class TakeCommit:
             released.update(self._forgotten(table))
             if replaced_row is not None:
                 released[self.name] = replaced_row
-            return {**dict.fromkeys(released), self.name: row}
+            gone = dict(released)
+            thinned = self._thinned(table, row, released, transaction)
+            released.update({n: r for n in thinned if (r := table.get(n)) is not None})
+            return {**dict.fromkeys(gone), **thinned, self.name: row}
 
         publish(transaction, change, others)
         assert row is not None
         options.hooks.on_release(list(released.values()))
         options.hooks.on_commit()
-        replace_markers(self.store, self.name, row, released)
+        replace_markers(self.store, self.name, row, gone)
         requests = dict(transaction.requests + others.requests)
         return TakeResult(row, requests, options.hooks.count_freed())
 
@@ -221,6 +226,18 @@ class TakeCommit:
                 unknown[0],
             )
         return {verdict.name: verdict.row for verdict in verdicts if not verdict.kept}
+
+    def _thinned(
+        self, table: Table, row: Row, gone: Mapping[str, Row], transaction: Transaction
+    ) -> dict[str, Row]:
+        """Return the new rows of the snapshots of the run that this one thins."""
+        rules = None if self.options.retention is None else self.options.retention.thin
+        if rules is None:
+            return {}
+        run = self.name.rpartition("/")[0]
+        rows = {n: r for n, r in snapshots_in(table, run) if n.rpartition("/")[0] == run}
+        rows = {n: r for n, r in rows.items() if n not in gone} | {self.name: row}
+        return thin_run(self.store, rows.items(), rules, transaction, self.name)
 
     def _forgotten(self, table: Table) -> dict[str, Row]:
         """Return the snapshots that this take is to forget."""

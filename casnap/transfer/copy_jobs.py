@@ -9,6 +9,7 @@ from typing import NamedTuple
 from casnap.format.records import Row
 from casnap.storage.catalog.table import Table
 from casnap.storage.commits.hooks import CommitHooks
+from casnap.storage.commits.transaction import Transaction
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
@@ -38,6 +39,8 @@ class CopyJob(NamedTuple):
             raises to give up.
         prune: Given the table, what the snapshot replaces, and its new row, returns what else goes
             in the same commit.
+        thin: Given the same, with what goes as well, and the transaction, returns the new rows of
+            the snapshots that are thinned in the same commit.
     """
 
     name: str
@@ -46,6 +49,7 @@ class CopyJob(NamedTuple):
     replaces: frozenset[bytes] = frozenset()
     place: Callable[[Table, int], Placement] | None = None
     prune: Callable[[Table, Mapping[str, Row], Row], Mapping[str, Row]] | None = None
+    thin: Callable[[Table, Mapping[str, Row], Row, Transaction], Mapping[str, Row]] | None = None
 
     def placement(self, table: Table, seq: int) -> Placement:
         """Return how it is placed in a table, for the root of a number."""

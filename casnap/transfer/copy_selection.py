@@ -47,8 +47,7 @@ def choose(source: OpenStore, prefix: str, name: str | None, rename: str | None)
         CopyJob(
             full,
             _renamed(full[inner_start:], inner, rename),
-            # Notes of casnap's own are about that store alone.
-            msgspec.structs.replace(row, tags=row.user_tags),
+            msgspec.structs.replace(row, tags=row.copied_tags),
         )
         for full, row in matches
     ]

@@ -284,6 +284,8 @@ class SnapshotCopy:
             if job.prune is not None:
                 self._gone |= job.prune(table, placement.gone, new_rows[-1])
             changes: dict[str, Row | None] = dict.fromkeys(self._gone)
+            if job.thin is not None:
+                changes |= job.thin(table, self._gone, new_rows[-1], transaction)
             changes[job.new_name] = new_rows[-1]
             if table.get(keeper) is not None:
                 changes[keeper] = None

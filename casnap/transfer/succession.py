@@ -23,7 +23,9 @@ from casnap.storage.catalog.mirror_notes import (
 )
 from casnap.storage.catalog.retention import Retention, RetentionChange
 from casnap.storage.catalog.table import Table
+from casnap.storage.catalog.thinning import thin_run
 from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.copy_jobs import Placement
 
 
@@ -117,3 +119,14 @@ class Succession:
         change = RetentionChange(self.there, self.retention, self.run, row.commit)
         verdicts = change.judge_rows({**remaining, self.new_name: row}.items())
         return {v.name: rows[v.name] for v in verdicts if not v.kept}
+
+    def thin(
+        self, table: Table, gone_rows: Mapping[str, Row], row: Row, transaction: Transaction
+    ) -> dict[str, Row]:
+        """Return the new rows of the copies of the run that the retention thins."""
+        rules = None if self.retention is None else self.retention.thin
+        if rules is None:
+            return {}
+        rows = {n: copy for n, copy in copies_in(table, self.run).items() if n not in gone_rows}
+        rows[self.new_name] = row
+        return thin_run(self.there, rows.items(), rules, transaction, self.new_name)

@@ -89,6 +89,7 @@ SNAPSHOT_KEYS = {
     "metadata",
     "tags",
     "unmirrored",
+    "thinned",
 }
 
 
@@ -163,7 +164,7 @@ def test_show_a_snapshot(store: Path) -> None:
 
 def test_show_a_snapshot_json(store: Path) -> None:
     result = document("show", store / "run1/step_1")
-    assert set(result) == {"keys"} | SNAPSHOT_KEYS
+    assert set(result) == {"keys", "thinned_keys"} | SNAPSHOT_KEYS
     keys = {key["entry"]: key for key in result["keys"]}
     assert set(keys) == {"model", "progress", "0/rng"}
     assert all(

@@ -67,6 +67,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("tag", store, "best", "--history"),
         ],
         "config": [document("config", store)],
+        "thin": [document("thin", store, "progress", "--keep-last", 1, "--dry-run")],
         "prune": [document("prune", store, "--keep-last", 1, "--gc", "--yes")],
         "rm": [document("rm", store / "run2/step_0", "--dry-run")],
         "gc": [document("gc", store)],

@@ -218,7 +218,7 @@ class Take(Writer):
                 at = "read"
             written = str(own).partition("=")[2]
             used = ", ".join(f"{d} in {p}" for p, d in sorted(relied)) or "nothing"
-            inherited = any(s.commit == self.inherits for s in n.snapshots)
+            inherited = next((s.needs for s in n.snapshots if s.commit == self.inherits), "")
             if inherited:
                 used += f" and on {self.inherits}"
             yield turn.to(
@@ -370,8 +370,11 @@ class Take(Writer):
 
     def _gone(self, turn: Turn, m: Root, me: Process, *, rebased: bool) -> str:
         """Return what the take relied on and root m has no more."""
-        if me.inherited and all(s.commit != self.inherits for s in m.snapshots):
+        now = next((s.needs for s in m.snapshots if s.commit == self.inherits), "")
+        if me.inherited and not now:
             return "" if turn.drops(Rule.SUBTREE_STILL_THERE) else self.inherits
+        if me.inherited not in ("", now) and not turn.drops(Rule.SUBTREE_IS_THE_SAME):
+            return f"what {self.inherits} was"
         if turn.drops(Rule.POSITIVE_LIVENESS) or (rebased and turn.drops(Rule.REBASE_CHECK)):
             return ""
         listed = contents(m).digests
@@ -474,9 +477,10 @@ def _entries(turn: Turn, digests: dict[Id, str], deltas: dict[Id, Deltas]) -> fr
 
 @dataclass(frozen=True)
 class Delete(Writer):
-    """Removes the snapshot of a commit, if it is there."""
+    """Removes the snapshot of a commit, if it is there; or thins it to what it ``keeps``."""
 
     commit: str
+    keeps: str = ""
 
     def steps(self, turn: Turn) -> Steps:
         match turn.me.at:
@@ -496,10 +500,13 @@ class Delete(Writer):
 
     def _read(self, turn: Turn) -> Steps:
         m = turn.state.newest
-        left = frozenset(s for s in m.snapshots if s.commit != self.commit)
+        left = {s for s in m.snapshots if s.commit != self.commit}
+        if self.keeps:
+            left |= {s._replace(needs=self.keeps) for s in m.snapshots - left}
         if left != m.snapshots:
-            draft = m._replace(seq=m.seq + 1, snapshots=left)
-            said = f"reads root {m.seq}, drafts root {draft.seq} without {self.commit}"
+            draft = m._replace(seq=m.seq + 1, snapshots=frozenset(left))
+            what = f"{self.commit} thinned to {self.keeps}" if self.keeps else f"no {self.commit}"
+            said = f"reads root {m.seq}, drafts root {draft.seq} with {what}"
             yield turn.to(said, Process("put", draft=draft))
 
 

@@ -133,6 +133,6 @@ class CommitModel:
             lost = name not in there and name not in state.removed
             if isinstance(spec, Take) and not (spec.copies or spec.recodes) and lost:
                 return f"I3: {name} believes in a commit that is not in root {state.newest.seq}"
-            if isinstance(spec, Delete) and spec.commit in there:
+            if isinstance(spec, Delete) and spec.commit in there and not spec.keeps:
                 return f"I3: {name} believes that it deleted {spec.commit}, which is there"
         return None

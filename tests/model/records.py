@@ -177,7 +177,7 @@ class Process(NamedTuple):
     """The pack of its own: all chunks that it found in no live pack."""
     relied: frozenset[tuple[Id, str]] = frozenset()
     """Pack and digest of what it need not write."""
-    inherited: bool = False
+    inherited: str = ""
     """Whether it took over subtrees of a snapshot without looking at them."""
     view: Root | None = None
     """The root that it goes by: in a rebase, while sweeping, or when it marked or looked up."""

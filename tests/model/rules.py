@@ -23,6 +23,7 @@ class Rule(Enum):
     MERGE_OF_NAMED = "a merge is published on a root that does not name its inputs"
     MARK_AGAIN = "a collector that lost the number condemns what it had marked before"
     SUBTREE_STILL_THERE = "a take takes over, unseen, what is of a snapshot that was deleted since"
+    SUBTREE_IS_THE_SAME = "a take takes over, unseen, what a snapshot has lost since by thinning"
     REBASED_IDS = "a rebase leaves own packs under their old ids"
     REBASE_CHECK = "a take does not look at what it relied on when it rebases"
     DOUBT_IS_NOT_FAILURE = "a lost answer is taken for a lost number"

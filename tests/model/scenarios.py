@@ -56,6 +56,7 @@ def _store(packs: dict[str, str], snapshots: dict[str, str]) -> Root:
 
 _HALF_USED = _store({"P": "ab"}, {"old": "a"})
 _DOUBLE = _store({"P": "ab", "Q": "a"}, {"old": "b"})
+_BOTH = _store({"P": "ab"}, {"old": "ab"})
 _EXACT = _store({"P": "a"}, {"old": "a"})
 
 _DELTA = _store({"P": "a", "Q": "ba/"}, {"old": "b"})
@@ -170,6 +171,18 @@ HOLDS = {
             "T1": Take("ac", "t1", inherits="old", rebases=True),
             "C1": Collector(sparse=True),
             "D": _DELETE,
+        },
+        7,
+        _REBASES - {"rescued"},
+    ),
+    "thinning": Scenario(
+        _BOTH,
+        {
+            "R1": Take(copies="P"),
+            "T1": Take("ac", "t1", inherits="old", rebases=True),
+            "C1": Collector(sparse=True),
+            "D": Delete("old", keeps="b"),
+            "V": Reader("old", "b"),
         },
         7,
         _REBASES - {"rescued"},
@@ -411,6 +424,10 @@ _ONE_REBASES = Scenario(
 _SHARES = Scenario(
     _HALF_USED, {"T1": Take("a", "t1", inherits="old"), "C1": Collector(), "D": _DELETE}
 )
+_THINS = Scenario(
+    _store({"P": "a", "Q": "b"}, {"old": "ab"}),
+    {"T1": Take("a", "t1", inherits="old"), "C1": Collector(), "D": Delete("old", keeps="b")},
+)
 _TWO_TAKES = Scenario(
     _HALF_USED,
     {"T1": Take("a", "t1"), "T2": Take("b", "t2"), "C1": Collector(), "D": _DELETE},
@@ -444,6 +461,7 @@ BREAKS: list[tuple[tuple[Rule, ...], Scenario, str]] = [
     ((Rule.MERGE_OF_NAMED,), _ONE_MERGES, "I2: root 4 names Q@0"),
     ((Rule.MARK_AGAIN,), HOLDS["take"], "I1: root 4 needs a"),
     ((Rule.SUBTREE_STILL_THERE,), _SHARES, "I1: root 4 needs a"),
+    ((Rule.SUBTREE_IS_THE_SAME,), _THINS, "I1: root 4 needs a"),
     ((Rule.REBASED_IDS,), _ONE_REBASES, "I1: root 3 needs c"),
     ((Rule.REBASE_CHECK,), _ONE_REBASES, "I1: root 5 needs a"),
     ((Rule.DOUBT_IS_NOT_FAILURE,), HOLDS["lost answers"], "I3: D2 believes that it deleted T1"),

@@ -109,7 +109,7 @@ def test_a_trace_tells_the_whole_story() -> None:
     assert found.trace == [
         "T1 bases itself on root 1, relies on a in P@0, will write c",
         "T1 writes pack T1@1=c",
-        "D reads root 1, drafts root 2 without old",
+        "D reads root 1, drafts root 2 with no old",
         "D puts root 2: snapshots -; listed P@0=ab",
         "T1 reads root 2, drafts root 3",
         "T1 writes segment T1/segment2@1",

@@ -109,6 +109,9 @@ class CasnapReader(StorageReader):
                     "snapshot by `casnap rm`, and load the one that is left"
                 )
         with contents.reading():
+            if contents.manifest.thinned:
+                # DCP only says which keys are missing.
+                _log.warning("%s: %s", contents.label, contents.thinned_text())
             metadata, self._values = described(contents, dict(contents.entries(own_rank())))
         self._contents = contents
         return metadata

@@ -163,10 +163,13 @@ class Contents:
             yield
         except DamagedError as e:
             row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
+            how, what = "deleted or replaced", "held"
             if row is not None and row.commit == self.row.commit:
-                raise
+                if row.manifest.digest == self.row.manifest.digest:
+                    raise
+                how, what = "thinned", "lost"
             raise SnapshotNotFoundError(
-                f"{self.label} was deleted or replaced, and what it held was collected as garbage "
+                f"{self.label} was {how}, and what it {what} was collected as garbage "
                 "while it was being read; a longer `casnap gc --grace` lets readers end"
             ) from e
 
@@ -342,6 +345,10 @@ class Contents:
     def _absent(self, path: str) -> EntryNotFoundError:
         head, _, tail = path.partition("/")
         bare = tail if head.isdigit() else path
+        if bare.partition("/")[0] in self.manifest.thinned:
+            return EntryNotFoundError(
+                f"{self.label} has no entry {path!r} any more: {self.thinned_text()}"
+            )
         asking = int(head) if head in self.manifest.ranks else 0
         keepers = self.keepers(bare)
         if keepers and asking not in keepers:
@@ -351,6 +358,14 @@ class Contents:
             )
         return EntryNotFoundError(
             f"{self.label} has no entry {path!r}{nearest(bare, self._paths())}"
+        )
+
+    def thinned_text(self) -> str:
+        """Return what the snapshot has lost, and what to do, for an error."""
+        keys = ", ".join(map(key_of, self.manifest.thinned))
+        return (
+            f"it was thinned, and has lost {keys:.500}. To resume, restore a whole snapshot, such "
+            "as Store.latest(); of this one, only the other keys can be restored"
         )
 
     def _paths(self) -> list[str]:

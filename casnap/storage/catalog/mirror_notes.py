@@ -91,7 +91,7 @@ def follows_of(row: Row, mirror_id: str) -> int:
 def copy_tags(row: Row, store_id: str, life: Life) -> tuple[str, ...]:
     """Return the tags of the copy of a snapshot at a mirror: the user's, and where it is from."""
     life_tag = f"{_LIFE}{life.began}:{life.follows}"
-    return (f"{_FROM}{store_id}:{row.seq}", life_tag, *row.user_tags)
+    return (f"{_FROM}{store_id}:{row.seq}", life_tag, *row.copied_tags)
 
 
 def life_of(row: Row) -> Life | None:

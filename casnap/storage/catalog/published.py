@@ -2,7 +2,7 @@
 
 A setting of the store says which snapshot has each of them, since when, and who moved it there.
 Roots are never removed, so the moves are a chain: the root before a move has the one before it
-(``docs/decisions/0066-tags-that-move.md``).
+(``docs/decisions/0066-publish-and-thin.md``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from heapq import nsmallest
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from casnap.runtime.typing import override
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
 from casnap.storage.catalog.table import Table, change_table, snapshots_in, unmark
+from casnap.storage.catalog.thinning import check_rules
 from casnap.storage.chunks.open_store import OpenStore
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
@@ -55,6 +56,9 @@ class Retention:
         keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``, of
             equals the newer one; ``(metric, count, "max")`` those with the highest. A list of
             these is possible. While no snapshot of a run has the metric as a number, all are kept.
+        thin: ``{"optim/**": 2}``: of the snapshots that are kept, all but so many of the newest of
+            each run lose these keys of the app state; see :meth:`Store.thin`. Without another
+            rule, all snapshots are kept.
 
     Raises:
         ValueError: There is no rule, which would keep nothing, or a rule makes no sense.
@@ -64,6 +68,7 @@ class Retention:
     keep_every: int | None = None
     keep_within: float | timedelta | None = None
     keep_best: Best | Sequence[Best] = ()
+    thin: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for rule in ("keep_last", "keep_every"):
@@ -73,10 +78,12 @@ class Retention:
         if self.keep_within is not None:
             object.__setattr__(self, "keep_within", _seconds(self.keep_within))
         object.__setattr__(self, "keep_best", _best_rules(self.keep_best))
+        if self.thin is not None:
+            object.__setattr__(self, "thin", check_rules(self.thin))
         if all(not getattr(self, rule) for rule in self.__dataclass_fields__):
             raise ValueError(
                 "a retention without a rule would forget everything; give at least one of "
-                "keep_last, keep_every, keep_within and keep_best"
+                "keep_last, keep_every, keep_within, keep_best and thin"
             )
 
     @property
@@ -99,6 +106,8 @@ class Retention:
     def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
         yield from ((name, "tagged") for name, row in run if row.user_tags)
         yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
+        if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
+            yield from ((name, "only thinned") for name, _ in run)
         if self.keep_last is not None:
             yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
         if self.keep_every is not None:
@@ -251,10 +260,12 @@ class PruneReport:
     Attributes:
         verdicts: One for each snapshot that was judged, in the order of their commits.
         dry_run: Whether nothing was changed.
+        thinned: The keys that snapshots of these lost, by name.
     """
 
     verdicts: list[Verdict]
     dry_run: bool
+    thinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def forgotten(self) -> list[Verdict]:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -170,8 +171,17 @@ def change_table(
         change: Says which rows to set or remove.
         update_root: Given the root before, returns it with the fields that the next one is to have.
     """
+    return commit_change(store, lambda _: change, update_root)
 
-    def some(table: Table, seq: int) -> dict[str, Row | None]:
+
+def commit_change(
+    store: OpenStore,
+    change_in: Callable[[Transaction], Change],
+    update_root: Callable[[Root], Root] = lambda root: root,
+) -> bool:
+    """Do what :func:`change_table` does, for a change that stores nodes in the transaction."""
+
+    def some(change: Change, table: Table, seq: int) -> dict[str, Row | None]:
         changes = change(table, seq)
         newest = store.newest()
         if not changes and update_root(newest) == newest:
@@ -181,7 +191,7 @@ def change_table(
     def commit(crew: Crew) -> bool:
         transaction = Transaction(store, crew)
         try:
-            publish(transaction, some, update_root=update_root)
+            publish(transaction, partial(some, change_in(transaction)), update_root=update_root)
         except _UnchangedError:
             return False
         finally:

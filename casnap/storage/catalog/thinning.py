@@ -1,0 +1,211 @@
+"""Thinning: older snapshots of a run lose the keys that only a resume needs, and keep the rest.
+
+A thinned snapshot has the row that it had, with another manifest: without those keys, and with
+their names. The row notes which patterns were applied, so that no manifest is read again
+(``docs/decisions/0066-publish-and-thin.md``).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+
+import msgspec
+
+from casnap.errors import SnapshotError
+from casnap.format.digest import Digest
+from casnap.format.entries import Manifest
+from casnap.format.names import key_of
+from casnap.format.records import INTERNAL, THINNED, NodeRef, Row, encode
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
+from casnap.storage.catalog.table import Change, Table, commit_change, snapshots_in
+from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.commits.transaction import Transaction
+
+_log = logging.getLogger("casnap")
+_APPLIED = f"{INTERNAL}thin:"
+_PATTERN_CHARS = 90
+
+Rules = Mapping[str, int]
+"""Of each pattern of keys, how many of the newest snapshots of each run keep them."""
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """A snapshot that lost some keys.
+
+    Attributes:
+        before: Its row before that.
+        keys: The keys that it lost.
+    """
+
+    before: Row
+    keys: tuple[str, ...]
+
+
+def check_rules(rules: object) -> dict[str, int]:
+    """Return the rules of a thinning.
+
+    Raises:
+        ValueError: They make no sense.
+    """
+    if isinstance(rules, Mapping) and rules and all(map(_is_rule, rules.items())):
+        return dict(rules)
+    raise ValueError(
+        "thin says of whole keys of the app state how many of the newest snapshots of each run "
+        'keep them, such as {"optim/**": 2}: at least one snapshot, and a pattern of up to '
+        f"{_PATTERN_CHARS} characters without a slash but that of /**; got {rules!r:.200}"
+    )
+
+
+def _is_rule(rule: tuple[object, object]) -> bool:
+    pattern, count = rule
+    if not isinstance(pattern, str) or not isinstance(count, int) or isinstance(count, bool):
+        return False
+    glob = pattern.removesuffix("/**")
+    fits = bool(glob) and len(pattern) <= _PATTERN_CHARS and pattern.isprintable()
+    return fits and "/" not in glob and count >= 1
+
+
+def thin_table(
+    store: OpenStore,
+    rows: Iterable[tuple[str, Row]],
+    rules: Rules,
+    put: Callable[[bytes], NodeRef],
+    added: str = "",
+) -> tuple[dict[str, Row], dict[str, Thinned]]:
+    """Return the new rows of the snapshots that some rules thin, and what these lose.
+
+    Tagged snapshots stay whole, and so do those that a mirror still lacks.
+
+    Args:
+        store: The store.
+        rows: Names and rows, whole runs of them.
+        rules: The rules.
+        put: Stores a node, whether it is there or not, and returns it.
+        added: The name of the row that the same commit adds, which stays as it is.
+
+    Raises:
+        DamagedError: A manifest is missing or damaged.
+    """
+    runs: dict[str, list[tuple[str, Row]]] = {}
+    for name, row in in_commit_order(rows):
+        runs.setdefault(name.rpartition("/")[0], []).append((name, row))
+    due: dict[str, list[str]] = {}
+    by_name: dict[str, Row] = {}
+    for run in runs.values():
+        for pattern, count in rules.items():
+            for name, row in run[: max(0, len(run) - count)]:
+                is_kept = name == added or row.user_tags or is_unmirrored(row)
+                if not is_kept and _APPLIED + pattern not in row.tags:
+                    due.setdefault(name, []).append(pattern)
+                    by_name[name] = row
+    store.cache_nodes([Digest(by_name[name].manifest.digest) for name in due])
+    new_rows: dict[str, Row] = {}
+    thinned: dict[str, Thinned] = {}
+    for name, patterns in due.items():
+        row = by_name[name]
+        manifest, lost = _without_keys(Contents(store, name, row), patterns)
+        tags = {*row.tags, *(_APPLIED + pattern for pattern in patterns)}
+        new_rows[name] = msgspec.structs.replace(row, tags=tuple(sorted(tags)))
+        if lost:
+            new_rows[name] = msgspec.structs.replace(
+                row, tags=tuple(sorted({*tags, THINNED})), manifest=put(encode(manifest))
+            )
+            thinned[name] = Thinned(row, tuple(map(key_of, lost)))
+    return new_rows, thinned
+
+
+def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, list[str]]:
+    """Return a manifest without the keys that patterns match, and the components of these."""
+    globs = [re.compile(translate(pattern.removesuffix("/**"))) for pattern in patterns]
+    manifest = contents.manifest
+
+    def stays(component: str) -> bool:
+        return not any(glob.match(key_of(component)) for glob in globs)
+
+    components = {c for trees in (manifest.shared, *manifest.ranks.values()) for c in trees}
+    lost = sorted(component for component in components if not stays(component))
+    if len(lost) == len(components):
+        if lost:
+            _log.warning(
+                "%s stays whole: %s would leave nothing of it; delete it instead",
+                contents.label,
+                ", ".join(patterns),
+            )
+        return manifest, []
+    shared = {c: digest for c, digest in manifest.shared.items() if stays(c)}
+    ranks = {
+        rank: {c: digest for c, digest in trees.items() if stays(c)}
+        for rank, trees in manifest.ranks.items()
+    }
+    return Manifest(shared, ranks, tuple(sorted({*manifest.thinned, *lost}))), lost
+
+
+def putting_in(transaction: Transaction) -> Callable[[bytes], NodeRef]:
+    """Return what stores the new manifests in a change of the table, while that is made."""
+    # Always anew: what it relied on would be known too late.
+    return lambda node: transaction.ref(transaction.put_table_node(node))
+
+
+def thin_run(
+    store: OpenStore,
+    rows: Iterable[tuple[str, Row]],
+    rules: Rules | None,
+    transaction: Transaction,
+    added: str,
+) -> dict[str, Row]:
+    """Return the rows of a run that are thinned by the commit that adds a snapshot to it.
+
+    An error is a warning only: the next one thins them.
+    """
+    if rules is None:
+        return {}
+    try:
+        return thin_table(store, rows, rules, putting_in(transaction), added)[0]
+    except Exception as e:  # noqa: BLE001
+        text = "%s is added, but its run is not thinned: %s: %s"
+        _log.warning(text, added, type(e).__name__, e)
+        return {}
+
+
+def thin(
+    store: OpenStore, rules: Rules, folder: str, *, dry_run: bool = False
+) -> dict[str, Thinned]:
+    """Thin the runs in a folder, in one commit; return what each snapshot lost, or would lose."""
+    rules = check_rules(rules)
+    thinned: dict[str, Thinned] = {}
+    if dry_run:
+
+        def look(table: Table) -> dict[str, Thinned]:
+            rows = snapshots_in(table, folder)
+            return thin_table(store, rows, rules, lambda _: NodeRef(b"", None))[1]
+
+        return store.read_at_newest(lambda root: look(store.table(root)))
+
+    def change_in(transaction: Transaction) -> Change:
+        put = putting_in(transaction)
+
+        def change(table: Table, _seq: int) -> dict[str, Row | None]:
+            nonlocal thinned
+            rows = snapshots_in(table, folder)
+            new_rows, thinned = thin_table(store, rows, rules, put)
+            return dict(new_rows)
+
+        return change
+
+    commit_change(store, change_in)
+    return thinned
+
+
+def all_thinned_error(path: str) -> SnapshotError:
+    """Return the error for a run of which only thinned snapshots are left, given the last one."""
+    return SnapshotError(
+        "only thinned snapshots are left, which have lost what a resume needs; the last one is "
+        f"{path}. To begin anew from its weights, ask for latest(thinned=True), and restore the "
+        "keys that it has: `casnap show` lists them"
+    )
