@@ -132,13 +132,13 @@ class _Value:
     """Stands for a value that DCP takes as a whole."""
 
     def __init__(self, content: Stored) -> None:
-        self.stored = content
+        self.content = content
 
 
 class _List(list[Any]):
     """Stands for a list. DCP looks into it only if it holds tensors or dicts."""
 
-    stored: Stored
+    content: Stored
 
 
 def described(
@@ -178,7 +178,7 @@ def described(
         raise UnsupportedTypeError(
             f"{contents.label} has no names in DCP: {e}; read it with casnap.Snapshot"
         ) from e
-    values = {name: value.stored for name, value in flat.items()}
+    values = {name: value.content for name, value in flat.items()}
     metadata: dict[str, STORAGE_TYPES] = {
         name: _tensor_metadata(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
         for name, value in flat.items()
@@ -196,7 +196,7 @@ def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]
     if isinstance(entry, TensorEntry):
         if not is_numpy(entry) and entry.quantization is None:
             stand_in = allocate(entry, "meta")
-            stand_in.stored = content
+            stand_in.content = content
     elif isinstance(entry, ContainerEntry) and entry.kind in _OPENED:
         spec = specs[path].content
         assert isinstance(spec, bytes)
@@ -204,7 +204,7 @@ def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]
         elements = build([_stand_in(f"{path}/{c}", entries, specs) for c in components])
         stand_in = dict(elements) if entry.kind != "list" else _List(elements)
         if entry.kind == "list":
-            stand_in.stored = content
+            stand_in.content = content
     return stand_in
 
 

@@ -57,7 +57,7 @@ class StandIns:
         self._tensors[flat.data_ptr()] = StoredTensor(path, entry)
         return flat.view(dtype).reshape(entry.shape)
 
-    def stored(self, storage: torch.UntypedStorage) -> StoredTensor | None:
+    def tensor_of(self, storage: torch.UntypedStorage) -> StoredTensor | None:
         """Return the tensor that a storage stands for; None if it holds bytes of its own."""
         return self._tensors.get(storage.data_ptr())
 
@@ -113,7 +113,7 @@ class Archive:
         self._values: dict[int, bytes] = {}
         self._starts = [at + start for start in starts]
         for start, storage in zip(self._starts, self._storages, strict=True):
-            if (tensor := stand_ins.stored(storage)) is not None:
+            if (tensor := stand_ins.tensor_of(storage)) is not None:
                 self.placed.append(Placed(*tensor, start))
             else:
                 nbytes = storage.nbytes()

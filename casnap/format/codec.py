@@ -25,7 +25,7 @@ class Codec(enum.IntEnum):
     """
 
     RAW = 0
-    ZSTD = 1
+    PLANES = 1
     DELTA = 2
     BASE = 3
 
@@ -96,11 +96,11 @@ def split_planes(content: bytes, width: int) -> bytes:
     return b"".join((header, *parts))
 
 
-def planes_in(stored: memoryview, raw_size: int) -> tuple[list[bytes | memoryview], int]:
+def planes_in(stored_form: memoryview, raw_size: int) -> tuple[list[bytes | memoryview], int]:
     """Return some planes, and where they end.
 
     Args:
-        stored: The planes, and perhaps more behind them.
+        stored_form: The planes, and perhaps more behind them.
         raw_size: The length of all together; nothing longer is ever allocated.
 
     Raises:
@@ -108,12 +108,12 @@ def planes_in(stored: memoryview, raw_size: int) -> tuple[list[bytes | memoryvie
     """
     import zstandard
 
-    width = stored[0] if len(stored) else 0
+    width = stored_form[0] if len(stored_form) else 0
     start = 1 + 4 * width
-    if width not in WIDTHS or len(stored) < start:
+    if width not in WIDTHS or len(stored_form) < start:
         raise DamagedError("a compressed chunk has no header")
-    lengths = struct.unpack_from(f"<{width}I", stored, 1)
-    if start + sum(lengths) > len(stored):
+    lengths = struct.unpack_from(f"<{width}I", stored_form, 1)
+    if start + sum(lengths) > len(stored_form):
         raise DamagedError("a compressed chunk has another length than its header says")
     planes: list[bytes | memoryview] = []
     # To make one takes as long as to decompress a short plane.
@@ -122,7 +122,7 @@ def planes_in(stored: memoryview, raw_size: int) -> tuple[list[bytes | memoryvie
     decompressor: zstandard.ZstdDecompressor = _local.decompressor
     try:
         for i, length in enumerate(lengths):
-            plane: bytes | memoryview = stored[start : start + length]
+            plane: bytes | memoryview = stored_form[start : start + length]
             start += length
             nbytes = len(range(i, raw_size, width))
             if length != nbytes:
@@ -135,12 +135,12 @@ def planes_in(stored: memoryview, raw_size: int) -> tuple[list[bytes | memoryvie
     return planes, start
 
 
-def join_planes(stored: memoryview, raw_size: int) -> tuple[bytearray, int]:
+def join_planes(stored_form: memoryview, raw_size: int) -> tuple[bytearray, int]:
     """Return the bytes that some planes were made of, and where the planes end.
 
     The arguments and errors are those of :func:`planes_in`.
     """
-    planes, end = planes_in(stored, raw_size)
+    planes, end = planes_in(stored_form, raw_size)
     raw = bytearray(raw_size)
     for i, plane in enumerate(planes):
         raw[i :: len(planes)] = plane
@@ -150,16 +150,16 @@ def join_planes(stored: memoryview, raw_size: int) -> tuple[bytearray, int]:
 def compress(raw: memoryview | bytes) -> bytes | None:
     """Return the compressed form of some bytes; None if it is not smaller."""
     content = bytes(raw)
-    stored = split_planes(content, width_of(content))
-    return stored if len(stored) < len(content) else None
+    stored_form = split_planes(content, width_of(content))
+    return stored_form if len(stored_form) < len(content) else None
 
 
-def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
+def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview:
     """Return the raw bytes of a chunk that is not a delta.
 
     Args:
         codec: How it is stored.
-        stored: The stored bytes.
+        stored_form: The stored bytes.
         raw_size: The length to expect; nothing longer is ever allocated.
 
     Raises:
@@ -167,10 +167,10 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
         UnsupportedFormatError: The codec is not known.
     """
     if codec == Codec.RAW:
-        return stored
-    if codec != Codec.ZSTD:
+        return stored_form
+    if codec != Codec.PLANES:
         raise UnsupportedFormatError(f"a chunk is stored with codec {codec}; update casnap")
-    raw, end = join_planes(stored, raw_size)
-    if end != len(stored):
+    raw, end = join_planes(stored_form, raw_size)
+    if end != len(stored_form):
         raise DamagedError("a compressed chunk has another length than its header says")
     return memoryview(raw)

@@ -61,29 +61,29 @@ def encode_delta(
         body = split_planes(gaps.tobytes(), 4) + split_planes(elements[places].tobytes(), width)
     else:
         body = split_planes(change.tobytes(), width)
-    stored = _HEAD.pack(base_digest, form, width, count) + body
-    return stored if len(stored) < _WORTH * len(raw) else None
+    stored_form = _HEAD.pack(base_digest, form, width, count) + body
+    return stored_form if len(stored_form) < _WORTH * len(raw) else None
 
 
-def base_of(stored: memoryview | bytes) -> Digest:
+def base_of(stored_form: memoryview | bytes) -> Digest:
     """Return the digest of the base of a delta.
 
     Raises:
         DamagedError: These bytes are no delta.
     """
-    return _head(stored)[0]
+    return _head(stored_form)[0]
 
 
-def is_sparse(stored: memoryview | bytes) -> bool:
+def is_sparse(stored_form: memoryview | bytes) -> bool:
     """Whether a delta holds only what differs."""
-    return _head(stored)[1] == _SPARSE
+    return _head(stored_form)[1] == _SPARSE
 
 
-def apply_delta(stored: memoryview, chunk: bytearray | memoryview) -> None:
+def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
     """Change a chunk in place by a delta. The caller verifies the result.
 
     Args:
-        stored: The delta.
+        stored_form: The delta.
         chunk: The bytes of its base, or of the base changed by other deltas of a chain.
 
     Raises:
@@ -91,8 +91,8 @@ def apply_delta(stored: memoryview, chunk: bytearray | memoryview) -> None:
     """
     import numpy as np
 
-    _, form, width, count = _head(stored)
-    body = stored[_HEAD.size :]
+    _, form, width, count = _head(stored_form)
+    body = stored_form[_HEAD.size :]
     if width not in WIDTHS or len(chunk) % width:
         raise DamagedError("a delta has elements of an impossible length")
     if form == _DENSE:
@@ -116,10 +116,10 @@ def apply_delta(stored: memoryview, chunk: bytearray | memoryview) -> None:
         raise DamagedError("a delta has another length than its parts")
 
 
-def _head(stored: memoryview | bytes) -> tuple[Digest, int, int, int]:
-    if len(stored) < _HEAD.size:
+def _head(stored_form: memoryview | bytes) -> tuple[Digest, int, int, int]:
+    if len(stored_form) < _HEAD.size:
         raise DamagedError("a delta is cut off")
-    digest, form, width, count = _HEAD.unpack_from(stored)
+    digest, form, width, count = _HEAD.unpack_from(stored_form)
     if form not in (_DENSE, _SPARSE):
         raise DamagedError(f"a delta has the unknown form {form}")
     return Digest(digest), form, width, count

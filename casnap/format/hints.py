@@ -40,21 +40,25 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
     count: int
     pack: int
     offset: int
-    stored: int
-    raw: int
+    stored_size: int
+    raw_size: int
     codec: int
 
     def next(self, after: int) -> int:
         """Return the offset of a thing, by its number after the first."""
-        step = -(-self.stored // _PAGE) * _PAGE if self.stored >= _ALIGN_FROM else self.stored
+        step = (
+            -(-self.stored_size // _PAGE) * _PAGE
+            if self.stored_size >= _ALIGN_FROM
+            else self.stored_size
+        )
         return self.offset + after * step
 
     def goes_on_with(self, run: _Run) -> bool:
         """Whether another run begins where this one ends, with things of the same length."""
-        alike = (self.pack, self.stored, self.raw, self.codec) == (
+        alike = (self.pack, self.stored_size, self.raw_size, self.codec) == (
             run.pack,
-            run.stored,
-            run.raw,
+            run.stored_size,
+            run.raw_size,
             run.codec,
         )
         return alike and self.next(self.count) == run.offset
@@ -104,7 +108,7 @@ class Hints:
         # A pack does not know its own id, which changes when it is moved past a fence.
         pack = self._body.packs[start : start + ID_SIZE] if run.pack >= 0 else self._pack
         after = index - self._stops[number] + run.count
-        return Place(pack, run.next(after), run.stored, run.raw, run.codec)
+        return Place(pack, run.next(after), run.stored_size, run.raw_size, run.codec)
 
 
 def encode_hints(
@@ -122,7 +126,7 @@ def encode_hints(
     for _, place in places:
         in_same_pack = place.pack == pack
         number = -1 if in_same_pack else numbers.setdefault(place.pack, len(numbers))
-        run = _Run(1, number, place.offset, place.stored, place.raw, place.codec)
+        run = _Run(1, number, place.offset, place.stored_size, place.raw_size, place.codec)
         if runs and runs[-1].goes_on_with(run):
             runs[-1] = msgspec.structs.replace(runs[-1], count=runs[-1].count + 1)
         else:

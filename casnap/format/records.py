@@ -45,8 +45,8 @@ class Place(Struct, frozen=True, array_like=True, gc=False):
 
     pack: bytes
     offset: int
-    stored: int
-    raw: int
+    stored_size: int
+    raw_size: int
     codec: int
 
 
@@ -286,7 +286,12 @@ def joined_records(records: Iterable[Record]) -> list[Record]:
     if not bases:
         return plain
     return [
-        (digest, DeltaPlace(p.pack, p.offset, p.stored, p.raw, p.codec, bases[p.pack, p.offset]))
+        (
+            digest,
+            DeltaPlace(
+                p.pack, p.offset, p.stored_size, p.raw_size, p.codec, bases[p.pack, p.offset]
+            ),
+        )
         if p.codec == Codec.DELTA and (p.pack, p.offset) in bases
         else (digest, p)
         for digest, p in plain
@@ -296,7 +301,9 @@ def joined_records(records: Iterable[Record]) -> list[Record]:
 def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
     """Return the end of a pack: the records of its chunks, their count, magic, and a digest."""
     listed = listed_records(chunks)
-    records = b"".join([_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in listed])
+    records = b"".join(
+        [_PACKED.pack(d, p.offset, p.stored_size, p.raw_size, p.codec) for d, p in listed]
+    )
     magic = _MAGIC + kind + b"1"
     head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
     return head + digest_of(head)
@@ -345,7 +352,7 @@ def encode_segment(segment: Segment) -> bytes:
     body.extend(
         sorted(
             [
-                _RECORD.pack(d, number[p.pack], p.offset, p.stored, p.raw, p.codec)
+                _RECORD.pack(d, number[p.pack], p.offset, p.stored_size, p.raw_size, p.codec)
                 for d, p in listed_records(segment.records)
             ]
         )

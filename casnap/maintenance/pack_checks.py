@@ -63,7 +63,7 @@ def bad_records(
     nbytes = 0
     for digest, place in records:
         window.append((place, [Want(digest, -1, _forget, "")]))
-        nbytes += place.stored
+        nbytes += place.stored_size
         if nbytes >= _WINDOW_BYTES or len(window) >= _WINDOW_RECORDS:
             yield from _bad_of(store, window)
             report(nbytes)
@@ -87,6 +87,6 @@ def _forget(_raw: memoryview) -> None:
 
 def can_lie_at(place: Place) -> bool:
     """Whether a place from the index is possible. Checked before memory is taken for it."""
-    if place.codec == Codec.RAW and place.raw != place.stored:
+    if place.codec == Codec.RAW and place.raw_size != place.stored_size:
         return False
     return place.codec in _CODECS and is_possible(place)

@@ -157,11 +157,11 @@ class _Recoder:
         for digest, base, nbytes in todo:
             base_raw = None if base is None else raws.get(base)
             form = self._forms.choose(digest, raws[digest], base, base_raw)
-            if form is not None and len(form.stored) < _WORTH * sizes[digest]:
+            if form is not None and len(form.content) < _WORTH * sizes[digest]:
                 self._forms.write(transaction.new_packs, digest, nbytes, form)
                 self._recoding.chunks += 1
                 self._recoding.before_bytes += sizes[digest]
-                self._recoding.after_bytes += len(form.stored)
+                self._recoding.after_bytes += len(form.content)
         return sum(map(len, raws.values()))
 
     def _stored_bytes(self, view: View, digest: Digest) -> int:
@@ -171,4 +171,4 @@ class _Recoder:
         places = self._store.index.find_all(view, digest)
         if any(place.codec == Codec.DELTA for place in places):
             return 0
-        return min((place.stored for place in places), default=0)
+        return min((place.stored_size for place in places), default=0)

@@ -259,7 +259,7 @@ class _Repair:
             if self._survey.unreadable:
                 self._skip(f"{pack_key(pack)} is in no segment: {e}")
             return []
-        return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored <= size]
+        return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored_size <= size]
 
     def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
         """Put a root that lists these packs under new names; return False if it came too late."""
@@ -404,8 +404,8 @@ class _Repair:
             records = [
                 r for pack in self._survey.hurt_packs for r in self._survey.index.of_pack(pack)
             ]
-            compressed = any(place.codec == Codec.ZSTD for _, place in records)
-            codec = Codec.ZSTD if compressed else Codec.RAW
+            compressed = any(place.codec == Codec.PLANES for _, place in records)
+            codec = Codec.PLANES if compressed else Codec.RAW
             base = self._survey.root.seq
             self._salvage = NewPacks(self._store, base, self._crew, codec)
         self._salvage.copy(digest, raw, is_node=self._survey.needed.get(digest) == -1)

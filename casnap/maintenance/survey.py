@@ -75,7 +75,7 @@ class _PackState(NamedTuple):
 
 def _length_of(records: Sequence[Record]) -> int:
     """Return how long a pack of these records is."""
-    end = max((place.offset + place.stored for _, place in records), default=0)
+    end = max((place.offset + place.stored_size for _, place in records), default=0)
     return end + count_records(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
 
 
@@ -416,7 +416,7 @@ class Survey:
     def _note_cut_off(self, pack: PackId, size: int, records: Sequence[Record]) -> None:
         damage = self._hurt_pack(pack, "cut off", _wrong_length(size, records))
         for digest, place in records:
-            if place.offset + place.stored > size:
+            if place.offset + place.stored_size > size:
                 self._cut.add((digest, place))
                 self._has_whole.clear()
                 self._blame.setdefault(digest, []).append(damage)
@@ -451,7 +451,7 @@ class Survey:
         """The stored bytes of what is looked at, at all its places."""
         if self._wanted is None:
             return self.index.stored_bytes
-        return sum(place.stored for d in self._wanted for place in self.index.of(d))
+        return sum(place.stored_size for d in self._wanted for place in self.index.of(d))
 
     def _to_read(self) -> Iterator[Record]:
         for pack in self.packs:
@@ -576,7 +576,7 @@ class Survey:
     def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
         self.needed[digest] = nbytes
         places = self.whole_places(digest)
-        raw = {place.raw for place in places}
+        raw = {place.raw_size for place in places}
         if raw - {nbytes}:
             message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
             return [self._add_damage("malformed", "", message, digest)]
@@ -627,7 +627,7 @@ class Survey:
             damage
             for place in self.index.of(digest)
             if isinstance(place, DeltaPlace)
-            for damage in self._chunk(Digest(place.base), place.raw)
+            for damage in self._chunk(Digest(place.base), place.raw_size)
         ]
         if digest in self._blame or of_bases:
             return [*self._blame.get(digest, ()), *of_bases]

@@ -196,7 +196,7 @@ class _Walk:
             number = self._numbers[reference] = len(self._numbers)
             if is_node(reference):
                 self._nodes[number] = reference
-            self._stored.append(place.stored if place else 0)
+            self._stored.append(place.stored_size if place else 0)
             self._owner.append(_NO_OWNER)
             self._count.append(0)
         return array("I", [self._numbers[r] for r in references])

@@ -31,7 +31,7 @@ def run_of(place: Place, nbytes: int, most: int) -> int:
     so all ranks find the same one, whatever they want.
     """
     # Compressed by 2**n or less, and by more than half of that.
-    n = (max(0, place.raw - 1) // max(1, place.stored)).bit_length()
+    n = (max(0, place.raw_size - 1) // max(1, place.stored_size)).bit_length()
     length = min(nbytes, max(1, most >> n)) if n else nbytes
     return min(place.offset, _FAR) // length * length << 6 | min(n, 63)
 

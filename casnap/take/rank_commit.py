@@ -138,7 +138,7 @@ class TakeCommit:
         for _, place in others.records:
             key = pack_key(place.pack)
             if key in ends:
-                ends[key] = max(ends[key], place.offset + place.stored)
+                ends[key] = max(ends[key], place.offset + place.stored_size)
         sizes = mapped(backend.size_if_there, ends, backend.in_flight)
         lacking = [key for key, size in sizes if size is None or size < ends[key]]
         if lacking and self.store.newest().fence > others.base:

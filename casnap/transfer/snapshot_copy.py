@@ -118,7 +118,7 @@ class SnapshotCopy:
             lacking = self._lacking(batch, reuse, planned)
             places = self._source.index.find(view, lacking) if lacking else []
             planned.update(zip(lacking, places, strict=True))
-            nbytes += sum(place.stored for place in places if place is not None)
+            nbytes += sum(place.stored_size for place in places if place is not None)
         return planned, False
 
     def _lacking(self, batch: list[Digest], reuse: RelyOn, planned: Planned) -> list[Digest]:
@@ -131,7 +131,7 @@ class SnapshotCopy:
             self._found += digest
             if not self._looks_again:
                 self._tally.count_present(place)
-                self._tally.bytes.add(place.raw)
+                self._tally.bytes.add(place.raw_size)
         return lacking
 
     def look(self, destination: OpenStore | None) -> None:
@@ -160,8 +160,8 @@ class SnapshotCopy:
         for digest in planned.keys() - would:
             would.add(digest)
             place = planned[digest]
-            self._tally.count_sent(1, place.stored if place is not None else 0)
-            self._tally.bytes.add(place.raw if place is not None else 0)
+            self._tally.count_sent(1, place.stored_size if place is not None else 0)
+            self._tally.bytes.add(place.raw_size if place is not None else 0)
 
     # --- sending ---
 
@@ -222,13 +222,13 @@ class SnapshotCopy:
         destination = transaction.store
         sends_small = compresses_copies(transaction.base.root, destination.backend)
         # A store that compresses compresses all; another one takes chunks as they are.
-        transaction.new_packs.use(Codec.ZSTD if sends_small else codec_among(planned.values()))
+        transaction.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))
         if sends_small and self._sender is None:
             self._sender = DeltaSender(self._source, destination, self._job)
 
         def stored_bytes(digest: Digest) -> int:
             place = planned[digest]
-            return place.stored if place is not None else 0
+            return place.stored_size if place is not None else 0
 
         # After each batch the clock is looked at.
         for digests in batches(planned, stored_bytes, _TURN_BYTES):

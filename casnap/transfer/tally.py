@@ -38,7 +38,7 @@ class Tally:
     def count_present(self, place: Place) -> None:
         """Count a chunk or node that the destination has."""
         self.report.present_chunks += 1
-        self.report.present_bytes += place.stored
+        self.report.present_bytes += place.stored_size
 
     def count_sent(self, chunks: int, nbytes: int) -> None:
         """Count chunks and nodes that were sent."""

@@ -17,7 +17,7 @@ def assert_reads_back(raw: bytes) -> None:
     stored = compress(memoryview(raw))
     if stored is not None:
         assert len(stored) < len(raw)
-        assert decompress(Codec.ZSTD, memoryview(stored), len(raw)) == raw
+        assert decompress(Codec.PLANES, memoryview(stored), len(raw)) == raw
 
 
 @given(st.binary(max_size=64), st.integers(0, 300), st.binary(max_size=9))
@@ -59,4 +59,4 @@ def test_a_wrong_width_is_damage(width: int) -> None:
     stored = bytearray(compress(bytes(5000)) or b"")
     stored[0] = width
     with pytest.raises(DamagedError):
-        decompress(Codec.ZSTD, memoryview(stored), 5000)
+        decompress(Codec.PLANES, memoryview(stored), 5000)

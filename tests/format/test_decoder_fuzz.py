@@ -111,11 +111,11 @@ class Parts:
         for pack in survey.index.packs:
             content = (folder / "casnap-store" / pack_key(pack)).read_bytes()
             records = survey.index.of_pack(pack)
-            end = max(place.offset + place.stored for _, place in records)
+            end = max(place.offset + place.stored_size for _, place in records)
             self.footers.append(content[end:-32])
             if content[-40:-32] == b"CASNAPt1":
                 for _, place in records:
-                    node = content[place.offset : place.offset + place.stored]
+                    node = content[place.offset : place.offset + place.stored_size]
                     self.nodes[node_fields(node)[0]].append(node)
 
 
@@ -268,7 +268,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
         "containers": Decoder(wholes, containers),
         "zstd": Decoder(
             [compress(bytes(range(200)) * 5) or b"", PLANES],
-            lambda raw: decompress(Codec.ZSTD, memoryview(raw), 1000),
+            lambda raw: decompress(Codec.PLANES, memoryview(raw), 1000),
         ),
         "config": Decoder([(folder / "casnap-store" / CONFIG_KEY).read_bytes()], config),
         "name": Decoder(["run/é/step_1".encode(), b"a/../b", b"x" * 255], checked_name),

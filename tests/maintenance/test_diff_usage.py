@@ -249,7 +249,7 @@ def expected(store: Store, snapshots: list[Contents]) -> list[Usage]:
 
     def stored(digests: set[bytes]) -> int:
         places = open_store.index.find(view, [Digest(d) for d in digests])
-        return sum(found.stored for found in places)
+        return sum(found.stored_size for found in places)
 
     usages = []
     for c in snapshots:

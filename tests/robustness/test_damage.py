@@ -241,7 +241,8 @@ def test_a_damaged_chunk_hurts_whom_it_belongs_to(store: Path) -> None:
     for digest, by_name in users.items():
         place = places[digest]
         with damaged(
-            store / "casnap-store" / pack_key(place.pack), flip(place.offset + place.stored // 2)
+            store / "casnap-store" / pack_key(place.pack),
+            flip(place.offset + place.stored_size // 2),
         ):
             outcomes = observe(store)
         assert outcomes["list"] is outcomes["usage"] is outcomes["diff"] is None
@@ -262,7 +263,7 @@ def test_damage_between_chunks_hurts_no_snapshot(store: Path, cache_dir: Path) -
     for pack in {p.pack for p in places}:
         file = store / "casnap-store" / pack_key(pack)
         here = [p for p in places if p.pack == pack]
-        used = {at for p in here for at in range(p.offset, p.offset + p.stored)}
+        used = {at for p in here for at in range(p.offset, p.offset + p.stored_size)}
         free = [at for at in range(file.stat().st_size) if at not in used]
         for at in (free[0], free[len(free) // 2], free[-1]):
             forget_cache(cache_dir)

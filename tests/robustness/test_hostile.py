@@ -360,8 +360,8 @@ def test_decompression_bombs(forger: Forger, case: str) -> None:
     bomb = bombs()[case]
     assert len(bomb) < CHUNK
     with pytest.raises(DamagedError):
-        decompress(Codec.ZSTD, memoryview(bomb), 400)
-    chunk = forger.add(bytes(400), bomb, codec=Codec.ZSTD)
+        decompress(Codec.PLANES, memoryview(bomb), 400)
+    chunk = forger.add(bytes(400), bomb, codec=Codec.PLANES)
     forger.publish({"s": forger.tree(STATE, ["/x", tensor([100], chunks(400, chunk))])})
     assert_refused(forger.folder)
 
@@ -369,7 +369,7 @@ def test_decompression_bombs(forger: Forger, case: str) -> None:
 def test_metadata_that_grow(forger: Forger) -> None:
     """Empty lists take one byte each in a node, and sixty in memory."""
     lists = b"\x81\xa1a\xdd" + (40 << 20).to_bytes(4, "big") + b"\x90" * (40 << 20)
-    forger.row["metadata_node"] = forger.add(lists, one_plane(lists), codec=Codec.ZSTD)
+    forger.row["metadata_node"] = forger.add(lists, one_plane(lists), codec=Codec.PLANES)
     forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
 
     def work() -> None:

@@ -165,7 +165,7 @@ def _survivors(store: Path, pristine: Path, packs: tuple[PackId, ...]) -> set[Di
         listed = any(pack in _bytes(store / "casnap-store/index" / name) for name in same)
         if listed or now[-(len(before) - footer) :] == before[footer:]:
             for digest, p in whole.of_pack(pack):
-                if digest_of(now[p.offset : p.offset + p.stored]) == digest:
+                if digest_of(now[p.offset : p.offset + p.stored_size]) == digest:
                     survivors.add(digest)
     return survivors
 

@@ -60,7 +60,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "source" / "casnap-store" / pack_key(place.pack)).read_bytes())
     begin = place.offset + HALF
     content[begin : begin + 64] = os.urandom(64)
-    other = digest_of(bytes(content[begin : begin + place.raw]))
+    other = digest_of(bytes(content[begin : begin + place.raw_size]))
     backend = _Changing(tmp_path / "source")
     backend.change = begin, bytes(content[begin : begin + 64])
     root = newest_root(backend)

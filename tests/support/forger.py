@@ -135,7 +135,7 @@ class Forger:
 
     def _segment(self) -> bytes:
         records: list[tuple[bytes, tuple[Any, ...]]] = [
-            (d, self.places.get(d, (0, p.offset, p.stored, p.raw, p.codec)))
+            (d, self.places.get(d, (0, p.offset, p.stored_size, p.raw_size, p.codec)))
             for d, p in self._records
         ]
         records = sorted(records + self.more, key=itemgetter(0))

@@ -113,7 +113,7 @@ def pack_layout(key: str, content: bytes, survey: Survey) -> Layout:
         names.add(digest.hex())
         if place.offset > at:
             regions.append(Region("gap", at, place.offset, ""))
-        at = place.offset + place.stored
+        at = place.offset + place.stored_size
         if content[-DIGEST_SIZE - 2 : -DIGEST_SIZE - 1] != b"t":
             kind = "compressed chunk" if place.codec else "raw chunk"
             regions.append(Region(kind, place.offset, at, "data"))

@@ -30,7 +30,7 @@ class _TensorRead(NamedTuple):
     """A part of a tensor to load: the tensor in the snapshot, its box, and what to fill."""
 
     item: ReadItem
-    stored: Stored
+    value: Stored
     box: Region
     target: torch.Tensor
 
@@ -76,10 +76,10 @@ class PlanLoad:
         fresh = {i: torch.empty_like(parts[i].target) for i in apart}
         by_path: dict[str, list[int]] = {}
         for i, part in enumerate(parts):
-            by_path.setdefault(part.stored.path, []).append(i)
+            by_path.setdefault(part.value.path, []).append(i)
         for path, numbers in by_path.items():
             filled = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
-            loading.add(path, parts[numbers[0]].stored.entry, filled)
+            loading.add(path, parts[numbers[0]].value.entry, filled)
         for item in objects:
             for path, entry in _entries_below(
                 self._contents, self._values[item.storage_index.fqn].path
@@ -99,21 +99,21 @@ class PlanLoad:
 
     def _part(self, item: ReadItem) -> _TensorRead:
         name = item.storage_index.fqn
-        stored = self._values[name]
-        assert isinstance(stored.entry, TensorEntry)
+        value = self._values[name]
+        assert isinstance(value.entry, TensorEntry)
         box = Region(tuple(item.storage_offsets), tuple(item.lengths))
         state = getattr(self._planner, "state_dict", {})
         # A snapshot has each tensor as one chunk, so this is all that the rank holds in one box.
-        check_boxes(stored.path, state.get(item.dest_index.fqn), stored.entry.shape, [box])
+        check_boxes(value.path, state.get(item.dest_index.fqn), value.entry.shape, [box])
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != box.sizes:
             raise StateError(
-                f"{stored.path}: the plan has a part of shape {box.sizes}, but the planner gives "
+                f"{value.path}: the plan has a part of shape {box.sizes}, but the planner gives "
                 f"memory of shape {tuple(target.shape)}"
             )
         if reason := why_not_writable(target):
-            raise StateError(f"{stored.path} {reason}")
-        return _TensorRead(item, stored, box, target)
+            raise StateError(f"{value.path} {reason}")
+        return _TensorRead(item, value, box, target)
 
 
 def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]:
@@ -130,9 +130,9 @@ def _apart(parts: list[_TensorRead]) -> set[int]:
     """Return the parts whose memory others are to fill as well, perhaps with other values."""
 
     def content(name: tuple[str, int]) -> object:
-        _, stored, box, _ = parts[name[1]]
-        assert isinstance(stored.entry, TensorEntry)
-        return stored.entry.dtype, stored.entry.data, box
+        _, value, box, _ = parts[name[1]]
+        assert isinstance(value.entry, TensorEntry)
+        return value.entry.dtype, value.entry.data, box
 
     memory = {("", i): part.target for i, part in enumerate(parts)}
     return {i for group in conflicting_groups(memory, content) for _, i in group}

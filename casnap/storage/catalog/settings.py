@@ -80,7 +80,7 @@ def codec_of(root: Root, uri: str) -> Codec:
     """
     name = settings_of(root)[CODEC]
     try:
-        return Codec.ZSTD if check_codec(name) == "zstd" else Codec.RAW
+        return Codec.PLANES if check_codec(name) == "zstd" else Codec.RAW
     except ValueError:
         raise UnsupportedFormatError(
             f"{uri} stores new chunks with codec {name!r:.80}, which this casnap does not know, "
@@ -93,7 +93,7 @@ def compresses_copies(root: Root, backend: Backend) -> bool:
     """Whether copies into a store are stored as deltas, or in planes."""
     codec = codec_of(root, backend.uri)
     is_auto = settings_of(root)[CODEC] == "auto"
-    return codec is Codec.ZSTD or (is_auto and backend.costly_requests)
+    return codec is Codec.PLANES or (is_auto and backend.costly_requests)
 
 
 def recodes(root: Root, backend: Backend) -> bool:

@@ -124,7 +124,9 @@ class ChunkCache:
             if place.pack not in runs:
                 runs[place.pack] = self._runs(place.pack)
             before = bisect_right(runs[place.pack], place.offset, key=lambda run: run[0]) - 1
-            is_here = before >= 0 and place.offset + place.stored <= runs[place.pack][before][1]
+            is_here = (
+                before >= 0 and place.offset + place.stored_size <= runs[place.pack][before][1]
+            )
             (cached if is_here else elsewhere).append(located)
         return cached, elsewhere
 

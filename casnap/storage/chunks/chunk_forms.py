@@ -22,12 +22,12 @@ class Form(NamedTuple):
     """How a chunk is to be stored.
 
     Attributes:
-        stored: The bytes.
+        content: The bytes.
         codec: What they are.
         base: The base, if they are a delta.
     """
 
-    stored: bytes
+    content: bytes
     codec: Codec
     base: Digest | None
 
@@ -68,13 +68,13 @@ class ChunkForms:
             return Form(delta, Codec.DELTA, base)
         planes = compress(raw)
         if planes is not None and (delta is None or len(planes) <= len(delta)):
-            return Form(planes, Codec.ZSTD, None)
+            return Form(planes, Codec.PLANES, None)
         return None if delta is None else Form(delta, Codec.DELTA, base)
 
     def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
         """Write a chunk of so many bytes in a form that was chosen."""
-        self._written[digest] = form.base, len(form.stored)
-        new_packs.copy_stored(digest, form.stored, nbytes, form.codec)
+        self._written[digest] = form.base, len(form.content)
+        new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
     def _sizes_below(self, digest: Digest) -> dict[Digest, int]:
         """Return the stored bytes of a chunk and of all bases below it; nothing without an end."""
@@ -86,7 +86,7 @@ class ChunkForms:
         if base is None:
             return sizes
         rest = self._newest_chain(base)
-        return {**sizes, **{d: place.stored for d, place in rest}} if rest else {}
+        return {**sizes, **{d: place.stored_size for d, place in rest}} if rest else {}
 
 
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:

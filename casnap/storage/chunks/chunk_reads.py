@@ -159,8 +159,8 @@ def _read_joined(
 ) -> list[FailedRead]:
     """Read chunks into buffers, neighbours together; return those that failed, and why."""
     failures: list[FailedRead] = []
-    total = sum(place.stored for place, _ in located)
-    largest = max((place.stored for place, _ in located), default=0)
+    total = sum(place.stored_size for place, _ in located)
+    largest = max((place.stored_size for place, _ in located), default=0)
     readers = _readers(backend)
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if options.budget is None else options.budget)
@@ -213,7 +213,7 @@ def _split_direct(
     in_place: list[Located] = []
     rest: list[Located] = []
     for place, wants in located:
-        large = place.codec == Codec.RAW and place.raw >= _LARGE_BYTES
+        large = place.codec == Codec.RAW and place.raw_size >= _LARGE_BYTES
         in_room = options.room is not None and not wants[0].is_node
         has_place = in_room or _target(wants) is not None
         (in_place if large and has_place else rest).append((place, wants))
@@ -229,7 +229,7 @@ def _read_in_place(
         Those that failed: read again into a buffer, a chunk shows whether it is damaged, or the
         memory was written to meanwhile.
     """
-    total = sum(place.stored for place, _ in in_place)
+    total = sum(place.stored_size for place, _ in in_place)
     if backend.costly_requests:
         least, readers = _SMALL_BYTES, backend.in_flight
     else:
@@ -280,7 +280,7 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
 
     def prove(number: int) -> None:
         place, wants, target = chunks[number]
-        if place.raw == len(target) and digest_of(target) == wants[0].digest:
+        if place.raw_size == len(target) and digest_of(target) == wants[0].digest:
             verified[number] = chunks[number]
 
     try:
@@ -294,7 +294,7 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
         options.keep(run.pack, [(place.offset, target) for place, _, target in verified.values()])
         if room is not None:
             located = verified.values()
-            room.keep([(w[0].digest, p.offset - run.start, p.raw) for p, w, _ in located])
+            room.keep([(w[0].digest, p.offset - run.start, p.raw_size) for p, w, _ in located])
     for _, wants, target in verified.values():
         for want in wants:
             want.sink(target)
@@ -308,11 +308,11 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
     end = 0
     for place, wants in run.chunks:
         begin = place.offset - run.start
-        target = _target(wants) if room is None else room.view[begin : begin + place.raw]
+        target = _target(wants) if room is None else room.view[begin : begin + place.raw_size]
         assert target is not None
         if room is None or begin >= end:
             laid.append((place, wants, target))
-            end = begin + place.raw
+            end = begin + place.raw_size
         else:
             # Reading it would change what was proven of the one before.
             without.append((place, wants))
@@ -335,8 +335,8 @@ def _read_and_verify(
     failures = []
     for place, wants in read.chunks:
         start = place.offset - read.start
-        stored = target[start : min(start + place.stored, n)]
-        raw = _verify(wants[0], place, stored)
+        stored_form = target[start : min(start + place.stored_size, n)]
+        raw = _verify(wants[0], place, stored_form)
         if isinstance(raw, Failure):
             failures.append(FailedRead(place, wants, raw))
             continue
@@ -350,20 +350,20 @@ def _read_and_verify(
 def _is_plausible(place: Place, want: Want, chunk_size: int) -> bool:
     """Whether a place fits the wanted length. Checked before memory is taken for it."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
-    return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
+    return (want.nbytes in (-1, place.raw_size)) and is_possible(place, max(limit, 1 << 16))
 
 
-def _verify(want: Want, place: Place, stored: memoryview) -> memoryview | Failure:
+def _verify(want: Want, place: Place, stored_form: memoryview) -> memoryview | Failure:
     """Return the raw bytes if they have the wanted digest, else why not."""
-    if len(stored) != place.stored:
+    if len(stored_form) != place.stored_size:
         return Failure(Reason.CUT_OFF)
     if want.is_stored:
-        return stored
+        return stored_form
     try:
-        raw = decompress(place.codec, stored, place.raw)
+        raw = decompress(place.codec, stored_form, place.raw_size)
     except DamagedError as e:
         return Failure(Reason.CHANGED, str(e))
-    intact = len(raw) == place.raw and digest_of(raw) == want.digest
+    intact = len(raw) == place.raw_size and digest_of(raw) == want.digest
     return raw if intact else Failure(Reason.CHANGED)
 
 
@@ -395,7 +395,7 @@ def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
     """
     run: PackRun | None = None
     for place, wants in sorted(places, key=lambda each: (each[0].pack, each[0].offset)):
-        stop = place.offset + place.stored
+        stop = place.offset + place.stored_size
         if (
             run is not None
             and run.pack == place.pack
@@ -420,11 +420,11 @@ def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
         if place.offset - stop > gap:
             yield start, stop - start
             start = place.offset
-        stop = max(stop, place.offset + place.stored)
+        stop = max(stop, place.offset + place.stored_size)
     yield start, stop - start
 
 
 def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
     """Whether a place makes sense; ask before taking memory for what lies there."""
-    sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
+    sizes_fit = 0 <= place.stored_size <= limit and 0 <= place.raw_size <= limit
     return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE

@@ -41,7 +41,7 @@ def one_at_a_time() -> Iterator[None]:
 def codec_among(places: Iterable[Place | None]) -> Codec:
     """Return zstd if any of these chunks is stored with it."""
     codecs = {place.codec for place in places if place is not None}
-    return Codec.ZSTD if Codec.ZSTD in codecs else Codec.RAW
+    return Codec.PLANES if Codec.PLANES in codecs else Codec.RAW
 
 
 def copy_verified(
@@ -71,9 +71,9 @@ def copy_verified(
         new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
         report(digest, len(raw))
 
-    def keep_delta(digest: Digest, stored: memoryview, raw: memoryview) -> None:
-        if keeps_delta is not None and keeps_delta(digest, base_of(stored)):
-            new_packs.copy_stored(digest, stored, len(raw), Codec.DELTA)
+    def keep_delta(digest: Digest, stored_form: memoryview, raw: memoryview) -> None:
+        if keeps_delta is not None and keeps_delta(digest, base_of(stored_form)):
+            new_packs.copy_stored(digest, stored_form, len(raw), Codec.DELTA)
             report(digest, len(raw))
         else:
             sink(digest, False, raw)

@@ -53,14 +53,14 @@ class _Chain:
     raw: bytearray | memoryview = field(default_factory=bytearray)
     failure: Failure | None = None
 
-    def keep(self, stored: memoryview) -> None:
+    def keep(self, stored_form: memoryview) -> None:
         """Take a link, as it is stored."""
         place = self.next[0]
         if place.codec == Codec.DELTA:
-            self.deltas.append(bytes(stored))
+            self.deltas.append(bytes(stored_form))
             return
         try:
-            raw = decompress(place.codec, stored, place.raw)
+            raw = decompress(place.codec, stored_form, place.raw_size)
         except DamagedError as e:
             self.failure = Failure(Reason.CHANGED, str(e))
         else:
@@ -70,12 +70,12 @@ class _Chain:
     def apply(self) -> None:
         """Make the chunk, and prove it."""
         try:
-            for stored in reversed(self.deltas):
-                apply_delta(memoryview(stored), self.raw)
+            for stored_form in reversed(self.deltas):
+                apply_delta(memoryview(stored_form), self.raw)
         except DamagedError as e:
             self.failure = Failure(Reason.CHANGED, str(e))
             return
-        if len(self.raw) != self.place.raw or digest_of(self.raw) != self.wants[0].digest:
+        if len(self.raw) != self.place.raw_size or digest_of(self.raw) != self.wants[0].digest:
             self.failure = Failure(Reason.CHANGED)
 
 
@@ -106,7 +106,7 @@ class DeltaReader:
         """
         failures: list[FailedRead] = []
         neighbours = sorted(located, key=lambda each: (each[0].pack, each[0].offset))
-        groups = batches(neighbours, lambda each: each[0].raw, _GROUP_BYTES)
+        groups = batches(neighbours, lambda each: each[0].raw_size, _GROUP_BYTES)
         for _, failed in mapped(self._read_group, groups, at_once):
             failures += failed
         return failures
@@ -146,7 +146,7 @@ class DeltaReader:
         """Read the next links of some chains; return the chains that go on."""
         wants: dict[tuple[Place, Digest], list[Want]] = {}
         for chain in chains:
-            want = Want(chain.next[1], chain.place.raw, chain.keep, "", is_stored=True)
+            want = Want(chain.next[1], chain.place.raw_size, chain.keep, "", is_stored=True)
             wants.setdefault(chain.next, []).append(want)
         for unread in self._read_places([(place, w) for (place, _), w in wants.items()]):
             for chain in chains:
@@ -204,18 +204,18 @@ class DeltaReader:
             if link.failure is not None:
                 continue
             raw = self._applied(link.deltas[0], known) if link.deltas else bytes(link.raw)
-            if raw is not None and len(raw) == each.raw and digest_of(raw) == digest:
+            if raw is not None and len(raw) == each.raw_size and digest_of(raw) == digest:
                 known[digest] = raw
                 break
         return known[digest]
 
-    def _applied(self, stored: bytes, known: dict[Digest, bytes | None]) -> bytes | None:
+    def _applied(self, stored_form: bytes, known: dict[Digest, bytes | None]) -> bytes | None:
         try:
-            base = self._resolve(base_of(stored), None, known)
+            base = self._resolve(base_of(stored_form), None, known)
             if base is None:
                 return None
             raw = bytearray(base)
-            apply_delta(memoryview(stored), raw)
+            apply_delta(memoryview(stored_form), raw)
         except DamagedError:
             return None
         return bytes(raw)

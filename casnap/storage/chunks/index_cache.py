@@ -377,7 +377,7 @@ def _u32(data: bytes) -> int:
 
 def _encode_place(digest: Digest, place: Place) -> bytes:
     p = place
-    bare = _BARE_PLACE.pack(p.pack, p.offset, p.stored, p.raw, p.codec)
+    bare = _BARE_PLACE.pack(p.pack, p.offset, p.stored_size, p.raw_size, p.codec)
     if isinstance(p, DeltaPlace):
         bare += p.base
     return bare + zlib.crc32(digest + bare).to_bytes(4, "little")
@@ -389,10 +389,10 @@ def _decode_place(digest: Digest, value: bytes) -> Place | None:
         return None
     if zlib.crc32(digest + value[:-4]) != int.from_bytes(value[-4:], "little"):
         return None
-    pack, offset, stored, raw, codec = _BARE_PLACE.unpack(bare)
+    pack, offset, stored_form, raw, codec = _BARE_PLACE.unpack(bare)
     if base:
-        return DeltaPlace(pack, offset, stored, raw, codec, base)
-    return Place(pack, offset, stored, raw, codec)
+        return DeltaPlace(pack, offset, stored_form, raw, codec, base)
+    return Place(pack, offset, stored_form, raw, codec)
 
 
 def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:

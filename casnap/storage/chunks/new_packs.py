@@ -64,7 +64,7 @@ class NewPacks:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the chunks and nodes that were added, as stored."""
-        return self._chunks.stored_bytes + sum(p.stored for _, p in self.nodes.values())
+        return self._chunks.stored_bytes + sum(p.stored_size for _, p in self.nodes.values())
 
     def filler(self) -> PackFiller:
         """Return what one thread fills packs of chunks with."""
@@ -109,21 +109,21 @@ class NewPacks:
                 filler.add_known([(digest, raw)])
 
     def copy_stored(
-        self, digest: Digest, stored: bytes | memoryview, nbytes: int, codec: Codec
+        self, digest: Digest, stored_form: bytes | memoryview, nbytes: int, codec: Codec
     ) -> None:
         """Write a chunk in a given form, unless it was claimed; from any thread.
 
         Args:
             digest: Its digest.
-            stored: The form, which was found to give the chunk.
+            stored_form: The form, which was found to give the chunk.
             nbytes: The length of the chunk.
             codec: Which form it is.
         """
-        base = base_of(stored) if codec == Codec.DELTA else None
+        base = base_of(stored_form) if codec == Codec.DELTA else None
         if self.claim([digest], [True])[0]:
             with self._copying:
                 self.has_deltas |= base is not None
-                self._copies[0].add_stored(digest, stored, nbytes, codec, base)
+                self._copies[0].add_stored(digest, stored_form, nbytes, codec, base)
 
     def room(self, nbytes: int, count: int) -> Room | None:
         """Return room for copies of chunks that lie side by side; from any thread.

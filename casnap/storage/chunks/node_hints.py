@@ -46,13 +46,13 @@ class NodePack:
     Attributes:
         nodes: Its nodes, verified, and those that its hints hold.
         hints: Its hints, None if it has none.
-        stored: The bytes of the hints.
+        hints_form: The bytes of the hints.
         is_gone: Whether the pack is not there.
     """
 
     nodes: dict[Digest, bytes] = field(default_factory=dict)
     hints: Hints | None = None
-    stored: bytes = b""
+    hints_form: bytes = b""
     is_gone: bool = False
 
 
@@ -66,7 +66,7 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
         backend: Where the store lives.
         hint: The place of a node, from a root, a row or the hints of a pack.
     """
-    end = hint.offset + hint.stored + _BEHIND
+    end = hint.offset + hint.stored_size + _BEHIND
     # Each node lies there twice. The footer is a small part of that.
     most = max(2 * end + end // 2 + PAGE + MOST_HINTS_BYTES, _LEAST_BYTES)
     if not is_possible(hint) or most > _MOST_BYTES:
@@ -85,11 +85,11 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
     nodes = _nodes(memoryview(content)[:n], records)
     hints_digest = next((digest for digest, node in nodes.items() if are_hints(node)), None)
     # No tree needs it, so it is not kept among the nodes.
-    stored = b"" if hints_digest is None else nodes.pop(hints_digest)
-    hints = decode_hints(stored, hint.pack)
+    hints_form = b"" if hints_digest is None else nodes.pop(hints_digest)
+    hints = decode_hints(hints_form, hint.pack)
     if hints is None:
         return NodePack(nodes)
-    return NodePack({digest_of(node): node for node in hints.nodes} | nodes, hints, stored)
+    return NodePack({digest_of(node): node for node in hints.nodes} | nodes, hints, hints_form)
 
 
 def _nodes(content: memoryview, records: list[Record]) -> dict[Digest, bytes]:
@@ -97,17 +97,17 @@ def _nodes(content: memoryview, records: list[Record]) -> dict[Digest, bytes]:
     nodes: dict[Digest, bytes] = {}
     total = 0
     for digest, place in records:
-        stop = place.offset + place.stored
+        stop = place.offset + place.stored_size
         if digest in nodes or not is_possible(place) or stop > len(content):
             continue
-        total += place.raw
+        total += place.raw_size
         if total > _MOST_RAW:
             break
         try:
-            raw = decompress(place.codec, content[place.offset : stop], place.raw)
+            raw = decompress(place.codec, content[place.offset : stop], place.raw_size)
         except (DamagedError, UnsupportedFormatError):
             continue
-        if len(raw) == place.raw and digest_of(raw) == digest:
+        if len(raw) == place.raw_size and digest_of(raw) == digest:
             nodes[digest] = bytes(raw)
     return nodes
 
@@ -127,7 +127,10 @@ class KnownHints:
             with self._lock:
                 self._add(pack, node_pack.hints)
             cache.keep_notes(
-                {_HINTS + pack: node_pack.stored, **{_HINTED_BY + d: pack for d in node_pack.nodes}}
+                {
+                    _HINTS + pack: node_pack.hints_form,
+                    **{_HINTED_BY + d: pack for d in node_pack.nodes},
+                }
             )
 
     def use(self, digest: Digest) -> None:

@@ -295,7 +295,7 @@ class OpenStore:
             while missing and nbytes < _NODES_BYTES:
                 group[missing.pop()] = b""
                 place = places.pop()
-                nbytes += place.raw if place is not None else 0
+                nbytes += place.raw_size if place is not None else 0
             self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
             self.index.cache.keep_nodes(list(group.items()))
 

@@ -38,7 +38,7 @@ _WRITERS = 3
 _FIRST_BYTES = 12 << 20
 
 # To read a member of an enum takes as long as to copy a small chunk.
-_RAW, _ZSTD = Codec.RAW, Codec.ZSTD
+_RAW, _PLANES = Codec.RAW, Codec.PLANES
 
 Raw: TypeAlias = memoryview | bytes
 SelectNew = Callable[[list[Digest], list[int]], list[bool]]
@@ -157,7 +157,7 @@ class PackWriter:
             self.pool.release(pack.slot)
             return
         with self._lock:
-            self.stored_bytes += sum(place.stored for _, place in pack.records)
+            self.stored_bytes += sum(place.stored_size for _, place in pack.records)
             if len(self._writers) < self._most_writers:
                 try:
                     self._writers += self.crew.start(self._write_packs)
@@ -189,7 +189,7 @@ class PackWriter:
         records = pack.records
         # The footer follows the last chunk: by that, others know how long the pack has to be. What
         # room at the end was for may have failed.
-        fill = pack.fill = max(place.offset + place.stored for _, place in records)
+        fill = pack.fill = max(place.offset + place.stored_size for _, place in records)
         if self.times == 2 and _room(2, pack.fill, len(records), pack.slot) >= 0:
             fill, records = _append_second_copy(pack)
         room = _room(1, fill + len(pack.hints), len(records) + 1, pack.slot)
@@ -270,7 +270,7 @@ class PackFiller:
             hashes, places, start, view = [], [], pack.fill, pack.slot.view
             for raw in group:
                 place = self._copy(raw)
-                copy = view[place.offset : place.offset + place.stored]
+                copy = view[place.offset : place.offset + place.stored_size]
                 hashes.append(digest_of(copy if place.codec == _RAW else raw))
                 places.append(place)
             self._keep(start, hashes, places, select_new(hashes, [len(raw) for raw in group]))
@@ -301,17 +301,17 @@ class PackFiller:
             self._open_pack.records.append((digest, self._copy(raw)))
 
     def add_stored(
-        self, digest: Digest, stored: Raw, nbytes: int, codec: Codec, base: Digest | None
+        self, digest: Digest, stored_form: Raw, nbytes: int, codec: Codec, base: Digest | None
     ) -> None:
         """Keep a chunk of so many bytes in a form that was verified."""
-        for _ in self._groups([stored]):
+        for _ in self._groups([stored_form]):
             pack = self._open_pack
-            offset = self._pad(len(stored))
-            pack.fill += len(stored)
-            buffers.copy(pack.slot.view[offset : pack.fill], stored)
-            place = Place(pack.id, offset, len(stored), nbytes, codec)
+            offset = self._pad(len(stored_form))
+            pack.fill += len(stored_form)
+            buffers.copy(pack.slot.view[offset : pack.fill], stored_form)
+            place = Place(pack.id, offset, len(stored_form), nbytes, codec)
             if base is not None:
-                place = DeltaPlace(pack.id, offset, len(stored), nbytes, codec, base)
+                place = DeltaPlace(pack.id, offset, len(stored_form), nbytes, codec, base)
                 # It has two records in the footer.
                 pack.promised += 1
             pack.records.append((digest, place))
@@ -417,15 +417,15 @@ class PackFiller:
 
     def _copy(self, raw: Raw) -> Place:
         pack = self._open_pack
-        stored, codec = raw, _RAW
-        if self._writer.codec == _ZSTD:
+        stored_form, codec = raw, _RAW
+        if self._writer.codec == _PLANES:
             compressed = compress(raw)
             if compressed is not None:
-                stored, codec = compressed, _ZSTD
-        offset = self._pad(len(stored))
-        pack.fill += len(stored)
-        buffers.copy(pack.slot.view[offset : pack.fill], stored)
-        return Place(pack.id, offset, len(stored), len(raw), codec)
+                stored_form, codec = compressed, _PLANES
+        offset = self._pad(len(stored_form))
+        pack.fill += len(stored_form)
+        buffers.copy(pack.slot.view[offset : pack.fill], stored_form)
+        return Place(pack.id, offset, len(stored_form), len(raw), codec)
 
     def _keep(
         self, start: int, digests: list[Digest], places: list[Place], chosen: list[bool]
@@ -439,11 +439,15 @@ class PackFiller:
         view = pack.slot.view
         for digest, p, wanted in zip(digests, places, chosen, strict=True):
             if wanted:
-                offset = self._pad(p.stored)
-                pack.fill += p.stored
+                offset = self._pad(p.stored_size)
+                pack.fill += p.stored_size
                 if offset != p.offset:
-                    buffers.copy(view[offset : pack.fill], view[p.offset : p.offset + p.stored])
-                pack.records.append((digest, Place(p.pack, offset, p.stored, p.raw, p.codec)))
+                    buffers.copy(
+                        view[offset : pack.fill], view[p.offset : p.offset + p.stored_size]
+                    )
+                pack.records.append(
+                    (digest, Place(p.pack, offset, p.stored_size, p.raw_size, p.codec))
+                )
 
     def last(self) -> Place:
         """Return the place of the last chunk."""
@@ -473,9 +477,9 @@ def _append_second_copy(pack: _Pack) -> tuple[int, list[Record]]:
     """Copy the content of a pack behind itself, on other pages; return the end and the records."""
     places = [place for _, place in pack.records]
     # How far each copy has to be moved to lie on other pages than the first one.
-    distances = [whole_pages(p.offset + p.stored) - p.offset for p in places]
+    distances = [whole_pages(p.offset + p.stored_size) - p.offset for p in places]
     start = max(pack.fill, *distances)
-    if any(p.stored >= _ALIGN_FROM for p in places):
+    if any(p.stored_size >= _ALIGN_FROM for p in places):
         start = whole_pages(start)
     pack.slot.view[pack.fill : start] = bytes(start - pack.fill)
     buffers.copy(pack.slot.view[start : start + pack.fill], pack.slot.view[: pack.fill])

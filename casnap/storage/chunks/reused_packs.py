@@ -102,7 +102,7 @@ class ReusedPacks:
         ends: dict[PackId, int] = {}
         for place in places:
             if place is not None:
-                pack, end = PackId(place.pack), place.offset + place.stored
+                pack, end = PackId(place.pack), place.offset + place.stored_size
                 ends[pack] = max(end, ends.get(pack, 0))
         unseen = [pack for pack in ends if pack not in self._lengths]
         self._lengths |= self._store.index.pack_lengths.of(unseen, self._view.packs.at_most)
