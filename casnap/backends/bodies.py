@@ -61,7 +61,7 @@ class Body(aiohttp.Payload):
 
 async def receive(
     answer: aiohttp.ClientResponse,
-    read: Callable[[int], Awaitable[bytes]],
+    read_part: Callable[[int], Awaitable[bytes]],
     run: tuple[int, int] | None,
     sink: Sink,
 ) -> int:
@@ -69,7 +69,7 @@ async def receive(
 
     Args:
         answer: The answer.
-        read: Reads on, up to so many bytes.
+        read_part: Reads on, up to so many bytes.
         run: What was asked for; None for the whole object.
         sink: Takes the body.
     """
@@ -90,7 +90,7 @@ async def receive(
         await _receive_straight(answer, end - start, sink)
         position += sink.nbytes
     while position < end:
-        data = await read(_PIECE)
+        data = await read_part(_PIECE)
         if not data:
             raise TransientError(f"the body broke off at byte {position}")
         begin = max(0, start - position)

@@ -162,8 +162,8 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
             uri = store_uri(place)
             if uri is None or uri.name or uri.is_bucket:
                 raise
-            place = uri.above[0]
-            inner.insert(0, uri.above[1])
+            place = uri.parent[0]
+            inner.insert(0, uri.parent[1])
     whole_store = store.whole()
     parts = [*(store.prefix.split("/") if store.prefix else []), *inner]
     for count in range(1, len(parts) + 1):

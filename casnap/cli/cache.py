@@ -98,12 +98,12 @@ def _stores(packs: list[CachedPack], indexes: list[CachedIndex]) -> list[dict[st
 
     for index in indexes:
         if index.store_id is not None:
-            add(index.store_id, index.uri, index.used, index_bytes=index.nbytes)
+            add(index.store_id, index.uri, index.last_use, index_bytes=index.nbytes)
     for ident, group in groupby(packs, key=attrgetter("store_id")):
         of_store = list(group)
         nbytes, last_use = (
             sum(pack.nbytes for pack in of_store),
-            max(pack.used for pack in of_store),
+            max(pack.last_use for pack in of_store),
         )
         uri = _uri(of_store[0].path.parents[2])
         add(ident, uri, last_use, cached_bytes=nbytes, pack_count=len(of_store))

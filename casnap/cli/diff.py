@@ -28,13 +28,13 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     changed bytes come first. CHANGED counts the bytes in those chunks of an entry that differ from
     the chunks at the same position in A.
     """
-    first = open_snapshot(a)
-    second = second_snapshot(b, first)
-    difference = compare(first.contents, second.contents)
+    left = open_snapshot(a)
+    right = second_snapshot(b, left)
+    difference = compare(left.contents, right.contents)
     ordered = sorted(difference.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
     if as_json:
-        document = _document(first, second, difference, ordered[:limit])
-        emit(document, first.store, second.store)
+        document = _document(left, right, difference, ordered[:limit])
+        emit(document, left.store, right.store)
         return
     if not ordered:
         say("no difference")
@@ -64,16 +64,16 @@ def _summary(difference: Diff) -> str:
 
 
 def _types(change: Change) -> str:
-    old, new = (None if e is None else type_text(e) for e in (change.old, change.new))
-    return " → ".join(dict.fromkeys(text for text in (old, new) if text is not None))
+    before, after = (None if e is None else type_text(e) for e in (change.old, change.new))
+    return " → ".join(dict.fromkeys(text for text in (before, after) if text is not None))
 
 
 def _document(
-    first: Snapshot, second: Snapshot, difference: Diff, changes: list[Change]
+    left: Snapshot, right: Snapshot, difference: Diff, changes: list[Change]
 ) -> dict[str, Any]:
     return {
-        "a": identity_of(first),
-        "b": identity_of(second),
+        "a": identity_of(left),
+        "b": identity_of(right),
         "changed_count": len(difference.of("changed")),
         "added_count": len(difference.of("added")),
         "removed_count": len(difference.of("removed")),

@@ -268,11 +268,11 @@ def progress_bars(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[
         return
     bars: dict[str, _Bar] = {}
 
-    def report(phase: str, done: int, total: int) -> None:
+    def report(phase: str, count: int, total: int) -> None:
         if phase not in bars:
             close()
             bars[phase] = _Bar(phase, requests, of_bytes=phase in _OF_BYTES)
-        bars[phase](done, total)
+        bars[phase](count, total)
 
     def close() -> None:
         while bars:
@@ -300,13 +300,13 @@ class _Bar:
         self._bar: Any = None
         self._task: Any = None
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, count: int, total: int) -> None:
         if self._bar is None:
             if time.monotonic() - self._started < PATIENCE:
                 return
             self._open(total)
         requests = requests_text(self._requests())
-        self._bar.update(self._task, completed=done, total=total, requests=requests)
+        self._bar.update(self._task, completed=count, total=total, requests=requests)
 
     def _open(self, total: int) -> None:
         from rich.console import Console

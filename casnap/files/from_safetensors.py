@@ -10,7 +10,7 @@ import torch
 
 from casnap.errors import FileFormatError
 from casnap.files.safetensors_header import MOST_HEADER, HeaderTensor, read_header
-from casnap.files.sources import MappedFile, SourceFiles, below, file_leaf
+from casnap.files.sources import MappedFile, SourceFiles, file_leaf, path_below
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of
 from casnap.runtime.torch_modes import without_torch_modes
@@ -62,7 +62,7 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
     if not shards:
         raise FileFormatError(f"{index} names no tensors")
     # The cache of the Hugging Face hub is made of links.
-    return {below(index.parent, file, index.name, links=True): n for file, n in shards.items()}
+    return {path_below(index.parent, file, index.name, links=True): n for file, n in shards.items()}
 
 
 def _leaves(key: str, tensors: dict[str, tuple[MappedFile, HeaderTensor]]) -> list[Leaf]:

@@ -160,11 +160,11 @@ class MappedFolder:
             FileFormatError: The name leads out of the folder, or there is no such file.
         """
         if name not in self.files:
-            self.files[name] = MappedFile(below(self.path, name, f"{self.path}/{self._index}"))
+            self.files[name] = MappedFile(path_below(self.path, name, f"{self.path}/{self._index}"))
         return self.files[name]
 
 
-def below(folder: Path, name: str, index: str, *, links: bool = False) -> Path:
+def path_below(folder: Path, name: str, index: str, *, links: bool = False) -> Path:
     """Return a file that another file of the folder names.
 
     Args:

@@ -73,8 +73,8 @@ def width_of(raw: bytes | memoryview) -> int:
     middle = len(raw) // 2 // WIDTHS[-1] * WIDTHS[-1]
     sample = bytes(raw) if len(raw) <= 3 * _SAMPLE else b""
     if not sample:
-        last = len(raw) - _SAMPLE - len(raw) % WIDTHS[-1]
-        sample = b"".join(bytes(raw[at : at + _SAMPLE]) for at in (0, middle, last))
+        last_start = len(raw) - _SAMPLE - len(raw) % WIDTHS[-1]
+        sample = b"".join(bytes(raw[at : at + _SAMPLE]) for at in (0, middle, last_start))
     best, least = WIDTHS[0], float(len(sample))
     for width in WIDTHS if len(raw) >= _LEAST else WIDTHS[:1]:
         compress = _compressor(width)

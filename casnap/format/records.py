@@ -276,15 +276,15 @@ def joined_records(records: Iterable[Record]) -> list[Record]:
     The second record of a delta whose first one is missing is dropped, and a delta without its
     second one stays a place that names no base.
     """
-    plain: list[Record] = []
+    bare_records: list[Record] = []
     bases: dict[tuple[bytes, int], bytes] = {}
     for digest, place in records:
         if place.codec == Codec.BASE:
             bases[place.pack, place.offset] = digest
         else:
-            plain.append((digest, place))
+            bare_records.append((digest, place))
     if not bases:
-        return plain
+        return bare_records
     return [
         (
             digest,
@@ -294,7 +294,7 @@ def joined_records(records: Iterable[Record]) -> list[Record]:
         )
         if p.codec == Codec.DELTA and (p.pack, p.offset) in bases
         else (digest, p)
-        for digest, p in plain
+        for digest, p in bare_records
     ]
 
 
@@ -323,7 +323,7 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
     if magic[:6] != _MAGIC or start < 0 or digest_of(tail[start:-DIGEST_SIZE]) != digest:
         raise DamagedError(f"{label} is damaged")
     records = _PACKED.iter_unpack(tail[start : len(tail) - PACK_TAIL_SIZE])
-    return joined_records((Digest(d), Place(pack, *rest)) for d, *rest in records)
+    return joined_records((Digest(d), Place(pack, *fields)) for d, *fields in records)
 
 
 _RECORD, _SEGMENT_HEAD = struct.Struct("<32sIQIIB"), struct.Struct("<IQ")
@@ -443,7 +443,7 @@ def decode_segment(data: bytes, label: str) -> Segment:
         DamagedError: It is damaged.
     """
     packs, records = segment_records(data, label)
-    listed = ((Digest(d), Place(packs[n], *rest)) for d, n, *rest in records)
+    listed = ((Digest(d), Place(packs[n], *fields)) for d, n, *fields in records)
     return Segment(packs, joined_records(listed))
 
 
@@ -470,8 +470,8 @@ def merged_segment(
             None if pack in without else numbers.setdefault(pack, len(numbers)) for pack in packs
         ]
         merged.update(
-            _RECORD.pack(digest, number, *rest)
-            for digest, n, *rest in records
+            _RECORD.pack(digest, number, *fields)
+            for digest, n, *fields in records
             if (number := renumbered[n]) is not None
         )
     head = _SEGMENT_HEAD.pack(len(numbers), len(merged))

@@ -101,7 +101,7 @@ def _decoder(value_type: Any) -> Any:
 class _Claim(NamedTuple):
     """The item of a list for a node below it, and the depth of that node."""
 
-    first: str
+    first_key: str
     size: int
     end: str | None
     depth: int
@@ -300,7 +300,7 @@ class Tree(Generic[V]):
         """Check that a node is what the list says. Else an edit could lose items."""
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
-        fits = count == claim.size and entries[0][0] == claim.first
+        fits = count == claim.size and entries[0][0] == claim.first_key
         if not fits or (claim.end is not None and entries[-1][0] >= claim.end):
             raise DamagedError(f"tree node {digest.hex()} is not the one that it is listed as")
 

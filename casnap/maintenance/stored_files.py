@@ -44,7 +44,7 @@ class StoredFiles:
         is_large = (
             backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
         )
-        self._sizes = listed_packs(backend, many=is_large)
+        self._sizes = listed_packs(backend, are_many=is_large)
         self.packs = set(self._sizes)
         names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
         of_segments = {id_from_name(name): size for name, size in names.items()}

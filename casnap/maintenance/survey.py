@@ -198,7 +198,7 @@ class Survey:
         # The one snapshot to survey, and what it needs; None for all.
         self._only: str | None = None
         self._wanted: set[Digest] | None = None
-        self._progress = progress or (lambda phase, done, total: None)
+        self._progress = progress or (lambda phase, count, total: None)
         try:
             root = store.newest()
         except DamagedError as e:
@@ -364,7 +364,7 @@ class Survey:
     def _look_at_packs(self) -> None:
         """Compare the size and the footer of each pack with the index."""
         packs, backend = self.packs, self.store.backend
-        listed = listed_packs(backend, many=False) if backend.costly_requests else None
+        listed = listed_packs(backend, are_many=False) if backend.costly_requests else None
         states = mapped(lambda pack: self._state_of(pack, listed), packs, backend.in_flight)
         for number, (pack, state) in enumerate(states):
             self._progress("looking at packs", number, len(packs))

@@ -54,14 +54,14 @@ class Comm(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
         Args:
             parts: The same object may go to several ranks; it is not copied.
             room: Warm memory to receive into; used if everything that comes fits.
-            proven: The receiver verifies the content itself, so it needs no checksum.
+            is_proven: The receiver verifies the content itself, so it needs no checksum.
 
         Raises:
             RankError: Another rank failed, died or missed the deadline; or what came from it is
@@ -216,7 +216,7 @@ class SingleProcess(Comm):
 
     @override
     def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
         return [memoryview(parts[0])]
 

@@ -94,11 +94,11 @@ class Group(Comm):
     @override
     @without_torch_modes()
     def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
         if self.ended:
             raise StateError(f"{self.operation}: it has ended already")
-        sums = [0] * self.size if proven else self._checksums(parts)
+        sums = [0] * self.size if is_proven else self._checksums(parts)
         sizes, expected = self._announce([len(part) for part in parts], sums)
         if _FAILED in sizes:
             self.ended = True
@@ -106,7 +106,7 @@ class Group(Comm):
             self._errors = self._exchange_errors(sizes, b"")
             raise error_of_ranks(self.operation, self._errors)
         received = self._transfer(parts, sizes, room)
-        if not proven:
+        if not is_proven:
             self._verify(received, expected)
         return received
 

@@ -113,14 +113,14 @@ class SharedMemory(NamedTuple):
 
     Attributes:
         nbytes: How much was asked for.
-        own: The memory of this rank; empty if no other rank can find it.
+        own_memory: The memory of this rank; empty if no other rank can find it.
         theirs: The memory of each rank; None if this rank cannot find it.
         readers: For each rank whether it can find that of this rank.
         by_all: Whether every rank can find that of every other one.
     """
 
     nbytes: int
-    own: memoryview
+    own_memory: memoryview
     theirs: list[memoryview | None]
     readers: list[bool]
     by_all: bool = False

@@ -78,7 +78,7 @@ class _Move(NamedTuple):
 
     number: int
     nbytes: int
-    kept: int
+    nbytes_kept: int
     sink: Sink
     target: memoryview | None = None
 

@@ -236,8 +236,10 @@ def _agree(
     caches = {of_rank.cache for of_rank in everyone}
     has_one_cache = not costly and len(caches) == 1 and b"" not in caches
     row = contents.row
-    own = _Agreed(row.commit, row.manifest.digest, options.read_once, has_one_cache, order, root)
-    agreed = comm.broadcast_message(own, _Agreed)
+    own_terms = _Agreed(
+        row.commit, row.manifest.digest, options.read_once, has_one_cache, order, root
+    )
+    agreed = comm.broadcast_message(own_terms, _Agreed)
     commit = agreed.commit.hex()
     comm.check_same(f"the commit of {contents.label}", row.commit.hex(), commit)
     manifest = agreed.manifest.hex()

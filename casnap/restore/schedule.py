@@ -124,16 +124,16 @@ class _Windows:
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
         """Return the window for a unit, given the lists that want it and their bytes."""
-        last_window, used, bounds = self._last, self._filled, self._bounds
+        last_window, fill, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]
         adds.append((reader, self._read_for([nbytes for _, nbytes in lists])))
         window = 0
         for i, nbytes in adds:
-            window_tried = last_window[i] + (0 < used[i] > bounds[i] - nbytes)
+            window_tried = last_window[i] + (0 < fill[i] > bounds[i] - nbytes)
             window = max(window, window_tried)
         for i, nbytes in adds:
             if last_window[i] < window:
-                last_window[i], used[i] = window, 0
-            used[i] += nbytes
+                last_window[i], fill[i] = window, 0
+            fill[i] += nbytes
         self.count = max(self.count, window + 1)
         return window

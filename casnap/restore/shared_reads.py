@@ -187,7 +187,7 @@ class _SharedFetch:
                 crew.join(reading)
                 if i + 1 < schedule.windows:
                     reading = crew.start(partial(read, i + 1))
-                received = self._comm.all_to_all(parts.pop(0), room, proven=True)
+                received = self._comm.all_to_all(parts.pop(0), room, is_proven=True)
                 self._receive(i, received, requests[i])
 
     def _wanted_again(self) -> float:
@@ -221,7 +221,7 @@ class _SharedFetch:
         """Make the buffers for what this rank reads for others: if it fits, where they find it."""
         self._readers = self._shared.readers
         # One is written to again when all ranks have taken in the window after it.
-        self._buffers = [_buffer(self._shared.own, i) for i in range(_BUFFERS)]
+        self._buffers = [_buffer(self._shared.own_memory, i) for i in range(_BUFFERS)]
         if max(map(self._room, requested)) > len(self._buffers[0]):
             self._readers = [False] * self._comm.size
             most = max(map(self._room, requested))
@@ -437,8 +437,8 @@ class _SharedFetch:
             source = SharedItems(chunks, crew)
 
             def work() -> None:
-                for digest, raw, proven in source:
-                    if proven or digest_of(raw) == digest:
+                for digest, raw, is_proven in source:
+                    if is_proven or digest_of(raw) == digest:
                         self._hand_over(digest, True, (), raw)
                     else:
                         _log.warning(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from casnap.errors import UnavailableError
 from casnap.runtime.typing import override
@@ -240,19 +240,12 @@ def run_shielded(work: Callable[[Crew], T], limit: int | None = None) -> T:
     return results[0]
 
 
-def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
-    """Call two functions at once, each on a thread, and return their results."""
-    calls: list[Callable[[], Any]] = [first, second]
-    (_, of_first), (_, of_second) = mapped(lambda call: call(), calls, 2)
-    return of_first, of_second
-
-
-def beside(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+def run_both(work: Callable[[], T], other_work: Callable[[], U]) -> tuple[T, U]:
     """Call one function in this thread, and another one on a thread meanwhile."""
     results: list[U] = []
     with Crew() as crew:
-        started = crew.start(lambda: results.append(second()))
-        result = first()
+        started = crew.start(lambda: results.append(other_work()))
+        result = work()
         crew.join(started)
     return result, results[0]
 

@@ -302,16 +302,16 @@ def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str
         raise DamagedError(f"{label} names an unknown factory {spec.factory[:40]!r}")
 
     def build(children: list[Any]) -> Any:
-        built: dict[Any, Any] = dict(zip(keys, children, strict=True))
-        if len(built) != len(keys):
+        result: dict[Any, Any] = dict(zip(keys, children, strict=True))
+        if len(result) != len(keys):
             raise ValueError("a key is there twice")
         if entry.kind == "dict":
-            return built
+            return result
         if entry.kind == "Counter":
-            return Counter(built)
+            return Counter(result)
         if entry.kind == "defaultdict":
-            return defaultdict(None if spec.factory is None else _FACTORIES[spec.factory], built)
-        ordered = OrderedDict(built)
+            return defaultdict(None if spec.factory is None else _FACTORIES[spec.factory], result)
+        ordered = OrderedDict(result)
         if spec.metadata is not None:
             ordered._metadata = OrderedDict(spec.metadata)  # type: ignore[attr-defined]
         return ordered
@@ -325,10 +325,10 @@ def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
             raise DamagedError(f"{label} should be empty")
 
         def build(children: list[Any]) -> Any:
-            built = kind(children)
-            if len(built) != len(children):
+            result = kind(children)
+            if len(result) != len(children):
                 raise ValueError("an element is there twice")
-            return built
+            return result
 
         return None, build
 
@@ -388,9 +388,9 @@ def _read_sparse(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[s
                 indices, values, spec.size, is_coalesced=spec.coalesced, check_invariants=True
             )
         else:
-            compressed, plain, values = children
+            compressed, uncompressed, values = children
             tensor = torch.sparse_compressed_tensor(
-                compressed, plain, values, spec.size, layout=layout, check_invariants=True
+                compressed, uncompressed, values, spec.size, layout=layout, check_invariants=True
             )
         if spec.parameter:
             return torch.nn.Parameter(tensor, spec.requires_grad)

@@ -58,7 +58,7 @@ class _Split(NamedTuple):
 
     axis: int
     shards: int
-    which: int
+    number: int
     factor: int | None
 
 

@@ -80,7 +80,7 @@ class Division(NamedTuple):
     owned: dict[bytes, OwnedTensor]
     assigned: dict[int, Assignment]
     splits: bool
-    alone: bool = False
+    is_single_process: bool = False
 
 
 @without_torch_modes()
@@ -151,7 +151,7 @@ def _of_one_process(state: CapturedState) -> Division:
     for span in state.spans:
         scope = Scope.PER_RANK if span.per_rank else Scope.FROM_RANK_0
         scopes += [scope] * (span.stop - span.start)
-    return Division(scopes, [], {}, {}, splits=False, alone=True)
+    return Division(scopes, [], {}, {}, splits=False, is_single_process=True)
 
 
 def _keys(state: CapturedState) -> list[bytes]:

@@ -28,7 +28,7 @@ class Digests(NamedTuple):
             where the leaf is so small that its bytes stand in the entry.
     """
 
-    whole: dict[int, bytearray]
+    runs: dict[int, bytearray]
     only: dict[int, Digest]
     cells: dict[int, dict[int, bytes]]
 

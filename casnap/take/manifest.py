@@ -89,7 +89,7 @@ def build_manifest(
         StateError: Ranks contradict each other.
     """
     builder = _Builder(comm, state, division, digests, put)
-    if not division.alone:
+    if not division.is_single_process:
         builder.settle_scopes()
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
     if not contributions:
@@ -213,7 +213,7 @@ class _Builder:
             return with_payload(entry, _assembled(path, nbytes, count, runs, put))
         leaf = state.same_as.get(leaf, leaf)
         only = self._digests.only.get(leaf)
-        digests = bytes(self._digests.whole[leaf]) if only is None else only
+        digests = bytes(self._digests.runs[leaf]) if only is None else only
         return with_payload(entry, _payload(nbytes, digests, put))
 
 

@@ -370,10 +370,10 @@ def _disjoint_boxes(
         StateError: No rank holds some part of the tensor, or boxes overlap.
     """
     if not cover_once(shape, holders_of):
-        held = sum(box.numel for box in holders_of)
+        held_elements = sum(box.numel for box in holders_of)
         raise StateError(
-            f"{name}: of shape {shape}, the ranks hold {held:,} of {prod(shape):,} elements, not "
-            "each once; all ranks of its mesh must take part, each with all that it holds, and "
-            "shards overlap only if they are the same"
+            f"{name}: of shape {shape}, the ranks hold {held_elements:,} of {prod(shape):,} "
+            "elements, not each once; all ranks of its mesh must take part, each with all that it "
+            "holds, and shards overlap only if they are the same"
         )
     return sorted(holders_of.items(), key=lambda tile: tile[0].offsets)

@@ -152,7 +152,7 @@ class SplitCells:
         self._open: dict[tuple[bytes, int], _Joint] = {}
         self._bytes_in_use = 0
         self._whole: list[Piece] = []
-        self._room = shared.own
+        self._room = shared.own_memory
         self._slot: Slot | None = None
         if self._next is not None and not len(self._room):
             self._slot = _cell_slots.acquire(wait=False) or Slot(buffers.PAGE)
@@ -332,14 +332,14 @@ class SplitCells:
             return
         del self._open[part.key, part.first_cell]
 
-        def done() -> None:
+        def free_room() -> None:
             with self._lock:
                 self._bytes_in_use -= len(joint.view)
                 if place.at >= 0:
                     self._ring.free(place.at)
 
         self._whole.append(
-            Piece(joint.leaf, place.first_cell, joint.sizes, joint.view, joint, done=done)
+            Piece(joint.leaf, place.first_cell, joint.sizes, joint.view, joint, release=free_room)
         )
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         view: The bytes of all chunks, one after the other.
         owner: Keeps the memory alive.
         ready: Waits until the bytes are there; None if they are.
-        done: Gives the memory back; None if there is nothing to give back.
+        release: Gives the memory back; None if there is nothing to give back.
         part: Which part of the chunks this is; None if they are whole.
     """
 
@@ -51,24 +51,24 @@ class Piece(NamedTuple):
     view: Raw
     owner: object = None
     ready: Callable[[], None] | None = None
-    done: Callable[[], None] | None = None
+    release: Callable[[], None] | None = None
     part: SentPart | None = None
 
     def give_back(self) -> None:
         """Give the memory back, once no copy into it is running."""
-        if self.done is not None:
+        if self.release is not None:
             try:
                 if self.ready is not None:
                     self.ready()
             finally:
-                self.done()
+                self.release()
 
 
 def give_back(pieces: Iterable[Piece]) -> None:
     """Give the memory of all pieces back, even if an error is raised for one of them."""
     with ExitStack() as stack:
         for piece in pieces:
-            if piece.done is not None:
+            if piece.release is not None:
                 stack.callback(piece.give_back)
 
 
@@ -176,12 +176,12 @@ def _joined(box: Region, following: Region) -> Region | None:
 
 
 # Not the pool that packs are written from: a thread that holds a piece may wait for that pool.
-_pinned, _pinned_large = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
+_pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _from_device(number: int, first_cell: int, sizes: list[int], block: torch.Tensor) -> Piece:
     """Begin to copy a contiguous block from a device into pinned memory."""
-    pool = _pinned if block.nbytes <= PIECE_BYTES else _pinned_large
+    pool = _pinned_pool if block.nbytes <= PIECE_BYTES else _large_pinned_pool
     slot = pool.take()
     try:
         pin(slot, block.device)
@@ -206,7 +206,7 @@ def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list
                 # A piece in a bounded buffer is handed on at once, or its maker might wait for the
                 # buffer. Few parts at a time: those that wait to be sent are bounded.
                 enough = nbytes if piece.part is None else min(nbytes, PIECE_BYTES)
-                if total >= enough or len(batch) == _BATCH or piece.done is not None:
+                if total >= enough or len(batch) == _BATCH or piece.release is not None:
                     break
         if not batch:
             return
@@ -219,7 +219,7 @@ _BLOCK_BYTES = 64 << 20
 _LEAST_BLOCKS = 4
 # Seconds for which a thread waits for a copy before it looks for other work.
 _LOOK = 0.02
-_kept = Pool(_BLOCK_BYTES, None)
+_block_pool = Pool(_BLOCK_BYTES, None)
 
 
 class _Block:
@@ -242,12 +242,12 @@ class _Block:
         with self._lock:
             self._users += 1
 
-    def done(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._users -= 1
             is_last = self._users == 0
         if is_last:
-            _kept.release(self.slot)
+            _block_pool.release(self.slot)
 
 
 class _Copying(NamedTuple):
@@ -276,7 +276,9 @@ class StagedCopies:
 
     def __init__(self, max_bytes: int | None, threads: int | None = None) -> None:
         self._threads = threads
-        _kept.limit = None if max_bytes is None else max(_LEAST_BLOCKS, max_bytes // _BLOCK_BYTES)
+        _block_pool.limit = (
+            None if max_bytes is None else max(_LEAST_BLOCKS, max_bytes // _BLOCK_BYTES)
+        )
         self._when_full: Callable[[], None] = lambda: None
         # All copies in order, how many of them were drawn, and what frees those that were read.
         self._copies: list[Piece] = []
@@ -321,7 +323,7 @@ class StagedCopies:
                     if block is None or target is None:
                         full, block = block, None
                         if full is not None:
-                            full.done()
+                            full.release()
                         block = _Block(self._slot())
                         target = block.room(len(piece.view))
                         assert target is not None
@@ -331,8 +333,8 @@ class StagedCopies:
                 under_way = threading.Lock()
                 under_way.acquire()
                 wait = partial(_wait_for, under_way)
-                on_read = partial(self._note_read, block.done)
-                copy = piece._replace(view=target, owner=None, ready=wait, done=on_read)
+                on_read = partial(self._note_read, block.release)
+                copy = piece._replace(view=target, owner=None, ready=wait, release=on_read)
                 block.share()
                 with self._changed:
                     self._copies.append(copy)
@@ -340,7 +342,7 @@ class StagedCopies:
                 yield _Copying(piece, target, under_way)
         finally:
             if block is not None:
-                block.done()
+                block.release()
 
     def _copy(self, source: SharedItems[_Copying]) -> None:
         for piece, target, under_way in source:
@@ -354,12 +356,12 @@ class StagedCopies:
                 piece.give_back()
 
     def _slot(self) -> Slot:
-        slot = _kept.acquire(wait=False)
+        slot = _block_pool.acquire(wait=False)
         if slot is None:
             self._when_full()
             for copies in list(_with_copies):
                 copies._forget()
-            slot = _kept.take()
+            slot = _block_pool.take()
         return slot
 
     def _note_read(self, on_read: Callable[[], None]) -> None:

@@ -255,7 +255,7 @@ class _Take:
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.state, transaction, options.progress)
-            if self._division.alone:
+            if self._division.is_single_process:
                 hasher.hash_all(batches, crew)
             else:
                 Exchange(comm, crew, self._division).run(batches, hasher.hash)

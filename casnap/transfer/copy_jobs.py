@@ -20,11 +20,11 @@ class Placement(NamedTuple):
 
     Attributes:
         tags: The tags that it is to have there.
-        gone: The snapshots there that it replaces, by full name.
+        replaced: The snapshots there that it replaces, by full name.
     """
 
     tags: tuple[str, ...]
-    gone: Mapping[str, Row]
+    replaced: Mapping[str, Row]
 
 
 class CopyJob(NamedTuple):
@@ -56,8 +56,8 @@ class CopyJob(NamedTuple):
         if self.place is not None:
             return self.place(table, seq)
         row = table.get(self.new_name)
-        gone = {self.new_name: row} if row is not None and row.commit in self.replaces else {}
-        return Placement(self.row.tags, gone)
+        replaced = {self.new_name: row} if row is not None and row.commit in self.replaces else {}
+        return Placement(self.row.tags, replaced)
 
 
 @dataclass(frozen=True, kw_only=True)

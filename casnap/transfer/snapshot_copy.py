@@ -54,7 +54,7 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
         return None
     placement = job.placement(table, seq)
     check_path_is_free(backend, job.new_name)
-    check_free(table, job.new_name, overwrite=job.new_name in placement.gone, uri=backend.uri)
+    check_free(table, job.new_name, overwrite=job.new_name in placement.replaced, uri=backend.uri)
     return placement
 
 
@@ -280,9 +280,9 @@ class SnapshotCopy:
                     tags=(*notes, *placement.tags),
                 )
             )
-            self._gone = dict(placement.gone)
+            self._gone = dict(placement.replaced)
             if job.prune is not None:
-                self._gone |= job.prune(table, placement.gone, new_rows[-1])
+                self._gone |= job.prune(table, placement.replaced, new_rows[-1])
             changes: dict[str, Row | None] = dict.fromkeys(self._gone)
             if job.thin is not None:
                 changes |= job.thin(table, self._gone, new_rows[-1], transaction)

@@ -269,7 +269,7 @@ def test_an_async_take_stages_no_more_than_it_may(
     assert torch.equal(
         snapshot.read_object("s/x", index=slice(-5, None)), torch.arange(36_000_000)[-5:]
     )
-    assert staging._kept._made <= 4
+    assert staging._block_pool._made <= 4
 
 
 def test_slots_are_bounded(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_slots_are_bounded(tmp_path: Path) -> None:
         taken(tmp_path / "run" / device, {"x": x})
         assert counts[PAGEABLE] == 0
     slots = [nbytes for nbytes, _ in module.cudart().registered.values()]
-    assert slots.count(staging._pinned.slot_bytes) <= 4
+    assert slots.count(staging._pinned_pool.slot_bytes) <= 4
 
 
 # --- errors -----------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def memory(key: str, content: bytes) -> MemoryBackend:
 
 
 def forget(backend: MemoryBackend) -> None:
-    backend._open_store.clear()
+    backend._objects.clear()
 
 
 def footer(head: bytes) -> object:

@@ -61,7 +61,7 @@ class Thread(Comm):
         parts: Sequence[bytes | memoryview],
         room: memoryview | None = None,
         *,
-        proven: bool = False,
+        is_proven: bool = False,
     ) -> list[memoryview]:
         assert len(parts) == self.size
         for box, part in zip(self._boxes[self.rank], parts, strict=True):

@@ -104,7 +104,7 @@ def test_copies_that_are_not_there_any_more(tmp_path: Path) -> None:
         store = Store(disk / "store")
         large = {"s": StateDict(w=dense(9, 5 * STATE // 2))}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(staging, "_kept", Pool(STATE // 4, None))
+            patch.setattr(staging, "_block_pool", Pool(STATE // 4, None))
             patch.setattr(staging, "_BLOCK_BYTES", STATE // 4)
             patch.setattr(staging, "PIECE_BYTES", STATE // 8)
             pending = store.async_take(large, "new", max_staging_bytes=1, progress=Filling(disk))

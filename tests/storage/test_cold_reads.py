@@ -148,8 +148,8 @@ def test_hints_are_not_believed(
     "change",
     [
         {"codec": 9},
-        {"offset": -1, "stored": -5},
-        {"pack": b"", "stored": 1 << 40, "raw": 1 << 40},
+        {"offset": -1, "stored_size": -5},
+        {"pack": b"", "stored_size": 1 << 40, "raw_size": 1 << 40},
     ],
 )
 def test_hints_that_make_no_sense(

@@ -144,9 +144,9 @@ def untouched(folder: Path) -> Iterator[None]:
 
 def assert_given_back() -> None:
     """Check that no call holds memory of a pool, and that no thread of casnap works on."""
-    for pool in (shared_pool(CHUNK + (64 << 10)), staging._kept):
+    for pool in (shared_pool(CHUNK + (64 << 10)), staging._block_pool):
         assert len(pool._free) == pool._made
-        assert pool is staging._kept or pool._made <= SLOTS
+        assert pool is staging._block_pool or pool._made <= SLOTS
     # Python never forgets a thread whose start was interrupted.
     # A daemon serves the connections of the whole process.
     left = [t for t in threading.enumerate() if t.name.startswith("casnap") and not t.daemon]

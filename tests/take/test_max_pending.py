@@ -126,7 +126,7 @@ def test_takes_and_preemption_wait_for_all(store, tmp_path):
 def test_all_pending_takes_share_the_memory_for_copies(store, monkeypatch):
     """With a bound, the second take waits for memory; without, each has a copy of its state."""
     pool = Pool(256 << 10, None)
-    monkeypatch.setattr(staging, "_kept", pool)
+    monkeypatch.setattr(staging, "_block_pool", pool)
     monkeypatch.setattr(staging, "_BLOCK_BYTES", pool.slot_bytes)
     monkeypatch.setattr(staging, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(staging, "cores", lambda: 1)

@@ -46,7 +46,7 @@ def little_room() -> Iterator[None]:
         (split_cells, "_WINDOW_BYTES", 12 * CHUNK),
         (split_cells, "_cell_slots", Pool(2 * CHUNK, 1)),
         (staging, "_BLOCK_BYTES", CHUNK),
-        (staging, "_kept", Pool(CHUNK, None)),
+        (staging, "_block_pool", Pool(CHUNK, None)),
         (staging, "cores", lambda: 2),
     ]
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ def take(path: str, axis: int, how: str) -> int:
         (plan, "_JOINT_BYTES", 2 * CHUNK),
         (staging, "PIECE_BYTES", 4 * CHUNK),
         (staging, "_BLOCK_BYTES", 8 * CHUNK),
-        (staging, "_kept", Pool(8 * CHUNK, 2)),
+        (staging, "_block_pool", Pool(8 * CHUNK, 2)),
     ]
     with ExitStack() as stack:
         for owner, name, value in little:

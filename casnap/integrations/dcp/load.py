@@ -72,14 +72,14 @@ class PlanLoad:
         loading, planner = Loading(self._contents), self._planner
         parts = [self._part(i) for i in plan.items if i.type is LoadItemType.TENSOR]
         objects = [i for i in plan.items if i.type is LoadItemType.BYTE_IO]
-        apart = _apart(parts)
-        fresh = {i: torch.empty_like(parts[i].target) for i in apart}
+        overlapping = _overlapping(parts)
+        fresh = {i: torch.empty_like(parts[i].target) for i in overlapping}
         by_path: dict[str, list[int]] = {}
         for i, part in enumerate(parts):
             by_path.setdefault(part.value.path, []).append(i)
         for path, numbers in by_path.items():
-            filled = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
-            loading.add(path, parts[numbers[0]].value.entry, filled)
+            fills = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
+            loading.add(path, parts[numbers[0]].value.entry, fills)
         for item in objects:
             for path, entry in _entries_below(
                 self._contents, self._values[item.storage_index.fqn].path
@@ -123,10 +123,10 @@ def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]
     entry = entries.get(slash + inner)
     assert entry is not None
     yield path, entry
-    yield from ((key + below, e) for below, e in entries.items_below(f"{slash}{inner}/"))
+    yield from ((key + inner_path, e) for inner_path, e in entries.items_below(f"{slash}{inner}/"))
 
 
-def _apart(parts: list[_TensorRead]) -> set[int]:
+def _overlapping(parts: list[_TensorRead]) -> set[int]:
     """Return the parts whose memory others are to fill as well, perhaps with other values."""
 
     def content(name: tuple[str, int]) -> object:

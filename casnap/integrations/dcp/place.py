@@ -86,15 +86,15 @@ def name_below(store: Store, path: str) -> str | None:
     root = store.uri.rstrip("/")
     if "://" in root:
         return path[len(root) :].strip("/") if f"{path}/".startswith(f"{root}/") else None
-    plain = local_path(path)
-    if "://" in plain:
+    local = local_path(path)
+    if "://" in local:
         return None
     root = os.path.realpath(root)
     # Links are followed, as DCP does. One that leads out of the store is a name in it.
-    for way in (Path(os.path.realpath(plain)), as_written(Path(plain))):
-        for above in (way, *way.parents):
-            if os.path.realpath(above) == root:
-                return "" if above == way else str(way.relative_to(above))
+    for way in (Path(os.path.realpath(local)), as_written(Path(local))):
+        for folder in (way, *way.parents):
+            if os.path.realpath(folder) == root:
+                return "" if folder == way else str(way.relative_to(folder))
     return None
 
 

@@ -80,10 +80,12 @@ def _agreed_paths(comm: Comm, own: Mapping[ObjectPath, None]) -> list[ObjectPath
     Most are known to rank 0, so the others name only the rest.
     """
     first = comm.broadcast_message(_Paths(list(own)), _Paths)
-    known = set(first.paths)
-    came = comm.gather_messages(_Paths([path for path in own if path not in known]), _Paths)
-    rest = _Paths(list(dict.fromkeys(path for each in came for path in each.paths)))
-    return [*first.paths, *comm.broadcast_message(rest, _Paths).paths]
+    known_paths = set(first.paths)
+    answers = comm.gather_messages(
+        _Paths([path for path in own if path not in known_paths]), _Paths
+    )
+    further_paths = _Paths(list(dict.fromkeys(path for each in answers for path in each.paths)))
+    return [*first.paths, *comm.broadcast_message(further_paths, _Paths).paths]
 
 
 class _PlanReader:
@@ -131,9 +133,9 @@ class _PlanReader:
         if len(parts) == 1 and parts[0].box == Region.whole(shape):
             yield from flatten(parts[0].tensor, path, allow_pickle=self._allow_pickle)
             return
-        held = [part for part in parts if part.box.numel]
-        if held:
-            boxes, tensors = zip(*((part.box, part.tensor) for part in held), strict=True)
+        held_boxes = [part for part in parts if part.box.numel]
+        if held_boxes:
+            boxes, tensors = zip(*((part.box, part.tensor) for part in held_boxes), strict=True)
             yield describe_shards(path, Shards(shape, boxes, tensors, tensors[0]))
 
     def _whole_tensor(self, items: list[WriteItem]) -> torch.Tensor | None:
@@ -235,8 +237,8 @@ def check_boxes(path: str, value: object, shape: tuple[int, ...], boxes: list[Re
 def _check_said(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:
     if not isinstance(value, torch.Tensor) or not holds_parts(value):
         return
-    whole, held = said_of_parts(value)
-    are_held = (any(box == box.intersect(own) for own in held) for box in boxes if box.numel)
+    whole, held_boxes = said_of_parts(value)
+    are_held = (any(box == box.intersect(own) for own in held_boxes) for box in boxes if box.numel)
     if shape != whole or not all(are_held):
         raise UnsupportedTypeError(
             f"{path}: the planner has this tensor as one of shape {shape}, but it says that it "

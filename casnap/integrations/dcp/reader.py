@@ -99,9 +99,11 @@ class CasnapReader(StorageReader):
             self._place.id  # noqa: B018 - raises if there is no path
             path, store, storage_options = self._place
             assert path is not None
-            opened, name = find_store(path, storage_options, store, create=False)
-            contents = Contents(opened.open_store, opened.full_name(name), opened.row(name))
-            folder = opened.open_store.backend.folder
+            found_store, name = find_store(path, storage_options, store, create=False)
+            contents = Contents(
+                found_store.open_store, found_store.full_name(name), found_store.row(name)
+            )
+            folder = found_store.open_store.backend.folder
             if folder is not None and _is_dcps_own(folder / contents.name / ".metadata"):
                 raise StateError(
                     f"{folder / contents.name} holds a snapshot of casnap, and a checkpoint that "
@@ -151,9 +153,9 @@ class CasnapReader(StorageReader):
             loaded = PlanLoad(contents, self._values, planner, self._allow_pickle)
             loaded.run(plan, fetch if comm.size > 1 and self._read_once else None)
             comm.all_gather(b"")
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:

@@ -112,13 +112,13 @@ def _new_of(kind: type) -> Callable[..., Any]:
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         """Return an object of casnap's, which is then not initialized again; or one of ``cls``."""
         if cls in (*_WRITERS, *_READERS):
-            instance = _made(cls, args, kwargs)
+            instance = _construct(cls, args, kwargs)
         else:
             instance = _made_of_subclass(cls, _path_in(args, kwargs))
         if instance is not None:
             return instance
-        above: Any = super(kind, cls).__new__  # type: ignore[arg-type]
-        return above(cls) if above is object.__new__ else above(cls, *args, **kwargs)
+        parent_new: Any = super(kind, cls).__new__  # type: ignore[arg-type]
+        return parent_new(cls) if parent_new is object.__new__ else parent_new(cls, *args, **kwargs)
 
     return new
 
@@ -153,7 +153,7 @@ def _path_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs.get("path")
 
 
-def _made(
+def _construct(
     cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CasnapWriter | CasnapReader | None:
     """Return the writer or reader of casnap's for the arguments of one of torch's, if any."""
@@ -190,8 +190,8 @@ def _place_of(path: Any) -> tuple[_Installed | None, str]:
         return None, ""
     # Another thread may install one meanwhile.
     candidates = [(each, name_below(each.store, text)) for each in tuple(_installed.values())]
-    below = [(each, name) for each, name in candidates if name is not None]
-    return max(below, key=lambda place: len(place[0].store.uri), default=(None, ""))
+    names_below = [(each, name) for each, name in candidates if name is not None]
+    return max(names_below, key=lambda place: len(place[0].store.uri), default=(None, ""))
 
 
 _real_save = _ProcessBasedAsyncCheckpointExecutor.execute_save

@@ -52,14 +52,14 @@ class RunFolder:
         """Return the commits of the snapshots whose folders were deleted, by their names."""
         with os.scandir(self._path) as entries:
             names = {entry.inode(): entry.name for entry in entries}
-        there, deleted = set(names.values()), {}
+        present, deleted = set(names.values()), {}
         for name, (commit, inode) in list(self._folders.items()):
-            if self._folder(name).name not in there and self._is_gone(name):
+            if self._folder(name).name not in present and self._is_gone(name):
                 row = table.get(name)
                 if row is None or row.commit != commit:
                     # It was forgotten.
                     del self._folders[name]
-                elif inode not in names or self._marked(names[inode]) != commit:
+                elif inode not in names or self._commit_of(names[inode]) != commit:
                     deleted[name] = commit
         return deleted
 
@@ -74,10 +74,10 @@ class RunFolder:
             return True
         return False
 
-    def _marked(self, last: str) -> bytes | None:
+    def _commit_of(self, name: str) -> bytes | None:
         """Return the commit that the marker in a folder names, if there is one."""
         with suppress(OSError, CasnapError):
-            key = f"{self._prefix}{last}/{MARKER}"
+            key = f"{self._prefix}{name}/{MARKER}"
             return commit_in(self._store.open_store.backend.read_marker(key))
         return None
 
@@ -85,17 +85,17 @@ class RunFolder:
         """Note the folders of what earlier processes have saved by DCP."""
         open_store = self._store.open_store
         verdicts = MissingFoldersChange(open_store, self._prefix.rstrip("/")).judge(table)
-        own = [v for v in verdicts if "/" not in v.name.removeprefix(self._prefix)]
-        for name, commit in ((v.name, v.row.commit) for v in own):
+        own_verdicts = [v for v in verdicts if "/" not in v.name.removeprefix(self._prefix)]
+        for name, commit in ((v.name, v.row.commit) for v in own_verdicts):
             folder = self._folder(name)
-            if self._marked(folder.name) == commit and is_notice(folder / ".metadata"):
+            if self._commit_of(folder.name) == commit and is_notice(folder / ".metadata"):
                 self.note(name, commit)
-        if gone := sum(not verdict.kept for verdict in own):
+        if count := sum(not verdict.kept for verdict in own_verdicts):
             uri = open_store.backend.uri
             text = (
                 "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
             )
-            _log.warning(text, uri, gone, f"`casnap prune {uri} --missing-folders` forgets these")
+            _log.warning(text, uri, count, f"`casnap prune {uri} --missing-folders` forgets these")
 
 
 _runs: dict[str, RunFolder] = {}

@@ -71,8 +71,8 @@ class _Kept:
         return nbytes
 
 
-_kept = PerProcess(_Kept)
-on_release(lambda: _kept.value.give_up())
+_kept_memory = PerProcess(_Kept)
+on_release(lambda: _kept_memory.value.give_up())
 
 
 class KeptStager:
@@ -96,7 +96,7 @@ class KeptStager:
         """Return a copy of a state; later changes do not show in it."""
         self._staged_parts, self._lost_parts = path_of_parts(state_dict), None
         if self._stager is None:
-            stager = self._stager = _kept.value.take()
+            stager = self._stager = _kept_memory.value.take()
         else:
             # The save before is not done, or has failed: then it is not known which are free.
             stager, self._stager = _new_stager(), None
@@ -118,7 +118,7 @@ class KeptStager:
         # It may be that of another save, which was staged meanwhile.
         if stager is not None and not _copies(stager).keys().isdisjoint(map(_address, saved)):
             self._stager = None
-            _kept.value.keep(stager)
+            _kept_memory.value.keep(stager)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the copies out: what DCP sends to another process holds them already.

@@ -172,10 +172,10 @@ class CasnapWriter(KeptStager, StorageWriter):
             number = ranks.index(own_rank())
             names = [f"__{number}_0.distcp", *([".metadata"] if number == 0 else [])]
             put_notices(self._save.snapshot, _NOTICE, *names)
-        done: Future[list[WriteResult]] = Future()
+        future: Future[list[WriteResult]] = Future()
         # DCP would gather results of all ranks, only to give them to finish().
-        done.set_result([])
-        return done
+        future.set_result([])
+        return future
 
     def _take(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
         refuse_nested_take()
@@ -183,18 +183,18 @@ class CasnapWriter(KeptStager, StorageWriter):
         path, store, storage_options = place
         assert path is not None
         comm = join_ranks(ranks, self._timeout, f"the dcp.save of {place.id!r}")
-        opened, name = find_store_together(path, storage_options, store, comm)
-        options, leads, full = self._options, comm.rank == 0, opened.full_name(name)
+        found_store, name = find_store_together(path, storage_options, store, comm)
+        options, leads, full = self._options, comm.rank == 0, found_store.full_name(name)
         if leads:
-            options = replace(options, forget=deleted_folders(opened, full))
-        snapshot = opened.take_from(
+            options = replace(options, forget=deleted_folders(found_store, full))
+        snapshot = found_store.take_from(
             comm,
             lambda: planned(comm, plan, planner, allow_pickle=options.allow_pickle),
             name,
             options,
         )
         if leads:
-            note_saved(opened, full, snapshot.row.commit)
+            note_saved(found_store, full, snapshot.row.commit)
         self.snapshot = self._save.snapshot = snapshot
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

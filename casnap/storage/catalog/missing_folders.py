@@ -33,7 +33,7 @@ class _Listing(NamedTuple):
     run: str
     names: frozenset[str]
 
-    def marked(self, name: str) -> bytes | None:
+    def commit_of(self, name: str) -> bytes | None:
         """Return the commit that the marker in a folder here names; None if there is no marker."""
         key = "/".join(part for part in (self.run, name, MARKER) if part)
         try:
@@ -45,7 +45,7 @@ class _Listing(NamedTuple):
 
     def markers(self) -> set[bytes]:
         """Return the commits that the markers in all folders here name."""
-        commits = map(self.marked, self.names)
+        commits = map(self.commit_of, self.names)
         return {commit for commit in commits if commit is not None}
 
 
@@ -167,7 +167,7 @@ def unknown_markers(store: OpenStore) -> dict[str, bytes]:
         if listing is None or len(listing.names) > _MOST_NAMES:
             continue
         for name in sorted(listing.names):
-            commit = listing.marked(name)
+            commit = listing.commit_of(name)
             if commit is not None:
                 markers[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.

@@ -157,8 +157,8 @@ def publish_tag(store: OpenStore, tag: str, name: str, commit_id: str) -> None:
                 f"{store.backend.uri}: the snapshot {name!r} was replaced in the meantime"
             )
         others = {n: r for n, r in snapshots_in(table) if n != name and tag in r.user_tags}
-        previous = max(others, key=lambda other: others[other].seq, default="")
-        changes = {other: without_tags(its_row, [tag]) for other, its_row in others.items()}
+        previous = max(others, key=lambda name: others[name].seq, default="")
+        changes = {name: without_tags(its_row, [tag]) for name, its_row in others.items()}
         if tag not in row.user_tags:
             changes[name] = with_tags(row, [tag])
         return changes

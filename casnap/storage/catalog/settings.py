@@ -30,8 +30,8 @@ def check_codec(name: str) -> str:
         ValueError: There is none of this name.
     """
     if name not in CODECS:
-        known = ", ".join(map(repr, CODECS))
-        raise ValueError(f"codec is one of {known}; got {name!r:.80}")
+        names = ", ".join(map(repr, CODECS))
+        raise ValueError(f"codec is one of {names}; got {name!r:.80}")
     return name
 
 

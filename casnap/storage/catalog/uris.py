@@ -30,12 +30,12 @@ class Uri(NamedTuple):
 
     store: str
     name: str
-    above: tuple[str, str]
+    parent: tuple[str, str]
 
     @property
     def is_bucket(self) -> bool:
         """Whether the store is a whole bucket."""
-        return not self.above[0]
+        return not self.parent[0]
 
 
 def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
@@ -48,7 +48,7 @@ def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
     uri = store_uri(path)
     if uri is None or uri.name:
         return uri
-    store, name = uri.above
+    store, name = uri.parent
     if not store:
         raise InvalidNameError(
             f"{uri.store} names a bucket, not a snapshot in it; add a name, like "

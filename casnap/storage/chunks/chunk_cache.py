@@ -64,7 +64,7 @@ class CachedPack(NamedTuple):
         store_id: The store of the pack.
     """
 
-    used: float
+    last_use: float
     nbytes: int
     path: Path
     store_id: str
@@ -119,15 +119,15 @@ class ChunkCache:
         cached: Placed = []
         elsewhere: Placed = []
         runs: dict[bytes, list[tuple[int, int]]] = {}
-        for located in places:
-            place = located[0]
+        for wanted_place in places:
+            place = wanted_place[0]
             if place.pack not in runs:
                 runs[place.pack] = self._runs(place.pack)
             before = bisect_right(runs[place.pack], place.offset, key=lambda run: run[0]) - 1
             is_here = (
                 before >= 0 and place.offset + place.stored_size <= runs[place.pack][before][1]
             )
-            (cached if is_here else elsewhere).append(located)
+            (cached if is_here else elsewhere).append(wanted_place)
         return cached, elsewhere
 
     def _runs(self, pack: bytes) -> list[tuple[int, int]]:
@@ -233,7 +233,7 @@ class ChunkCache:
         for pack in packs:
             if total <= most:
                 break
-            if not 0 <= now - pack.used < _YOUNG:
+            if not 0 <= now - pack.last_use < _YOUNG:
                 pack.path.unlink(missing_ok=True)
                 total -= pack.nbytes
         return total
@@ -308,9 +308,9 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
                 "leave it out"
             )
         return None
-    asked = cache_bytes_asked() if nbytes is None else nbytes
-    folder = folder_for_chunks(FOLDER) if asked else None
-    return None if folder is None else CacheRoom(folder, asked)
+    cache_setting = cache_bytes_asked() if nbytes is None else nbytes
+    folder = folder_for_chunks(FOLDER) if cache_setting else None
+    return None if folder is None else CacheRoom(folder, cache_setting)
 
 
 # --- what people see of it --------------------------------------------------------------------

@@ -85,8 +85,8 @@ class ChunkForms:
             base, sizes[digest] = self._written[digest]
         if base is None:
             return sizes
-        rest = self._newest_chain(base)
-        return {**sizes, **{d: place.stored_size for d, place in rest}} if rest else {}
+        base_chain = self._newest_chain(base)
+        return {**sizes, **{d: place.stored_size for d, place in base_chain}} if base_chain else {}
 
 
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:

@@ -14,7 +14,7 @@ from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, whole_pages
-from casnap.runtime.threads import Crew, SharedItems, beside, cores
+from casnap.runtime.threads import Crew, SharedItems, cores, run_both
 from casnap.storage.chunks.pack import Room
 
 _READ_BYTES = 16 << 20
@@ -138,33 +138,33 @@ def read_places(
     options: ReadOptions = DEFAULT_READ,
 ) -> list[FailedRead]:
     """Read the chunks at these places; return the places that failed, and why."""
-    located, failures = [], []
+    wanted_places, failures = [], []
     for place, wants in places:
         if _is_plausible(place, wants[0], chunk_size):
-            located.append((place, wants))
+            wanted_places.append((place, wants))
         else:
             failures.append(FailedRead(place, wants, Failure(Reason.IMPOSSIBLE)))
-    direct, joined = _split_direct(backend, located, options)
+    direct, joined = _split_direct(backend, wanted_places, options)
     read_direct = partial(_read_in_place, backend, direct, options)
     if direct and joined and backend.costly_requests and options.readers:
         # A few small chunks would take a round trip more after the others, or before.
         read_joined = partial(_read_joined, backend, chunk_size, joined, options)
-        retried, bad = beside(read_direct, read_joined)
+        retried, bad = run_both(read_direct, read_joined)
         return failures + bad + _read_joined(backend, chunk_size, retried, options)
     return failures + _read_joined(backend, chunk_size, joined + read_direct(), options)
 
 
 def _read_joined(
-    backend: Backend, chunk_size: int, located: list[Located], options: ReadOptions
+    backend: Backend, chunk_size: int, wanted_places: list[Located], options: ReadOptions
 ) -> list[FailedRead]:
     """Read chunks into buffers, neighbours together; return those that failed, and why."""
     failures: list[FailedRead] = []
-    total = sum(place.stored_size for place, _ in located)
-    largest = max((place.stored_size for place, _ in located), default=0)
+    total = sum(place.stored_size for place, _ in wanted_places)
+    largest = max((place.stored_size for place, _ in wanted_places), default=0)
     readers = _readers(backend)
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if options.budget is None else options.budget)
-    reads = list(coalesce(located, max(largest + 2 * PAGE, unit), max_gap(backend)))
+    reads = list(coalesce(wanted_places, max(largest + 2 * PAGE, unit), max_gap(backend)))
     most = whole_pages(max((read.stop - read.start for read in reads), default=0) + PAGE)
     if not reads:
         return []
@@ -207,17 +207,17 @@ def _read_joined(
 
 
 def _split_direct(
-    backend: Backend, located: list[Located], options: ReadOptions
+    backend: Backend, wanted_places: list[Located], options: ReadOptions
 ) -> tuple[list[Located], list[Located]]:
     """Return the chunks that are read straight into the memory that wants them, and the others."""
     in_place: list[Located] = []
-    rest: list[Located] = []
-    for place, wants in located:
+    others: list[Located] = []
+    for place, wants in wanted_places:
         large = place.codec == Codec.RAW and place.raw_size >= _LARGE_BYTES
         in_room = options.room is not None and not wants[0].is_node
         has_place = in_room or _target(wants) is not None
-        (in_place if large and has_place else rest).append((place, wants))
-    return in_place, rest
+        (in_place if large and has_place else others).append((place, wants))
+    return in_place, others
 
 
 def _read_in_place(
@@ -293,8 +293,10 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
     finally:
         options.keep(run.pack, [(place.offset, target) for place, _, target in verified.values()])
         if room is not None:
-            located = verified.values()
-            room.keep([(w[0].digest, p.offset - run.start, p.raw_size) for p, w, _ in located])
+            wanted_places = verified.values()
+            room.keep(
+                [(w[0].digest, p.offset - run.start, p.raw_size) for p, w, _ in wanted_places]
+            )
     for _, wants, target in verified.values():
         for want in wants:
             want.sink(target)

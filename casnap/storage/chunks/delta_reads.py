@@ -97,22 +97,22 @@ class DeltaReader:
         self._find_all = find_all
         self._find_bytes = find_bytes
 
-    def read(self, located: list[Located], at_once: int) -> list[FailedRead]:
+    def read(self, wanted_places: list[Located], at_once: int) -> list[FailedRead]:
         """Read chunks at places of deltas, and hand them to their sinks; return those that failed.
 
         Args:
-            located: The places.
+            wanted_places: The places.
             at_once: How many threads read and apply deltas.
         """
         failures: list[FailedRead] = []
-        neighbours = sorted(located, key=lambda each: (each[0].pack, each[0].offset))
+        neighbours = sorted(wanted_places, key=lambda each: (each[0].pack, each[0].offset))
         groups = batches(neighbours, lambda each: each[0].raw_size, _GROUP_BYTES)
         for _, failed in mapped(self._read_group, groups, at_once):
             failures += failed
         return failures
 
-    def _read_group(self, located: list[Located]) -> list[FailedRead]:
-        chains = [_Chain(p, wants, (p, wants[0].digest)) for p, wants in located]
+    def _read_group(self, wanted_places: list[Located]) -> list[FailedRead]:
+        chains = [_Chain(p, wants, (p, wants[0].digest)) for p, wants in wanted_places]
         self._read_chains(chains)
         failures = []
         for chain in chains:
@@ -168,7 +168,7 @@ class DeltaReader:
                 chain.failure = Failure(Reason.CHANGED, str(e))
                 continue
             raw = self._find_bytes(base)
-            if raw is None or len(raw) != chain.place.raw:
+            if raw is None or len(raw) != chain.place.raw_size:
                 bases[chain] = base
             else:
                 chain.raw = raw

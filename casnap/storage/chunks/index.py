@@ -281,7 +281,9 @@ class Index:
         missing = [d for d in digests if d not in by_digest]
         if missing:
             searched = search(self._backend, large, self._segment_lengths(large), missing)
-            by_digest |= {digest: where[0][1] for digest, where in searched.items() if where}
+            by_digest |= {
+                digest: record_list[0][1] for digest, record_list in searched.items() if record_list
+            }
         return [by_digest.get(digest) for digest in digests]
 
     def _segment_lengths(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:

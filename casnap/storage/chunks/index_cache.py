@@ -363,12 +363,12 @@ class LmdbCache(IndexCache):
 
 def preferred(places: Iterable[Place]) -> Place | None:
     """Return the first of some places where a chunk is not stored as a delta; else the first."""
-    first = None
+    fallback = None
     for place in places:
         if place.codec != _DELTA:
             return place
-        first = first or place
-    return first
+        fallback = fallback or place
+    return fallback
 
 
 def _u32(data: bytes) -> int:
@@ -431,7 +431,7 @@ class CachedIndex(NamedTuple):
         uri: Where the store is, or was; empty if that is not known.
     """
 
-    used: float
+    last_use: float
     nbytes: int
     folder: Path
     uri: str
@@ -444,7 +444,7 @@ class CachedIndex(NamedTuple):
 
     def is_needless(self) -> bool:
         """Whether its boot is over, its local store is gone, or nobody used it for a month."""
-        if time.time() - self.used > _UNUSED_SECONDS:
+        if time.time() - self.last_use > _UNUSED_SECONDS:
             return True
         boot = (self.folder / "boot").read_bytes()
         return boot != boot_id().encode() or _is_gone(self.uri)
@@ -474,12 +474,12 @@ def cached_indexes(base: Path) -> Iterator[CachedIndex]:
             continue
         # Without this file, the cache is just being made.
         with contextlib.suppress(OSError):
-            used = (folder / "boot").stat().st_mtime
+            last_use = (folder / "boot").stat().st_mtime
             nbytes = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
             uri = ""
             with contextlib.suppress(FileNotFoundError):
                 uri = (folder / _URI).read_text("utf-8", "surrogateescape")
-            yield CachedIndex(used, nbytes, folder, uri)
+            yield CachedIndex(last_use, nbytes, folder, uri)
 
 
 def _make_room(base: Path) -> None:
@@ -527,7 +527,7 @@ def open_cache(name: str, uri: str) -> IndexCache:
         # A cache whose files were deleted stays open, since other threads may be using it.
         if cache is None or not (folder / "data.mdb").exists():
             try:
-                cache = _opened(base, folder, uri)
+                cache = _open_folder(base, folder, uri)
             except (lmdb.Error, OSError) as e:
                 _log.warning(
                     "the cache %s cannot be used (%s); the index is kept in memory", folder, e
@@ -539,7 +539,7 @@ def open_cache(name: str, uri: str) -> IndexCache:
         return cache
 
 
-def _opened(base: Path, folder: Path, uri: str) -> LmdbCache:
+def _open_folder(base: Path, folder: Path, uri: str) -> LmdbCache:
     if not folder.exists():
         _make_room(base)
     elif refusal := why_refused(folder):

@@ -70,11 +70,11 @@ class NewPacks:
         """Return what one thread fills packs of chunks with."""
         return self._chunks.filler()
 
-    def claim(self, digests: list[Digest], wanted: list[bool]) -> list[bool]:
+    def claim(self, digests: list[Digest], wanted_digests: list[bool]) -> list[bool]:
         """Return which of the wanted digests the caller is to write: no other thread has them."""
         claimed = []
         with self._lock:
-            for digest, is_wanted in zip(digests, wanted, strict=True):
+            for digest, is_wanted in zip(digests, wanted_digests, strict=True):
                 claimed.append(is_wanted and digest not in self._claimed)
                 if claimed[-1]:
                     self._claimed.add(digest)
@@ -83,7 +83,7 @@ class NewPacks:
     def add_node(self, digest: Digest, node: bytes) -> None:
         """Write a node that was claimed; from one thread."""
         self._node_filler.add_known([(digest, node)])
-        self.nodes[digest] = (node, self._node_filler.last())
+        self.nodes[digest] = (node, self._node_filler.last_place())
 
     def copy(
         self, digest: Digest, raw: memoryview, *, is_node: bool, is_verified: bool = False
@@ -140,9 +140,9 @@ class NewPacks:
 
     def _keep(self, room: Room, chunks: Sequence[tuple[Digest, int, int]]) -> None:
         with self._lock:
-            new = [chunk for chunk in chunks if chunk[0] not in self._claimed]
-            self._claimed.update(digest for digest, _, _ in new)
-        room.keep(new)
+            new_chunks = [chunk for chunk in chunks if chunk[0] not in self._claimed]
+            self._claimed.update(digest for digest, _, _ in new_chunks)
+        room.keep(new_chunks)
 
     def use(self, codec: Codec) -> None:
         """Store what is written from now on with another codec."""
@@ -154,19 +154,19 @@ class NewPacks:
             filler.seal()
         self._chunks.finish()
 
-    def finish(self, find: Find | None = None, beside: Sequence[bytes] = ()) -> None:
+    def finish(self, find: Find | None = None, upper_nodes: Sequence[bytes] = ()) -> None:
         """Wait until all packs are written.
 
         Args:
             find: Finds what lies in earlier packs. If it is given, the last pack of nodes gets
                 hints: where the things lie that its nodes name.
-            beside: Nodes of earlier commits that these hints are to hold.
+            upper_nodes: Nodes of earlier commits that these hints are to hold.
         """
         self.finish_chunks()
-        self._node_filler.seal(b"" if find is None else self._hints(find, beside))
+        self._node_filler.seal(b"" if find is None else self._hints(find, upper_nodes))
         self._nodes.finish()
 
-    def _hints(self, find: Find, beside: Sequence[bytes]) -> bytes:
+    def _hints(self, find: Find, upper_nodes: Sequence[bytes]) -> bytes:
         """Return the hints for the open pack of nodes; none if it is too large to be read whole."""
         open_pack = self._node_filler.filling
         if open_pack is None or open_pack[1] > MOST_HINTED_BYTES:
@@ -174,17 +174,17 @@ class NewPacks:
         places_of = {d: place for d, (_, place) in self.nodes.items()}
         nodes = [node for node, place in self.nodes.values() if place.pack == open_pack[0]]
         # The last nodes are the table and the manifest.
-        names = chain.from_iterable(map(named_in, chain(reversed(nodes), beside)))
+        names = chain.from_iterable(map(named_in, chain(reversed(nodes), upper_nodes)))
         others = (d for d in names if d not in places_of or places_of[d].pack != open_pack[0])
-        wanted = dict.fromkeys(islice(others, MOST_HINTS))
-        places_of |= {d: place for d, place in self._chunks.records if d in wanted}
-        unknown = [d for d in wanted if d not in places_of]
+        wanted_digests = dict.fromkeys(islice(others, MOST_HINTS))
+        places_of |= {d: place for d, place in self._chunks.records if d in wanted_digests}
+        unknown = [d for d in wanted_digests if d not in places_of]
         places_of |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
-        places = [(d, places_of[d]) for d in wanted if d in places_of]
-        hints = encode_hints(places, beside, open_pack[0])
+        places = [(d, places_of[d]) for d in wanted_digests if d in places_of]
+        hints = encode_hints(places, upper_nodes, open_pack[0])
         while len(hints) > MOST_HINTS_BYTES:
             places = places[: len(places) // 2]
-            hints = encode_hints(places, beside if places else (), open_pack[0])
+            hints = encode_hints(places, upper_nodes if places else (), open_pack[0])
         return hints
 
     def move(self, base: int) -> None:
@@ -193,8 +193,8 @@ class NewPacks:
         Raises:
             FileNotFoundError: One is gone.
         """
-        moved = self._chunks.move(base) | self._nodes.move(base)
-        self.nodes = {d: (node, moved_place(p, moved)) for d, (node, p) in self.nodes.items()}
+        new_ids = self._chunks.move(base) | self._nodes.move(base)
+        self.nodes = {d: (node, moved_place(p, new_ids)) for d, (node, p) in self.nodes.items()}
         self.base = base
 
     @property

@@ -68,13 +68,13 @@ class _Failed(NamedTuple):
     """A chunk that could not be read, and the places that were tried."""
 
     want: Want
-    tried: list[FailedRead]
+    attempts: list[FailedRead]
 
     def __str__(self) -> str:
         """Return which chunk it is, and why the first place failed."""
         reason = Reason.NOWHERE.value
-        if self.tried:
-            reason = f"{self.tried[0].failure} (pack {self.tried[0].place.pack.hex()})"
+        if self.attempts:
+            reason = f"{self.attempts[0].failure} (pack {self.attempts[0].place.pack.hex()})"
         return f"chunk {self.want.digest.hex()}: {reason}"
 
 
@@ -287,13 +287,13 @@ class OpenStore:
         Raises:
             DamagedError: Some nodes have no whole place.
         """
-        missing = [digest for digest in digests if self.index.cache.node(digest) is None]
-        places = self.index.find(self.recent_view(), missing) if missing else []
-        while missing:
+        uncached = [digest for digest in digests if self.index.cache.node(digest) is None]
+        places = self.index.find(self.recent_view(), uncached) if uncached else []
+        while uncached:
             group: dict[Digest, bytes] = {}
             nbytes = 0
-            while missing and nbytes < _NODES_BYTES:
-                group[missing.pop()] = b""
+            while uncached and nbytes < _NODES_BYTES:
+                group[uncached.pop()] = b""
                 place = places.pop()
                 nbytes += place.raw_size if place is not None else 0
             self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
@@ -324,25 +324,25 @@ class OpenStore:
         pending = iter(wants)
         if self.backend.costly_requests:
             few = list(islice(pending, _FEW + 1))
-            rest = self._read_without_index(few, options) if len(few) <= _FEW else few
-            if few and not rest:
+            remaining = self._read_without_index(few, options) if len(few) <= _FEW else few
+            if few and not remaining:
                 return
-            pending = chain(rest, pending)
+            pending = chain(remaining, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
         while window := list(islice(pending, _WINDOW)):
             view, bad = self._read_window(view, window, options, ask_store=not failed)
             failed += bad
         if failed:
-            tried = [unread for f in failed for unread in f.tried]
+            attempts = [unread for f in failed for unread in f.attempts]
             # A take notices by itself if a file is gone or too short, and a file that cannot be
             # read may be whole.
             self.index.note_damaged(
                 (unread.wants[0].digest, unread.place)
-                for unread in tried
+                for unread in attempts
                 if unread.failure.reason in (Reason.IMPOSSIBLE, Reason.CHANGED)
             )
-            self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in tried])
+            self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in attempts])
             raise _error(self.backend.uri, failed)
 
     def _read_without_index(self, wants: list[Want], options: ReadOptions) -> list[Want]:
@@ -353,8 +353,8 @@ class OpenStore:
         root = self.recent()
         for find in (partial(self._find_by_hints, root), partial(self.index.find_few, root)):
             places = find(list(by_digest))
-            located = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
-            bad = {unread.wants[0].digest for unread in self._read_located(located, options)}
+            wanted_places = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
+            bad = {unread.wants[0].digest for unread in self._read_located(wanted_places, options)}
             by_digest = {
                 d: s
                 for (d, s), p in zip(by_digest.items(), places, strict=True)
@@ -379,11 +379,11 @@ class OpenStore:
             # A collector may have moved chunks. Those that have other places now are read there;
             # those that the newest root still places where they failed are damaged.
             view = self.view()
-            moved = [f.want for f in failed if self._has_moved(view, f)]
-            if not moved:
+            moved_wants = [f.want for f in failed if self._has_moved(view, f)]
+            if not moved_wants:
                 break
             failed = [f for f in failed if not self._has_moved(view, f)]
-            failed += self._read_indexed(view, moved, options)
+            failed += self._read_indexed(view, moved_wants, options)
         if failed and ask_store:
             # The cached places may be wrong: read the index anew from the store, once.
             view = self.index.refresh(self.newest())
@@ -391,11 +391,11 @@ class OpenStore:
         return view, failed
 
     def _has_moved(self, view: View, failed: _Failed) -> bool:
-        if any(unread.place.codec == Codec.DELTA for unread in failed.tried):
+        if any(unread.place.codec == Codec.DELTA for unread in failed.attempts):
             # A base of it may have.
             return True
-        tried = {unread.place for unread in failed.tried}
-        return not tried.issuperset(self.index.find_all(view, failed.want.digest))
+        attempts = {unread.place for unread in failed.attempts}
+        return not attempts.issuperset(self.index.find_all(view, failed.want.digest))
 
     def _read_indexed(self, view: View, wants: list[Want], options: ReadOptions) -> list[_Failed]:
         """Read chunks where a view of the index has them; return those that failed everywhere."""
@@ -403,40 +403,40 @@ class OpenStore:
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
         failed: list[_Failed] = []
-        located: list[tuple[Place, list[Want]]] = []
+        wanted_places: list[tuple[Place, list[Want]]] = []
         places = self.index.find(view, list(by_digest))
         for equal, place in zip(by_digest.values(), places, strict=True):
             if place is None:
                 failed += [_Failed(w, []) for w in equal]
             else:
-                located.append((place, equal))
-        for unread in self._read_located(located, options):
+                wanted_places.append((place, equal))
+        for unread in self._read_located(wanted_places, options):
             failed += self._read_other_places(view, unread)
         return failed
 
     def _read_other_places(self, view: View, unread: FailedRead) -> list[_Failed]:
         """Read a chunk at its other places until one is whole; return it if none is."""
-        tried = [unread]
+        attempts = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
                 bad = self._read_located([(place, unread.wants)], WITHOUT_POOL)
                 if not bad:
                     return []
-                tried += bad
-        return [_Failed(want, tried) for want in unread.wants]
+                attempts += bad
+        return [_Failed(want, attempts) for want in unread.wants]
 
     def _read_located(
-        self, located: list[tuple[Place, list[Want]]], options: ReadOptions
+        self, wanted_places: list[tuple[Place, list[Want]]], options: ReadOptions
     ) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""
         # Only of nodes the length is not known, and the host keeps those elsewhere.
-        if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in located):
+        if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
             # Deltas are proven by their results alone, so they are not cached.
-            deltas = [each for each in located if each[0].codec == _DELTA]
-            others = [each for each in located if each[0].codec != _DELTA]
-            located = self.chunk_cache.read(others, self.config.chunk_size, options) + deltas
+            deltas = [each for each in wanted_places if each[0].codec == _DELTA]
+            others = [each for each in wanted_places if each[0].codec != _DELTA]
+            wanted_places = self.chunk_cache.read(others, self.config.chunk_size, options) + deltas
             options = options._replace(keep=self.chunk_cache.keep)
-        return self.read_places(located, options)
+        return self.read_places(wanted_places, options)
 
     def read_places(
         self, places: list[tuple[Place, list[Want]]], options: ReadOptions = DEFAULT_READ
@@ -455,9 +455,9 @@ class OpenStore:
             lambda digest: self.places_of_base(digest, view),
             options.base,
         )
-        alone = options.budget is not None or options.readers == 0
+        one_by_one = options.budget is not None or options.readers == 0
         at_once = self.backend.in_flight if self.backend.costly_requests else cores()
-        return failures + reader.read(deltas, 1 if alone else at_once)
+        return failures + reader.read(deltas, 1 if one_by_one else at_once)
 
     def _find_bases(self, view: Callable[[], View], digests: list[Digest]) -> list[Place | None]:
         """Return where the bases of some deltas lie, or None for each that is nowhere."""
@@ -498,7 +498,7 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     if any(w.target is not None for w in wants):
         hurt += "; these tensors may hold unverified bytes, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
-    if all(any(u.failure.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
+    if all(any(u.failure.reason is Reason.UNREADABLE for u in f.attempts) for f in failed):
         return BackendError(f"{message}. The data may be whole: make it readable, then try again")
     advice = (
         f"`casnap check {uri}` says what is hurt; if you still have the data, take the same bytes "

@@ -339,9 +339,9 @@ class PackFiller:
         pack.promised += count
         self._writer.begin_wait(pack)
         view = pack.slot.view[start : pack.fill]
-        return Room(view, partial(self._kept, pack, start, view))
+        return Room(view, partial(self._keep_room, pack, start, view))
 
-    def _kept(
+    def _keep_room(
         self, pack: _Pack, start: int, view: memoryview, chunks: Sequence[tuple[Digest, int, int]]
     ) -> None:
         stop = 0
@@ -374,7 +374,7 @@ class PackFiller:
                     self.seal()
                     self._open()
                 room = self._room_left()
-                if most > self._room_left(alone=True):
+                if most > self._room_left(is_single=True):
                     raise StateError(
                         f"a part of the state's description takes {len(raw):,} bytes, more than a "
                         "pack holds; use shorter keys and less metadata"
@@ -384,13 +384,13 @@ class PackFiller:
         if group:
             yield group
 
-    def _room_left(self, *, alone: bool = False) -> int:
+    def _room_left(self, *, is_single: bool = False) -> int:
         """Return how much can be added to the open pack, records included; below 0 for nothing."""
         pack = self._pack
         if pack is None or (self._first and pack.fill > _FIRST_BYTES):
             return -1
         # A node too large to stand twice stands once, in a pack of its own.
-        times = 1 if alone else self._writer.times
+        times = 1 if is_single else self._writer.times
         return _room(times, pack.fill, len(pack.records) + pack.promised, pack.slot)
 
     def _open(self) -> None:
@@ -428,17 +428,17 @@ class PackFiller:
         return Place(pack.id, offset, len(stored_form), len(raw), codec)
 
     def _keep(
-        self, start: int, digests: list[Digest], places: list[Place], chosen: list[bool]
+        self, start: int, digests: list[Digest], places: list[Place], is_chosen: list[bool]
     ) -> None:
         """Keep the chosen ones of the chunks copied from ``start`` on; close the gaps."""
         pack = self._open_pack
-        if all(chosen):
+        if all(is_chosen):
             pack.records += zip(digests, places, strict=True)
             return
         pack.fill = start
         view = pack.slot.view
-        for digest, p, wanted in zip(digests, places, chosen, strict=True):
-            if wanted:
+        for digest, p, is_wanted in zip(digests, places, is_chosen, strict=True):
+            if is_wanted:
                 offset = self._pad(p.stored_size)
                 pack.fill += p.stored_size
                 if offset != p.offset:
@@ -449,7 +449,7 @@ class PackFiller:
                     (digest, Place(p.pack, offset, p.stored_size, p.raw_size, p.codec))
                 )
 
-    def last(self) -> Place:
+    def last_place(self) -> Place:
         """Return the place of the last chunk."""
         return self._open_pack.records[-1][1]
 
@@ -500,9 +500,9 @@ def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, l
     return offset + nbytes, [*records, (digest_of(pack.hints), place)]
 
 
-def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:
+def moved_place(place: Place, new_ids: dict[PackId, PackId]) -> Place:
     """Return the place of a chunk whose pack has got a new id."""
-    return msgspec.structs.replace(place, pack=moved[PackId(place.pack)])
+    return msgspec.structs.replace(place, pack=new_ids[PackId(place.pack)])
 
 
 def _aligned(offset: int, nbytes: int) -> int:

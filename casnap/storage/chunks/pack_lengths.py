@@ -51,7 +51,7 @@ class PackLengths:
                 self._seen, self._since, self._single_looks = {}, time.monotonic(), 0
             unseen = [pack for pack in packs if pack not in self._seen]
             if self._single_looks + len(unseen) > total // _PAGE_KEYS:
-                self._seen |= listed_packs(self._backend, many=total > _MANY)
+                self._seen |= listed_packs(self._backend, are_many=total > _MANY)
                 self._single_looks = 0
                 # A list may be older than the newest packs.
                 unseen = [pack for pack in unseen if pack not in self._seen]
@@ -79,12 +79,13 @@ class PackLengths:
         return GONE if size is None else size
 
 
-def listed_packs(backend: Backend, *, many: bool) -> dict[bytes, int]:
+def listed_packs(backend: Backend, *, are_many: bool) -> dict[bytes, int]:
     """Return the length of each pack of a remote store, whether or not a root names it.
 
     Args:
         backend: Where the store lives.
-        many: Whether there are so many that their folders are listed one by one, several at a time.
+        are_many: Whether there are so many that their folders are listed one by one, several at
+            a time.
     """
 
     def listed(folder: str) -> dict[bytes, int]:
@@ -93,8 +94,8 @@ def listed_packs(backend: Backend, *, many: bool) -> dict[bytes, int]:
         # casnap deletes only files whose names match its own grammar.
         return {i: size for i, key, size in by_id if i is not None and pack_key(i) == key}
 
-    folders = [f"packs/{n:02x}" for n in range(256)] if many else ["packs"]
+    folders = [f"packs/{n:02x}" for n in range(256)] if are_many else ["packs"]
     lengths: dict[bytes, int] = {}
-    for _, of_folder in mapped(listed, folders, backend.in_flight if many else 1):
+    for _, of_folder in mapped(listed, folders, backend.in_flight if are_many else 1):
         lengths |= of_folder
     return lengths

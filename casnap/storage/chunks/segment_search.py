@@ -72,10 +72,10 @@ def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) ->
     for _ in range(_WAVES):
         if len(todo) < 2:
             break
-        first, *todo = todo
-        homes = [one for one, known_there in _look(searches, [first], at_once) if known_there]
-        seen = {d for _, known_there in _look(homes, todo, at_once) for d in known_there}
-        todo = [digest for digest in todo if digest not in seen]
+        probe, *todo = todo
+        homes = [one for one, known_there in _look(searches, [probe], at_once) if known_there]
+        known_digests = {d for _, known_there in _look(homes, todo, at_once) for d in known_there}
+        todo = [digest for digest in todo if digest not in known_digests]
     _look(searches, todo, at_once)
 
 
@@ -168,8 +168,8 @@ class _Search:
             offsets = [(self._layout.pack_offset(n), memoryview(ids[n])) for n in numbers]
             self._backend.read_into(self._key, offsets)
         return [
-            (digest, Place(PackId(bytes(ids[n])), *rest))
-            for digest, (_, n, *rest) in self.found
+            (digest, Place(PackId(bytes(ids[n])), *fields))
+            for digest, (_, n, *fields) in self.found
             # Which base a delta has is told by its own bytes.
-            if n in ids and rest[-1] != Codec.BASE
+            if n in ids and fields[-1] != Codec.BASE
         ]

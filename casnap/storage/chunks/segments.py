@@ -141,7 +141,7 @@ def _write_merged(
         content, packs, count = merged_segment([(content, "a new segment"), *parts], without)
     if not packs:
         return []
-    ident = _put(store, content, base)
+    ident = _put_segment(store, content, base)
     view.cache.keep_segment(ident, packs, new.records)
     store.index.keep_small(ident, content)
     return [SegmentRef(ident, count)]
@@ -149,7 +149,7 @@ def _write_merged(
 
 def write_segment(store: OpenStore, segment: Segment, base: int) -> SegmentRef:
     """Write a segment as it is. Another process may name it in a root."""
-    ident = _put(store, encode_segment(segment), base)
+    ident = _put_segment(store, encode_segment(segment), base)
     return SegmentRef(ident, segment.count)
 
 
@@ -174,7 +174,7 @@ def _parts(segment: Segment) -> list[Segment]:
     return [Segment(tuple(packs), records) for packs, records in parts]
 
 
-def _put(store: OpenStore, content: bytes, base: int) -> SegmentId:
+def _put_segment(store: OpenStore, content: bytes, base: int) -> SegmentId:
     """Write a segment; make it and all packs durable. If that fails, none is left."""
     ident = SegmentId(new_id(base))
     try:

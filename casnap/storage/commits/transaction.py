@@ -183,20 +183,20 @@ class ChunkWriter:
         if self._all_new:
             return self._filler.add(raws, self._select_new)
         digests = [digest_of(raw) for raw in raws]
-        new = self._select_new(digests, [len(raw) for raw in raws])
-        self._filler.add_known([(d, r) for d, r, n in zip(digests, raws, new, strict=True) if n])
+        is_new = self._select_new(digests, [len(raw) for raw in raws])
+        self._filler.add_known([(d, r) for d, r, n in zip(digests, raws, is_new, strict=True) if n])
         return digests
 
     def _select_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
-        new = self._transaction.reserve_new(digests)
-        if self._divide_new is not None and any(new):
-            lacking = [i for i, is_new in enumerate(new) if is_new]
+        is_new = self._transaction.reserve_new(digests)
+        if self._divide_new is not None and any(is_new):
+            lacking = [i for i, is_new in enumerate(is_new) if is_new]
             share = self._divide_new([digests[i] for i in lacking], [sizes[i] for i in lacking])
             for i, is_mine in zip(lacking, share, strict=True):
-                new[i] = is_mine
+                is_new[i] = is_mine
         if self._all_new is not None:
-            self._all_new = all(new)
-        return new
+            self._all_new = all(is_new)
+        return is_new
 
     def finish(self) -> None:
         """Have the last pack written."""

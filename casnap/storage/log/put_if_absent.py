@@ -27,7 +27,7 @@ _ALONE = (
 # How long a host believes what it found, in seconds.
 _BELIEVED = 30 * 86400.0
 # The endpoints, each in a state, that this process knows to honour it.
-_known: set[str] = set()
+_proven_places: set[str] = set()
 
 
 def no_put_if_absent_error(backend: Backend) -> StoreError:
@@ -91,7 +91,7 @@ def put_if_absent_warnings(backend: Backend) -> list[str]:
     if not backend.can_put_if_absent or not backend.versioning:
         return []
     place = _place(backend)
-    if not place or place in _known or _is_fresh(_note(place)):
+    if not place or place in _proven_places or _is_fresh(_note(place)):
         return []
     return [
         f"versioning of the bucket is {backend.versioning}, and this host has not found that the "
@@ -110,7 +110,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
     """
     if not backend.can_put_if_absent:
         return False
-    while (place := _place(backend)) and place not in _known:
+    while (place := _place(backend)) and place not in _proven_places:
         note = _note(place)
         if not _is_fresh(note):
             if not (
@@ -119,7 +119,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
                 return False
             _take_note(note)
         # The puts may have told of another state: then that is looked at, too.
-        _known.add(place)
+        _proven_places.add(place)
     return True
 
 

@@ -35,7 +35,7 @@ from casnap.format.records import (
     unseal,
 )
 from casnap.runtime.sizes import size
-from casnap.runtime.threads import together
+from casnap.runtime.threads import run_both
 from casnap.storage.log.put_if_absent import recheck_put_if_absent
 
 _log = logging.getLogger("casnap")
@@ -90,7 +90,7 @@ def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple
         return root, _after(backend, root)
     if cached is not None:
         following = partial(_read_if_there, backend, cached.seq + 1)
-        stands_there, newer = together(partial(_stands, backend, cached), following)
+        stands_there, newer = run_both(partial(_stands, backend, cached), following)
         if stands_there:
             return cached, newer
     return root_and_next(backend, _last_seq(backend))
@@ -102,11 +102,11 @@ def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
     Raises:
         DamagedError: A root is damaged, or the first one is not there.
     """
-    return together(partial(_listed, backend, seq), partial(_read_if_there, backend, seq + 1))
+    return run_both(partial(_listed, backend, seq), partial(_read_if_there, backend, seq + 1))
 
 
 def _after(backend: Backend, root: Root) -> Root | None:
-    return _read_if_there(backend, root.seq + 1) or _lost(backend, root)
+    return _read_if_there(backend, root.seq + 1) or _rolled_back(backend, root)
 
 
 def _lacks(doing: str, features: Collection[str]) -> str:
@@ -145,7 +145,7 @@ def _stands(backend: Backend, root: Root) -> bool:
         return False
 
 
-def _lost(backend: Backend, root: Root) -> Root | None:
+def _rolled_back(backend: Backend, root: Root) -> Root | None:
     """Return the lost root that came after the last one there, if there is a copy of it.
 
     When a store is copied while it is written to, the copy may catch a root's copy, but not the
