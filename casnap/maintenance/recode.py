@@ -24,7 +24,7 @@ from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import MANIFEST, is_node, walk
 from casnap.storage.catalog.table import Table, snapshots_in
 from casnap.storage.chunks.chunk_forms import ChunkForms
-from casnap.storage.chunks.copying import one_at_a_time, read_chunks
+from casnap.storage.chunks.copying import ChunkBuffer, one_at_a_time
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
@@ -36,6 +36,8 @@ RECODED = f"{INTERNAL}recoded"
 _WORTH = 0.9
 # So many bytes of chunks are held while they are encoded, and their bases too.
 _GROUP_BYTES = 8 << 20
+# A group may have a little more.
+_BUFFER_BYTES = 5 * _GROUP_BYTES // 2
 # So many bytes of chunks are recoded by one commit.
 _COMMIT_BYTES = 1 << 30
 
@@ -106,6 +108,7 @@ class _Recoder:
         self._store = store
         self._spared = spared
         self._recoding = recoding
+        self._buffer = ChunkBuffer(_BUFFER_BYTES)
         self._forms = ChunkForms(lambda d: store.index.newest_chain(store.recent_view(), d))
 
     def recode(self, contents: Contents, before: Contents | None) -> None:
@@ -153,7 +156,8 @@ class _Recoder:
         places = transaction.reused.reuse(bases) if bases else []
         usable = {base for base, place in zip(bases, places, strict=True) if place is not None}
         chunks = dict.fromkeys([*(pair.digest for pair in todo), *usable])
-        raws = read_chunks(self._store, chunks)
+        self._buffer.clear()
+        raws = self._buffer.read(self._store, chunks)
         for digest, base, nbytes in todo:
             base_raw = None if base is None else raws.get(base)
             form = self._forms.choose(digest, raws[digest], base, base_raw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from casnap.errors import DamagedError
@@ -63,32 +63,33 @@ def repack(
         FencedError: Another collector has deleted the copies before they were committed.
     """
     for batch in batches(packs, lambda pack: marks.uses[pack].live, _BATCH_BYTES):
-        copied_to: dict[bytes, PackId] = {}
         contents = {digest for digest, _, _ in marks.contents_of(frozenset(batch))}
-        to_copy: dict[Digest, bool] = {}
-        for digest, is_node in marks.needed_of(contents).items():
-            elsewhere = _proven_elsewhere(store, view, Digest(digest), packs)
-            if elsewhere is None:
-                to_copy[Digest(digest)] = is_node
-            else:
-                copied_to[digest] = elsewhere
+        needed = marks.needed_of(contents)
+        copied_to = _proven_elsewhere(store, view, needed.keys(), packs)
+        to_copy = {Digest(d): is_node for d, is_node in needed.items() if d not in copied_to}
         if to_copy:
             copied_to |= _copy(store, to_copy, report)
         yield copied_to
 
 
 def _proven_elsewhere(
-    store: OpenStore, view: View, digest: Digest, packs: list[PackId]
-) -> PackId | None:
-    """Return the newest live pack of a digest, if it holds it whole and is not one of these.
+    store: OpenStore, view: View, digests: Iterable[bytes], packs: list[PackId]
+) -> dict[bytes, PackId]:
+    """Return the newest live pack of each digest, if it holds that whole and is not one of these.
 
-    If it holds a delta there, that must not stand on an older place of the same chunk.
+    If it holds a delta there, that must not stand on an older place of the same chunk. Each chunk
+    comes after that which it stands on, so that a chain of deltas is applied only once.
     """
-    chain = store.index.newest_chain(view, digest)
-    if not chain:
-        return None
-    newest = chain[0][1]
-    return None if newest.pack in packs or not store.holds(newest, digest) else PackId(newest.pack)
+    chains = filter(None, (store.index.newest_chain(view, Digest(d)) for d in digests))
+    proven: dict[bytes, PackId] = {}
+    last: dict[Digest, bytes] = {}
+    for chain in sorted(chains, key=lambda chain: (chain[-1][0], len(chain))):
+        digest, newest = chain[0]
+        raw = None if newest.pack in packs else store.read_at(newest, digest, last)
+        if raw is not None:
+            proven[digest] = PackId(newest.pack)
+            last = {digest: raw}
+    return proven
 
 
 def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> bool:

@@ -14,7 +14,7 @@ from casnap.storage.catalog.cell_pairs import cell_pairs
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.chunk_forms import ChunkForms, Form
-from casnap.storage.chunks.copying import read_chunks
+from casnap.storage.chunks.copying import ChunkBuffer
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.copy_jobs import CopyJob
@@ -41,6 +41,7 @@ class DeltaSender:
     def __init__(self, source: OpenStore, destination: OpenStore, job: CopyJob) -> None:
         self._source = source
         self._job = job
+        self._buffer = ChunkBuffer(2 * _AT_ONCE << 20)
         self._forms = ChunkForms(
             lambda d: destination.index.newest_chain(destination.recent_view(), d)
         )
@@ -76,7 +77,8 @@ class DeltaSender:
 
     def _send_some(self, transaction: Transaction, digests: list[Digest], report: Report) -> None:
         bases = self._usable_bases(transaction, digests)
-        raws = read_chunks(self._source, digests)
+        self._buffer.clear()
+        raws = self._buffer.read(self._source, digests)
         raws_of_bases = self._read_if_whole(set(bases.values()) - raws.keys()) | raws
 
         def choose(digest: Digest) -> Form:
@@ -101,9 +103,9 @@ class DeltaSender:
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 
-    def _read_if_whole(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
+    def _read_if_whole(self, digests: Iterable[Digest]) -> dict[Digest, memoryview]:
         """Read candidates; those that are not whole in the source are not needed."""
         try:
-            return read_chunks(self._source, digests)
+            return self._buffer.read(self._source, digests)
         except DamagedError:
             return {}

@@ -16,7 +16,7 @@ from casnap.format.digest import Digest
 from casnap.format.records import DeltaPlace, Place, pack_key
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.chunk_reads import Want
-from casnap.storage.chunks.copying import read_chunks
+from casnap.storage.chunks.copying import ChunkBuffer
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log import roots
@@ -456,7 +456,7 @@ def test_a_delta_whose_base_went_with_its_snapshots(tmp_path: Path) -> None:
 
 def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -> None:
     """Store a chunk as a delta of another one in a pack that holds other chunks too."""
-    chunks = read_chunks(store.open_store, [digest, base, *others])
+    chunks = ChunkBuffer(1 << 20).read(store.open_store, [digest, base, *others])
     stored = encode_delta(chunks[digest], chunks[base], base)
     assert stored is not None
     with Crew() as crew:

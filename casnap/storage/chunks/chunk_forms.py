@@ -27,7 +27,7 @@ class Form(NamedTuple):
         base: The base, if they are a delta.
     """
 
-    content: bytes
+    content: bytes | memoryview
     codec: Codec
     base: Digest | None
 
@@ -49,7 +49,7 @@ class ChunkForms:
         return digest in self._written
 
     def choose(
-        self, digest: Digest, raw: bytes, base: Digest | None, base_raw: bytes | None
+        self, digest: Digest, raw: memoryview, base: Digest | None, base_raw: memoryview | None
     ) -> Form | None:
         """Return the smallest form of a chunk; None if none is smaller. Several threads may ask.
 

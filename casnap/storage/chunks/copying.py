@@ -16,6 +16,7 @@ from casnap.runtime.threads import works_in_background
 from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 from casnap.storage.chunks.new_packs import NewPacks
 from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.chunks.pack import Room
 
 # Two buffers to read into; writing takes the others of the pool.
 _READ = ReadOptions(readers=2)
@@ -88,18 +89,53 @@ def copy_verified(
     source.fetch((want(d, node) for d, node in chunks), options)
 
 
-def read_chunks(source: OpenStore, digests: Iterable[Digest]) -> dict[Digest, bytes]:
-    """Return some chunks, to be compared; few at a time. Hold the turn for it.
+class ChunkBuffer:
+    """Memory that groups of chunks are read into: fresh memory takes longer than hashing them.
 
-    Raises:
-        DamagedError: Some are nowhere whole.
-        BackendError: Some cannot be read, and may be whole.
+    What does not fit gets memory of its own. Hold the turn while it is used.
+
+    Args:
+        nbytes: How much.
     """
-    raws: dict[Digest, bytes] = {}
 
-    def keep(digest: Digest, raw: memoryview) -> None:
-        raws[digest] = bytes(raw)
+    def __init__(self, nbytes: int) -> None:
+        self._memory = bytearray(nbytes)
+        self._used = 0
+        self._lock = threading.Lock()
 
-    wants = (Want(digest, -1, partial(keep, digest), "") for digest in digests)
-    source.fetch(wants, ReadOptions(readers=1))
-    return raws
+    def clear(self) -> None:
+        """Give up what was read."""
+        self._used = 0
+
+    def read(self, source: OpenStore, digests: Iterable[Digest]) -> dict[Digest, memoryview]:
+        """Return some chunks. They stay as they are until the buffer is cleared.
+
+        Raises:
+            DamagedError: Some are nowhere whole.
+            BackendError: Some cannot be read, and may be whole.
+        """
+        raws: dict[Digest, memoryview] = {}
+
+        def keep(digest: Digest, raw: memoryview) -> None:
+            if raw.obj is not self._memory:
+                part = self._part(len(raw))
+                copy = memoryview(bytearray(len(raw))) if part is None else part
+                copy[:] = raw
+                raw = copy
+            raws[digest] = raw
+
+        wants = (Want(digest, -1, partial(keep, digest), "") for digest in digests)
+        source.fetch(wants, ReadOptions(readers=1, room=self._room))
+        return raws
+
+    def _part(self, nbytes: int) -> memoryview | None:
+        with self._lock:
+            begin, end = self._used, self._used + nbytes
+            if end > len(self._memory):
+                return None
+            self._used = end
+        return memoryview(self._memory)[begin:end]
+
+    def _room(self, nbytes: int, _count: int) -> Room | None:
+        part = self._part(nbytes)
+        return None if part is None else Room(part, lambda chunks: None)

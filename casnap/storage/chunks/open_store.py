@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain, count, islice
 from typing import NamedTuple, TypeVar
@@ -471,10 +471,22 @@ class OpenStore:
         """Return all places of the base of a delta, as a view has them."""
         return self.index.find_all(view(), digest)
 
-    def holds(self, place: Place, digest: Digest) -> bool:
-        """Whether a chunk or node can be read and verified at this place."""
-        want = Want(digest, -1, lambda raw: None, "")
-        return not self.read_places([(place, [want])], WITHOUT_POOL)
+    def read_at(self, place: Place, digest: Digest, known: Mapping[Digest, bytes]) -> bytes | None:
+        """Return a chunk or node if it can be read and verified at this place.
+
+        Args:
+            place: The place.
+            digest: What lies there.
+            known: Some chunks, on which it may stand as a delta.
+        """
+
+        def find_base(base: Digest) -> bytearray | None:
+            return bytearray(known[base]) if base in known else None
+
+        raws: dict[Digest, bytes] = {}
+        want = Want(digest, -1, partial(_keep_copy, raws, digest), "")
+        self.read_places([(place, [want])], WITHOUT_POOL._replace(base=find_base))
+        return raws.get(digest)
 
 
 def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | CasnapError:
