@@ -11,9 +11,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import Record
 from casnap.storage.chunks.new_packs import NewPacks
 
-# A link that changes much takes a reader as long as so many that change little. So a chain has at
-# most 32 links that change little, or 4 that change much.
-_DENSE_WEIGHT, _DENSE_SHARE = 8, 1 / 16
+# A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one. So
+# a chain has at most 32 links that take up to 1/56 of the chunk each, or 4 that take 1/7 or more.
+_WEIGHT, _MOST_WEIGHT = 56.0, 8.0
 # If a delta takes more than this, the chunk alone may take less.
 _LARGE_SHARE = 0.5
 
@@ -60,7 +60,8 @@ class ChunkForms:
             base_raw: That chunk.
         """
         delta, sizes = None, {} if base is None else self._sizes_below(base)
-        if base is not None and base_raw is not None and sizes and digest not in sizes:
+        has_room = _is_affordable([0, *sizes.values()], len(raw))
+        if base is not None and base_raw is not None and sizes and digest not in sizes and has_room:
             delta = encode_delta(raw, base_raw, base)
         if delta is not None and not _is_affordable([len(delta), *sizes.values()], len(raw)):
             delta = None
@@ -91,5 +92,5 @@ class ChunkForms:
 
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:
     """Whether a chain is read fast enough; its first chunk, which is no delta, comes last."""
-    weights = (_DENSE_WEIGHT if size > _DENSE_SHARE * nbytes else 1 for size in sizes[:-1])
+    weights = (min(_MOST_WEIGHT, max(1.0, _WEIGHT * size / nbytes)) for size in sizes[:-1])
     return sum(weights) <= MOST_LINKS and sum(sizes) <= MOST_STORED * nbytes
