@@ -1,7 +1,8 @@
 """Files in ``tmp/`` of a local store: a lock says whether the writer of one lives.
 
 The kernel frees the locks of a process that dies. A writer locks its temporary file. A take under
-way locks an empty file that announces it, whose name says on which root the take is based.
+way locks an empty file that announces it, whose name says on which root the take is based. That of
+a process that is stopped does not count: nobody knows when it goes on. Then it starts again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from casnap.backends.base import TEMPORARY, translated
@@ -153,6 +155,8 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
         if 0 <= age < min_age:
             return _Look(age)
         is_free = lock(fd)
+        if is_free is False and _is_held_by_stopped(info):
+            return _Look()
         if is_free is False or (is_free is None and 0 <= age < lease):
             return _Look(age)
         try:
@@ -163,6 +167,19 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
         return _Look(freed=info.st_size if info.st_nlink == 1 else 0)
     finally:
         os.close(fd)
+
+
+def _is_held_by_stopped(info: os.stat_result) -> bool:
+    """Whether the process that has locked a file is one of this host, and stopped by a signal."""
+    device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
+    try:
+        locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
+        pid = next(each[4] for each in locks if each[5] == f"{device}:{info.st_ino}")
+        # The name of its program stands in brackets, and may hold anything.
+        stat_line = Path(f"/proc/{pid}/stat").read_bytes()
+        return stat_line.rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, ValueError, LookupError, StopIteration):
+        return False
 
 
 def _open_to_lock(name: str, folder: int) -> int:

@@ -1,9 +1,10 @@
 """Collecting garbage by itself: the process that lets snapshots go frees their bytes.
 
 A collection begins in the background once enough was let go, so its cost stays a small share of
-that of the takes. On a local disk a collection frees what was condemned before the one before it
-ended: so each reader and each take had a whole cycle. On a remote store, and where the store is set
-to one, a grace counts.
+that of the takes. The first one of a process goes through all that the store holds; on a local disk
+those after it look only at what changed since. There a collection frees what was condemned before
+the one before it ended: so each reader and each take had a whole cycle. On a remote store, and
+where the store is set to one, a grace counts.
 Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
 """
 
@@ -14,13 +15,16 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from weakref import WeakValueDictionary
 
 from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import Row
 from casnap.maintenance.gc import GcOptions, GcReport, collect
+from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
@@ -32,6 +36,11 @@ _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
 # counts, up to so many seconds: so they keep up where a run begins with many small takes.
 _SHARE, _SAVED = 20.0, 2.0
+# Those that go through the whole store are rarer. They find what no process has let go: what takes
+# have left that failed, and what was let go by processes that ended.
+_WHOLE_SHARE = 100.0
+# But on a local disk no more than so many states are let go without one, if that is so many bytes.
+_MOST_STATES, _LITTLE = 3, 16 << 20
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
 _REPACK = 0.51
 # At a remote place, where each costs requests, the next collection begins after so many seconds.
@@ -63,6 +72,11 @@ class AutomaticCollector:
         # known. And the bytes that snapshots needed then.
         self._released = math.inf
         self._needed = 0
+        # The same, but what this process alone has let go.
+        self._let_go = 0
+        # What a collection need not count anew.
+        self._counts = ReferenceCounts()
+        self._whole_at = 0.0
         # The bytes that it condemned, for the next one to free.
         self._waiting = 0
         # The bytes of the last state that was let go, and of one that is taken.
@@ -87,7 +101,9 @@ class AutomaticCollector:
         if not rows or not collects_by_itself():
             return
         with self._lock:
-            self._released += sum(row.stats.new_bytes for row in rows)
+            nbytes = sum(row.stats.new_bytes for row in rows)
+            self._released += nbytes
+            self._let_go += nbytes
             self._state = max(row.stats.logical_bytes for row in rows)
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
@@ -167,6 +183,7 @@ class AutomaticCollector:
         with self._collecting:
             if not collects_by_itself() or not collects_unasked(store.newest()):
                 return None
+            self._counts.clear()
             report = self._collect(store, GcOptions(grace=0))
         uri, freed = store.backend.uri, report.freed_bytes
         _log.info("%s: the disk is full, or nearly; %d bytes freed", uri, freed)
@@ -201,6 +218,8 @@ class AutomaticCollector:
                     until = root.seq
                 until = None if has_grace else until
                 options = GcOptions(condemned_until=until, repack=_REPACK)
+                if time.process_time() >= self._whole_at:
+                    self._counts.clear()
                 report = self._collect(store, options, progress)
         except _ExitError:
             return False
@@ -225,8 +244,8 @@ class AutomaticCollector:
     def _is_due(self, store: OpenStore) -> bool:
         """Whether a collection is worth it, and the process has done enough else since the last."""
         # What waits counts too: of packs that were copied it may be as much as what is kept.
-        to_free = self._released + self._waiting
-        if not self._released or to_free < min(self._state, self._needed / 4):
+        worth = min(self._state, self._needed / 4)
+        if not self._released or self._released + self._waiting < worth:
             return False
         if self._ready_at is None:
             self._ready_at = time.monotonic()
@@ -234,22 +253,31 @@ class AutomaticCollector:
             cost = _SNAPSHOT_SECONDS * len(store.table(store.recent()))
             # For what costs less, the end of the process waits.
             self._processor_ready_at = _SHARE * cost if cost > _LAST_SECONDS else 0.0
-        is_rested = time.process_time() >= self._processor_ready_at
-        return is_rested and time.monotonic() >= self._ready_at
+        if time.monotonic() < self._ready_at:
+            return False
+        most = max(_LITTLE, _MOST_STATES * (worth or self._state))
+        is_urgent = self._let_go >= most and not store.backend.costly_requests
+        return is_urgent or time.process_time() >= self._processor_ready_at
 
     def _collect(
         self, store: OpenStore, options: GcOptions, progress: Progress | None = None
     ) -> GcReport:
         with self._lock:
             released, self._released = self._released, 0.0
+            let_go, self._let_go = self._let_go, 0
+        counts = None if store.backend.costly_requests else self._counts
+        is_whole = not self._counts.is_known
         try:
-            report = collect(store, options, progress)
+            report = collect(store, options, progress, counts)
         except BaseException:
             with self._lock:
                 self._released += released
+                self._let_go += let_go
             raise
         with self._lock:
             self._freed += report.freed_bytes
+        if is_whole:
+            self._whole_at = time.process_time() + _WHOLE_SHARE * report.processor_seconds
         self._needed, self._waiting = report.live_bytes, report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report
@@ -293,13 +321,16 @@ def _ending_with_process(patience: float) -> Progress:
     return look
 
 
-_collectors: dict[str, AutomaticCollector] = {}
+# The last few stay, since a process may open its store anew for each take.
+_collectors: WeakValueDictionary[str, AutomaticCollector] = WeakValueDictionary()
+_recent: deque[AutomaticCollector] = deque(maxlen=16)
 _collectors_lock = threading.Lock()
 
 
 def _forget_after_fork() -> None:
     global _collectors_lock
     _collectors.clear()
+    _recent.clear()
     _collectors_lock = threading.Lock()
 
 
@@ -307,9 +338,11 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def automatic_collector(store: OpenStore) -> AutomaticCollector:
-    """Return the collector of a store, the same for the whole process."""
+    """Return the collector of a store, the same for the whole process while it is of use."""
     name = f"{store.config.store_id} {store.backend.identity}"
     with _collectors_lock:
-        if name not in _collectors:
-            _collectors[name] = AutomaticCollector()
-        return _collectors[name]
+        collector = _collectors.setdefault(name, AutomaticCollector())
+        if collector in _recent:
+            _recent.remove(collector)
+        _recent.append(collector)
+        return collector

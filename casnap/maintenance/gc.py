@@ -28,7 +28,9 @@ from casnap.errors import (
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.marks import Marks
+from casnap.maintenance.recent_marks import RecentMarks
 from casnap.maintenance.recode import recode
+from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
@@ -147,13 +149,20 @@ class GcReport:
     processor_seconds: float = 0.0
 
 
-def collect(store: OpenStore, options: GcOptions, progress: Progress | None = None) -> GcReport:
+def collect(
+    store: OpenStore,
+    options: GcOptions,
+    progress: Progress | None = None,
+    counts: ReferenceCounts | None = None,
+) -> GcReport:
     """Collect the garbage of a store.
 
     Args:
         store: The store.
         options: How.
         progress: Called with the current phase, how much of it is done, and the total.
+        counts: What an earlier collection of this process has counted: then only packs that hold
+            what nothing refers to since are collected. If it has counted nothing, this one does.
 
     Raises:
         StoreError: The store cannot be written to, or not safely beside other writers.
@@ -170,7 +179,7 @@ def collect(store: OpenStore, options: GcOptions, progress: Progress | None = No
             if progress is not None:
                 progress(what, done, total)
 
-        collector = _Collector(store, options, tell)
+        collector = _Collector(store, options, tell, counts)
         try:
             collector.run()
         except StorageFullError as e:
@@ -210,8 +219,15 @@ def check_allowed(store: OpenStore, options: GcOptions) -> None:
 
 
 class _Collector:
-    def __init__(self, store: OpenStore, options: GcOptions, progress: Progress) -> None:
+    def __init__(
+        self,
+        store: OpenStore,
+        options: GcOptions,
+        progress: Progress,
+        counts: ReferenceCounts | None = None,
+    ) -> None:
         self._store = store
+        self._counts = counts
         self._backend = store.backend
         self._options = options
         self._grace = DAY
@@ -220,25 +236,32 @@ class _Collector:
         self._rewriting: Rewriting | None = None
         self._would_condemn: set[PackId] = set()
         self._lacks_space = False
+        self._is_whole = True
         self.report = GcReport(dry_run=options.dry_run)
 
     def run(self) -> None:
         began = time.thread_time()
         try:
             self._run()
+        except BaseException:
+            # It may have been cut off while it counted.
+            if self._counts is not None:
+                self._counts.clear()
+            raise
         finally:
             self.report.processor_seconds += time.thread_time() - began
 
     def _run(self) -> None:
-        self._store.check_writable("collect the garbage of", dry_run=self._options.dry_run)
+        root = self._store.recent()
+        self._store.check_writable("collect the garbage of", root, dry_run=self._options.dry_run)
         grace = self._options.grace
         if grace is None:
-            grace = grace_of(self._store.recent())
+            grace = grace_of(root)
         self._grace = DAY if grace is None else grace
         stale = drop_stale_copies(self._store, dry_run=self._options.dry_run)
         if self._options.dry_run:
             self._options = replace(self._options, forgotten=self._options.forgotten | stale)
-        self._recode()
+        self._recode(root)
         try:
             self._collect()
         except StorageFullError:
@@ -257,8 +280,8 @@ class _Collector:
                 self._backend.uri,
             )
 
-    def _recode(self) -> None:
-        after, root = self._options.recode_after, self._store.recent()
+    def _recode(self, root: Root) -> None:
+        after = self._options.recode_after
         if after is None or self._options.dry_run or not recodes(root, self._backend):
             return
         try:
@@ -278,31 +301,30 @@ class _Collector:
         self.report.saved_bytes = recoding.before_bytes - recoding.after_bytes
 
     def _collect(self) -> None:
-        self._files = StoredFiles(self._store, self._store.recent())
+        self._is_whole = self._counts is None or not self._counts.is_known
+        self._list_files(self._store.recent())
         while True:
             try:
-                self._store.read_at_newest(self._mark_and_condemn, self._store.recent)
+                self._store.read_at_newest(self._mark_and_free, self._store.recent)
                 break
             except FencedError:
                 # Another collector was faster, and deleted the copies of this one.
                 continue
-        if self.report.copied_bytes:
-            # The copies came with new segments, which may be merged away again.
-            self._files = StoredFiles(self._store, self._store.recent())
-        while not self._store.read_at_newest(self._raise_fence):
-            continue
         if not self._options.dry_run:
             # A root that does not name them is durable now.
             view = self._store.view()
             self._delete_orphans(view)
             self._note_waiting(view.root.condemned, view.root)
 
+    def _list_files(self, root: Root) -> None:
+        self._files = StoredFiles(self._store, root, lists_packs=self._is_whole)
+
     # --- condemn ---
 
-    def _mark_and_condemn(self, root: Root) -> None:
-        """Mark what is needed; condemn the packs that hold none of it."""
+    def _mark_and_free(self, root: Root) -> None:
+        """Mark what is needed; condemn the packs that hold none of it, free what was condemned."""
         view = self._store.index.view(root)
-        marks = Marks(self._store, root, self._progress, self._options.forgotten)
+        marks = self._marks(view)
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -314,6 +336,7 @@ class _Collector:
             report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
             self._would_condemn = doomed.union(sparse)
             self._note_condemned(self._would_condemn, marks.rescue)
+            self._put_after(view, root.condemned, root.lost)
             return
         # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
         self._delete_orphans(view)
@@ -329,9 +352,27 @@ class _Collector:
                 self._lacks_space = True
             finally:
                 report.copied_bytes += counter.done
-        self._condemn(marks, doomed, set(sparse), copied_to)
+            # The copies came with new segments, which may be merged away again.
+            self._list_files(self._store.recent())
+        self._condemn_and_free(marks, doomed, set(sparse), copied_to)
+        if isinstance(marks, RecentMarks):
+            if not self._lacks_space:
+                marks.note_done()
+        elif self._counts is not None:
+            self._counts.segments = view.segments
 
-    def _check_missing(self, marks: Marks) -> None:
+    def _marks(self, view: View) -> Marks | RecentMarks:
+        if self._counts is not None and self._counts.is_known:
+            try:
+                return RecentMarks(self._store, view, self._counts)
+            except DamagedError as e:
+                # What went was collected before this process counted it.
+                _log.debug("%s: all is counted anew: %s", self._backend.uri, e)
+        if self._counts is not None:
+            self._counts.clear()
+        return Marks(self._store, view.root, self._progress, self._options.forgotten, self._counts)
+
+    def _check_missing(self, marks: Marks | RecentMarks) -> None:
         unknown = marks.missing.difference(split_digests(marks.root.lost))
         self.report.lost_chunks = len(marks.missing) - len(unknown)
         if unknown:
@@ -340,10 +381,16 @@ class _Collector:
                 f"such as {min(unknown).hex()}"
             )
 
-    def _condemn(
-        self, marks: Marks, dead: set[PackId], sparse: set[PackId], copied_to: dict[bytes, PackId]
+    def _condemn_and_free(
+        self,
+        marks: Marks | RecentMarks,
+        dead: set[PackId],
+        sparse: set[PackId],
+        copied_to: dict[bytes, PackId],
     ) -> None:
         """Put a root that condemns packs, unless a newer root has come to need them.
+
+        It no longer names the packs that were condemned before and whose grace is over.
 
         Args:
             marks: What is needed. If another writer puts the next root, its needs are added.
@@ -376,16 +423,7 @@ class _Collector:
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
             lost_digests = b"".join(d for d in split_digests(root.lost) if d not in returned)
-            next_root: Root | None = root
-            # After a root with a time in the future nothing would ever seem old, so put one with
-            # the time of this host.
-            if (
-                condemned != root.condemned
-                or lost_digests != root.lost
-                or root.time > time.time() + _SKEW
-            ):
-                next_root = self._put_next(root, condemned=condemned, lost=lost_digests)
-            if next_root is not None:
+            if self._put_after(view, condemned, lost_digests):
                 self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
                 return
@@ -408,19 +446,26 @@ class _Collector:
 
     # --- free ---
 
-    def _raise_fence(self, root: Root) -> bool:
-        """Put a root without the packs whose grace is over; return False if its number is taken."""
-        view = self._store.index.view(root)
+    def _put_after(self, view: View, condemned: dict[bytes, int], lost: bytes) -> bool:
+        """Put a root without the packs whose grace is over; return False if its number is taken.
+
+        Args:
+            view: The view of the root that it is to follow.
+            condemned: What it is to condemn, before it frees some of that.
+            lost: What it is to list as lost.
+        """
+        root = view.root
         unnamed = self._files.unnamed(view)
         fence = max(root.fence, self._grace_allows(root, unnamed.values()))
-        going, orphans = _freed_by(fence, root, unnamed)
+        going, orphans = _freed_by(fence, condemned, unnamed)
         if going or orphans:
             # Takes under way that say on which root they are based are waited for.
             fence = max(root.fence, min([fence, *self._announced_bases()]))
-            going, orphans = _freed_by(fence, root, unnamed)
+            going, orphans = _freed_by(fence, condemned, unnamed)
         if self._options.dry_run:
             self._report_dry_run(root, going, orphans)
             return True
+        self._files.add(going)
         # Forget the rewriting until it is certain that no root names the segments it wrote.
         rewriting, self._rewriting = self._rewriting, None
         segments = None if rewriting is None else rewriting.applied(root, going)
@@ -431,23 +476,28 @@ class _Collector:
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None
-        # For orphans below the fence of this root no other root is needed.
-        new_fence = fence if going or orphans else root.fence
-        if not going and new_fence == root.fence and segments == root.segments:
+        changes = {
+            # For orphans below the fence of this root no other root is needed.
+            "fence": fence if going or orphans else root.fence,
+            "condemned": {p: seq for p, seq in condemned.items() if p not in going},
+            "lost": lost,
+            "segments": segments,
+        }
+        # After a root with a time in the future nothing would ever seem old, so put one with the
+        # time of this host.
+        is_ahead = root.time > time.time() + _SKEW
+        if not is_ahead and all(getattr(root, name) == value for name, value in changes.items()):
             return True
-        condemned = {p: seq for p, seq in root.condemned.items() if p not in going}
         try:
-            next_root = self._put_next(
-                root, fence=new_fence, condemned=condemned, segments=segments
-            )
+            next_root = self._put_next(root, **changes)
         except StorageFullError:
             rewriting.discard(self._store)
             raise
         if next_root is None:
             self._rewriting = rewriting
             return False
-        if new_fence > root.fence:
-            self.report.fence = new_fence
+        if next_root.fence > root.fence:
+            self.report.fence = next_root.fence
         self.report.merged_segments += len(root.segments) - len(segments)
         return True
 
@@ -474,11 +524,11 @@ class _Collector:
     def _delete_orphans(self, view: View) -> None:
         """Delete files that no root names or ever will: they were written before the fence."""
         unnamed = self._files.unnamed(view)
-        orphans = _freed_by(view.root.fence, view.root, unnamed)[1]
+        orphans = _freed_by(view.root.fence, {}, unnamed)[1]
         if orphans:
             # A take that the fence has passed moves its packs, if they are still there.
             fence = min([view.root.fence, *self._announced_bases()])
-            orphans = _freed_by(fence, view.root, unnamed)[1]
+            orphans = _freed_by(fence, {}, unnamed)[1]
         if orphans:
             # Another process may have put this root. It must be durable before the deletes.
             self._backend.sync(root_key(view.root.seq))
@@ -516,8 +566,8 @@ class _Collector:
 
 
 def _freed_by(
-    fence: int, root: Root, unnamed: Mapping[str, bytes]
+    fence: int, condemned: Mapping[bytes, int], unnamed: Mapping[str, bytes]
 ) -> tuple[frozenset[PackId], dict[str, bytes]]:
     """Return what a fence frees: condemned packs, and orphans by key."""
-    going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
+    going = frozenset(PackId(p) for p, seq in condemned.items() if seq <= fence)
     return going, {key: i for key, i in unnamed.items() if base_of(i) < fence}

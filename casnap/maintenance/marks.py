@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from casnap.format.codec import Codec
 from casnap.format.names import UNFINISHED
 from casnap.format.records import PackId, RawRecord, Root, segment_records
+from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.references import (
     MANIFEST,
@@ -55,6 +56,7 @@ class Marks:
         root: Its newest root.
         progress: Called with the current phase, how much of it is done, and the total.
         forgotten: Names of snapshots to ignore, as if they were deleted.
+        counts: Where to count all references, for later collections.
 
     Attributes:
         root: The root.
@@ -74,6 +76,7 @@ class Marks:
         root: Root,
         progress: Progress,
         forgotten: Collection[str] = (),
+        counts: ReferenceCounts | None = None,
     ) -> None:
         self._store = store
         self._progress = progress
@@ -98,7 +101,9 @@ class Marks:
         if DELTAS in root.read_features:
             self._read_bases()
         for part in range(self._parts):
-            self._mark(part)
+            self._mark(part, counts if part == 0 else None)
+        if counts is not None:
+            counts.complete(store, root, self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -165,12 +170,14 @@ class Marks:
             pending += [digest for digest in new if digest in self._bases]
         return bases
 
-    def _mark(self, part: int) -> None:
+    def _mark(self, part: int, counts: ReferenceCounts | None) -> None:
         passed_over = self._of_forgotten()
         self._seen = set(passed_over)
         use_counts: dict[bytes, int] = {}
-        for _, children in self._walk_below():
+        for node, children in self._walk_below():
             use_counts.update(dict.fromkeys(self._of_part(children, part), 0))
+            if counts is not None:
+                counts.note(node, children)
         self._seen -= passed_over
         use_counts.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
         if self._parts == 1:

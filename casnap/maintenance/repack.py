@@ -10,6 +10,7 @@ from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
+from casnap.maintenance.recent_marks import RecentMarks
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
@@ -25,7 +26,7 @@ Report = Callable[[int], None]
 """Called with the number of bytes copied since the last call, from any thread."""
 
 
-def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
+def sparse_packs(marks: Marks | RecentMarks, view: View, share: float) -> list[PackId]:
     """Return the live packs of which some bytes are needed, but less than this share.
 
     The pack that the root has a hint to is not among them: readers begin there.
@@ -40,7 +41,7 @@ def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
 
 
 def repack(
-    store: OpenStore, marks: Marks, view: View, packs: list[PackId], report: Report
+    store: OpenStore, marks: Marks | RecentMarks, view: View, packs: list[PackId], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
     """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
 

@@ -33,18 +33,21 @@ class StoredFiles:
     Args:
         store: The store.
         root: A root of it, which says how large it is.
+        lists_packs: Whether to list the packs, which takes long where there are many; else only
+            those are known that are added.
 
     Attributes:
         packs: The ids of the packs.
         segments: The ids of the segments.
     """
 
-    def __init__(self, store: OpenStore, root: Root) -> None:
+    def __init__(self, store: OpenStore, root: Root, *, lists_packs: bool = True) -> None:
         self._backend = backend = store.backend
         is_large = (
             backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
         )
-        self._sizes = listed_packs(backend, are_many=is_large)
+        self._knows_all = lists_packs
+        self._sizes = listed_packs(backend, are_many=is_large) if lists_packs else {}
         self.packs = set(self._sizes)
         names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
         of_segments = {id_from_name(name): size for name, size in names.items()}
@@ -62,7 +65,18 @@ class StoredFiles:
         return sum(map(self._size, keys))
 
     def _size(self, key: str) -> int:
-        return self._sizes.get(id_from_name(key.rpartition("/")[2]) or b"", 0)
+        ident = id_from_name(key.rpartition("/")[2]) or b""
+        if not self._knows_all and ident not in self._sizes:
+            self._sizes[ident] = self._backend.size_if_there(key) or 0
+        return self._sizes.get(ident, 0)
+
+    def add(self, packs: Iterable[PackId]) -> None:
+        """Add packs, if they were not listed, before a root no longer names them."""
+        if self._knows_all:
+            return
+        new = set(packs) - self.packs
+        self.size_of(map(pack_key, new))
+        self.packs |= new
 
     def delete(
         self, files: dict[str, bytes], progress: Progress

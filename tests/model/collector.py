@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.model.processes import DONE, Steps, Turn, Writer
-from tests.model.records import Contents, Id, Process, Root, Segment, State, contents, united
+from tests.model.records import Contents, Id, Process, Root, Segment, contents, united
 from tests.model.rules import Rule
 
 
@@ -19,12 +19,15 @@ class Collector(Writer):
     is greater than what takes under way have announced.
 
     Args:
+        at_once: Whether the root that condemns also frees what was condemned before; else that is
+            another root.
         rounds: How often it goes through everything.
         sparse: Whether it also condemns, one at a time, packs whose needed chunks have another
             live place: what a repack copied, or two takes wrote.
         copier: The writer whose copies it made itself, so it does not look where their chains end.
     """
 
+    at_once: bool = False
     rounds: int = 1
     sparse: bool = False
     copier: str = ""
@@ -49,7 +52,7 @@ class Collector(Writer):
 
     def retried(self, turn: Turn) -> Process:
         me = turn.me
-        if me.chosen and me.then == "fence":
+        if me.chosen and me.then in ("fence", "both"):
             return Process("again", rounds=me.rounds, chosen=me.chosen, view=me.view)
         return Process(rounds=me.rounds)
 
@@ -58,7 +61,8 @@ class Collector(Writer):
             return Process("fence", rounds=turn.me.rounds)
         if turn.drops(Rule.RAISED_FENCE):
             root = root._replace(fence=root.seq)
-        return Process("sweep", rounds=turn.me.rounds, view=root, chosen=turn.me.chosen)
+        freed = frozenset[Id]() if turn.me.then == "both" else turn.me.chosen
+        return Process("sweep", rounds=turn.me.rounds, view=root, chosen=freed)
 
     def _start(self, turn: Turn) -> Steps:
         """Step 4: mark what the newest root needs; or go on to what others condemned."""
@@ -69,7 +73,7 @@ class Collector(Writer):
         for spared in self._sparse(turn, c, garbage, needed):
             if garbage | spared:
                 keeps = spared if turn.drops(Rule.COPIES_IN_BASE) else garbage | spared
-                yield self._condemn(turn, k, k, garbage | spared, keeps)
+                yield from self._condemn(turn, k, k, garbage | spared, keeps)
         yield from self._fence(turn)
 
     def _sparse(
@@ -93,14 +97,21 @@ class Collector(Writer):
 
     def _condemn(
         self, turn: Turn, marked: Root, k: Root, packs: frozenset[Id], keeps: frozenset[Id]
-    ) -> tuple[str, State]:
-        """Step 5, drafted: the root alone changes."""
+    ) -> Steps:
+        """Step 5, drafted: the root alone changes; with step 6 of earlier packs, if at once."""
         at = k.seq + 1
-        draft = k._replace(seq=at, condemned=k.condemned | {(p, at) for p in packs})
+        condemned = k.condemned | {(p, at) for p in packs}
         said = f"marks in root {k.seq}, would condemn {', '.join(map(str, sorted(packs)))}"
-        rounds = turn.me.rounds
-        me = Process("put", draft=draft, then="fence", rounds=rounds, chosen=keeps, view=marked)
-        return turn.to(said, me)
+        me = Process("put", rounds=turn.me.rounds, chosen=keeps, view=marked)
+        if not self.at_once:
+            draft = k._replace(seq=at, condemned=condemned)
+            yield turn.to(said, me._replace(draft=draft, then="fence"))
+            return
+        for fence, freed, draft, segment in self._fences(turn, k._replace(condemned=condemned)):
+            what = f" and free {', '.join(map(str, sorted(freed)))}" if freed else ""
+            step = "segment" if segment else "put"
+            drafted = me._replace(at=step, draft=draft, segment=segment, then="both")
+            yield turn.to(f"{said}, raise the fence to {fence}{what}", drafted)
 
     def _condemn_again(self, turn: Turn) -> Steps:
         """After a lost number: condemn what was marked, save what the newer root needs."""
@@ -113,7 +124,7 @@ class Collector(Writer):
         elif not turn.drops(Rule.MARK_AGAIN):
             packs = self._still_going(turn, contents(k), c, packs)
         if packs:
-            yield self._condemn(turn, k, m, packs, turn.me.chosen)
+            yield from self._condemn(turn, k, m, packs, turn.me.chosen)
         yield from self._fence(turn)
 
     def _still_going(
@@ -137,16 +148,22 @@ class Collector(Writer):
                     going -= {pack}
         return going
 
-    def _fence(self, turn: Turn) -> Steps:
-        """Step 6, drafted: what was condemned at the fence or before is listed no more."""
-        m = turn.state.newest
+    def _fences(
+        self, turn: Turn, m: Root
+    ) -> Iterator[tuple[int, frozenset[Id], Root, Segment | None]]:
+        """Yield each fence that may be raised, what that frees, the root, and its new segment."""
         highest = m.seq + 1
         if not turn.drops(Rule.TAKES_ARE_SEEN):
             seen = [p.announced for p in turn.state.processes if p.announced]
             highest = min([highest, *seen])
         for fence in range(m.fence + 1, highest + 1):
             freed = frozenset(p for p, at in m.condemned if at <= fence)
-            draft, segment = _without(turn, m, freed, fence)
+            yield fence, freed, *_without(turn, m, freed, fence)
+
+    def _fence(self, turn: Turn) -> Steps:
+        """Step 6, drafted: what was condemned at the fence or before is listed no more."""
+        m = turn.state.newest
+        for fence, freed, draft, segment in self._fences(turn, m):
             said = f"reads root {m.seq}, would raise the fence to {fence}"
             if freed:
                 said += f" and free {', '.join(map(str, sorted(freed)))}"
@@ -160,7 +177,7 @@ class Collector(Writer):
     def _before_putting(self, turn: Turn, steps: Steps) -> Steps:
         yield from steps
         draft = turn.me.draft
-        if turn.drops(Rule.ROOT_BEFORE_DELETION) and turn.me.then == "sweep" and draft:
+        if turn.drops(Rule.ROOT_BEFORE_DELETION) and turn.me.then != "fence" and draft:
             yield from _deletions(turn, draft)
 
     def _sweep(self, turn: Turn) -> Steps:

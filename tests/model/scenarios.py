@@ -198,6 +198,29 @@ HOLDS = {
         7,
         _RESCUES,
     ),
+    "condemned and freed at once": Scenario(
+        _HALF_USED,
+        {
+            "T1": Take("ac", "t1", rebases=True),
+            "T2": Take("b", "t2"),
+            "C1": Collector(at_once=True, rounds=2),
+            "D": _DELETE,
+        },
+        7,
+        _REBASES,
+    ),
+    "repacks, condemned and freed at once": Scenario(
+        _HALF_USED,
+        {
+            "R1": Take(copies="P"),
+            "T1": Take("ac", "t1"),
+            "C1": Collector(at_once=True, sparse=True),
+            "C2": Collector(at_once=True, sparse=True),
+            "D": _DELETE,
+        },
+        6,
+        _RESCUES,
+    ),
     "takes that are seen": Scenario(
         _HALF_USED,
         {

@@ -32,6 +32,7 @@ LARGE = {
     "a repack passes a take",
     "rebase, two collectors",
     "a take that is seen and a repack",
+    "repacks, condemned and freed at once",
 }
 
 

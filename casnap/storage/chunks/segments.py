@@ -107,8 +107,9 @@ def rewrite_segments(store: OpenStore, view: View, without: Collection[PackId]) 
         ref for ref in segments if not left_out.isdisjoint(view.segments[SegmentId(ref.id)])
     ]
     small = [ref for ref in segments if ref.count < _SMALL and ref not in affected]
-    # Takes merge small segments themselves, so a few are normal.
-    todo = affected + (small if affected or len(small) >= _MERGE_AT else [])
+    # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
+    few = 1 if affected and store.backend.costly_requests else _MERGE_AT
+    todo = affected + (small if len(small) >= few else [])
     new: list[SegmentRef] = []
     try:
         for group in _groups(todo):

@@ -1,0 +1,113 @@
+"""Marking what changed: new packs, and those that hold what nothing refers to any more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator
+
+from casnap.errors import DamagedError
+from casnap.format.digest import Digest, split_digests
+from casnap.format.records import PackId, Record, Root
+from casnap.maintenance.marks import PackUse, Placed
+from casnap.maintenance.pack_checks import read_footer
+from casnap.maintenance.reference_counts import ReferenceCounts
+from casnap.storage.chunks.index import PackSet, View
+from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.chunks.pack_lengths import GONE
+
+_log = logging.getLogger("casnap")
+
+
+class RecentMarks:
+    """What the snapshots of a root need of the packs that are new, or hold dead digests.
+
+    New ones may hold what came and went since the collection before, and was never counted. It
+    answers what :class:`casnap.maintenance.marks.Marks` does, of these packs alone.
+
+    Args:
+        store: The store.
+        view: The view of its newest root.
+        counts: How often each digest is referred to, brought up to that root here.
+
+    Attributes:
+        root: The root.
+        uses: How much is needed of each of these packs.
+
+    Raises:
+        DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
+    """
+
+    def __init__(self, store: OpenStore, view: View, counts: ReferenceCounts) -> None:
+        self._store = store
+        self._counts = counts
+        self.root = view.root
+        self.snapshots = len(store.table(view.root))
+        self.count = 0
+        self.nbytes = counts.live_bytes
+        # Others look for what is lost, or needed of condemned packs.
+        self.missing = set[bytes](split_digests(view.root.lost))
+        self.rescue: set[PackId] = set()
+        counts.advance(store, view.root)
+        self._segments, self._dead = view.segments, frozenset(counts.dead)
+        packs = {p for i, packs in view.segments.items() if i not in counts.segments for p in packs}
+        packs = PackSet(counts.segments.values()).lacking(packs)
+        self._records = dict(self._read_footers(p for p in packs if p in view.live))
+        listed = {digest for records in self._records.values() for digest, _ in records}
+        for digest in self._dead:
+            # What a pack holds beside it has mostly died with it, and need not be looked up.
+            if digest not in listed and not counts.needs(digest):
+                places = store.index.find_all(view, Digest(digest))
+                packs = {PackId(p.pack) for p in places if p.pack in view.live}
+                self._records |= self._read_footers(packs - self._records.keys())
+                listed.update(d for pack in packs for d, _ in self._records.get(pack, ()))
+        self.uses = {pack: self._use_of(pack, view) for pack in self._records}
+
+    def _read_footers(self, packs: Iterable[PackId]) -> Iterator[tuple[PackId, list[Record]]]:
+        for pack, length in self._store.index.pack_lengths.of(list(packs), 0).items():
+            try:
+                if length != GONE:
+                    yield pack, read_footer(self._store.backend, pack, length)
+            except (FileNotFoundError, DamagedError) as e:
+                # It stays, until a collection goes through the whole index.
+                _log.debug(
+                    "%s: what pack %s holds is not known: %s",
+                    self._store.backend.uri,
+                    pack.hex(),
+                    e,
+                )
+
+    def _use_of(self, pack: PackId, view: View) -> PackUse:
+        use = PackUse()
+        for digest, place in self._records[pack]:
+            use.stored += place.stored_size
+            if self._counts.needs(digest):
+                use.needed += 1
+                places = self._store.index.find_all(view, digest)
+                use.live += place.stored_size * all(
+                    p.pack <= pack for p in places if p.pack in view.live
+                )
+        return use
+
+    def note_done(self) -> None:
+        """Have the next collection not look at the same packs again, unless more of them dies."""
+        self._counts.segments = self._segments
+        self._counts.dead -= self._dead
+
+    def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
+        """Yield the contents of some of these packs."""
+        for pack in packs:
+            for digest, place in self._records[pack]:
+                yield digest, pack, place.stored_size
+
+    def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
+        """Return which of some digests are needed, and whether each is a node."""
+        return {d: self._counts.names_node(d) for d in digests if self._counts.needs(d)}
+
+    def advance(self, root: Root) -> set[bytes]:
+        """Move on to a newer root; return the digests that are needed since.
+
+        Raises:
+            DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
+        """
+        self.root = root
+        return self._counts.advance(self._store, root)

@@ -1,0 +1,200 @@
+"""How often each node and chunk is referred to: what a collection need not find out anew.
+
+A process that collects again and again keeps these counts in memory. For a newer root it reads the
+nodes of the table and of the trees that came, and counts what they refer to; then those that went.
+So a collection costs what changed, not what is kept. Nodes are named by their digests and never
+change, so the counts of a table do not depend on how they came about.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from casnap.format.codec import Codec
+from casnap.format.entries import MAX_LIST_DEPTH
+from casnap.format.records import PackId, Root, SegmentId, segment_records
+from casnap.storage.catalog.references import (
+    DATA,
+    MANIFEST,
+    TABLE,
+    TREE,
+    digest_in,
+    is_node,
+    references,
+)
+from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.log.roots import DELTAS
+
+_BASE = int(Codec.BASE)
+_KINDS = (TABLE, MANIFEST, TREE, DATA, *(bytes([n + 1]) for n in range(MAX_LIST_DEPTH)))
+_TOGETHER = 64
+
+
+class ReferenceCounts:
+    """How many references lead to each node and chunk, from the table of one root on.
+
+    Attributes:
+        is_known: Whether a collector has counted; else there is nothing to go on from.
+        dead: Digests that went to zero, and may have come back; a collection removes them.
+        segments: The packs of each segment that the last collection has looked at.
+        live_bytes: The stored bytes of what was needed when all was counted.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.is_known = False
+        self.live_bytes = 0
+        self.dead: set[bytes] = set()
+        self.segments: Mapping[SegmentId, frozenset[PackId]] = {}
+        self._top: bytes | None = None
+        self._nodes: Counter[bytes] = Counter()
+        self._tally = _Tally()
+        self._with_bases: frozenset[bytes] = frozenset()
+
+    def note(self, node: bytes, children: Iterable[bytes]) -> None:
+        """Count the references of a node; called once for each node of a root."""
+        self._tally.note([digest_in(node), *(c for c in children if not is_node(c))])
+        self._nodes.update(c for c in children if is_node(c))
+
+    def complete(self, store: OpenStore, root: Root, live_bytes: int) -> None:
+        """Note of which root these were all nodes, and how many bytes that needs."""
+        self._tally.sort()
+        self.live_bytes = live_bytes
+        self._top = _top(root)
+        if self._top is not None:
+            self._nodes[self._top] += 1
+        self._count_bases(store, root)
+        self.is_known = True
+
+    def advance(self, store: OpenStore, root: Root) -> set[bytes]:
+        """Count for a newer root; return the digests that are needed since.
+
+        Raises:
+            DamagedError: A node cannot be read. Then nothing is known any more.
+        """
+        top = _top(root)
+        try:
+            new = self._count_bases(store, root)
+            if top != self._top:
+                new |= self._count_what_came(store, top)
+                self._discount_what_went(store, self._top)
+                self._top = top
+        except BaseException:
+            # Half of it is counted.
+            self.clear()
+            raise
+        return new
+
+    def needs(self, digest: bytes) -> bool:
+        """Whether something refers to a digest, or to one with the same beginning."""
+        return self._tally.of(digest) > 0
+
+    def names_node(self, digest: bytes) -> bool:
+        """Whether something refers to a digest as a node."""
+        return any(kind + digest in self._nodes for kind in _KINDS)
+
+    def _count_what_came(self, store: OpenStore, top: bytes | None) -> set[bytes]:
+        new: set[bytes] = set()
+        pending = [] if top is None else [top]
+        while pending:
+            group = []
+            for node in pending[-_TOGETHER:]:
+                self._nodes[node] += 1
+                if self._nodes[node] == 1:
+                    group.append(node)
+            del pending[-_TOGETHER:]
+            store.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])
+            for node in group:
+                children = references(store.node, node)
+                pending += [child for child in children if is_node(child)]
+                for digest in (digest_in(node), *(c for c in children if not is_node(c))):
+                    if self._tally.change(digest, 1) == 1:
+                        new.add(digest)
+        return new
+
+    def _discount_what_went(self, store: OpenStore, top: bytes | None) -> None:
+        pending = [] if top is None else [top]
+        while pending:
+            node = pending.pop()
+            self._nodes[node] -= 1
+            if self._nodes[node]:
+                continue
+            del self._nodes[node]
+            children = references(store.node, node)
+            pending += [child for child in children if is_node(child)]
+            for digest in (digest_in(node), *(c for c in children if not is_node(c))):
+                if self._tally.change(digest, -1) == 0:
+                    self.dead.add(digest)
+
+    def _count_bases(self, store: OpenStore, root: Root) -> set[bytes]:
+        """Count the bases of all deltas in segments that were not read; they are not discounted."""
+        if DELTAS not in root.read_features:
+            return set()
+        new: set[bytes] = set()
+        for ref in root.segments:
+            if ref.id not in self._with_bases:
+                _, records = segment_records(*store.index.sealed(ref))
+                for digest, _, _, _, _, codec in records:
+                    if codec == _BASE and self._tally.change(digest, 1) == 1:
+                        new.add(digest)
+        self._with_bases = frozenset(ref.id for ref in root.segments)
+        return new
+
+
+def _top(root: Root) -> bytes | None:
+    return None if root.table is None else TABLE + root.table.digest
+
+
+class _Tally:
+    """A count for each of many digests, by its first eight bytes: 12 bytes each.
+
+    Two digests that begin alike share a count. So the collector may keep what nobody needs, and
+    never takes for garbage what somebody does.
+    """
+
+    def __init__(self) -> None:
+        self._unsorted = array("Q")
+        self._beginnings = array("Q")
+        self._counts = array("I")
+        # Those that came later.
+        self._more: dict[int, int] = {}
+
+    def note(self, digests: Iterable[bytes]) -> None:
+        """Count some digests; before :meth:`sort`."""
+        self._unsorted.extend([int.from_bytes(digest[:8], "big") for digest in digests])
+
+    def sort(self) -> None:
+        """Make what was noted ready for questions."""
+        for beginning, run in groupby(sorted(self._unsorted)):
+            self._beginnings.append(beginning)
+            self._counts.append(sum(1 for _ in run))
+        self._unsorted = array("Q")
+
+    def _index(self, beginning: int) -> int | None:
+        i = bisect_left(self._beginnings, beginning)
+        return i if i < len(self._beginnings) and self._beginnings[i] == beginning else None
+
+    def of(self, digest: bytes) -> int:
+        """Return the count of a digest."""
+        beginning = int.from_bytes(digest[:8], "big")
+        i = self._index(beginning)
+        return self._more.get(beginning, 0) if i is None else self._counts[i]
+
+    def change(self, digest: bytes, by: int) -> int:
+        """Change the count of a digest; return the new one."""
+        beginning = int.from_bytes(digest[:8], "big")
+        i = self._index(beginning)
+        if i is not None:
+            self._counts[i] += by
+            return self._counts[i]
+        count = self._more.pop(beginning, 0) + by
+        if count:
+            self._more[beginning] = count
+        return count

@@ -1,0 +1,154 @@
+"""Collections that go on from the counts of the one before find what a whole one finds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import Retention, StateDict, Store
+from casnap.errors import DamagedError
+from casnap.maintenance.gc import GcOptions, GcReport, collect
+from casnap.maintenance.marks import Marks
+from casnap.maintenance.reference_counts import ReferenceCounts
+from casnap.storage.chunks.open_store import OpenStore
+from tests.support.damaged import forget_cache
+from tests.support.garbage import assert_tidy
+
+pytestmark = pytest.mark.usefixtures("collected_by_hand")
+CHUNK = 64 << 10
+
+
+def chunks(*numbers: int) -> StateDict:
+    """Return a state of some chunks that are equal wherever they have the same number."""
+    return StateDict({f"w{i}": torch.full((CHUNK // 4,), float(n)) for i, n in enumerate(numbers)})
+
+
+def gc(store: Store, counts: ReferenceCounts, **options: float) -> GcReport:
+    return collect(store.open_store, GcOptions(**options), None, counts)
+
+
+def assert_as_counted_anew(store: Store, counts: ReferenceCounts) -> None:
+    """Check that the counts are those of the newest root, whatever they went on from."""
+    open_store = store.open_store
+    root = open_store.newest()
+    counts.advance(open_store, root)
+    anew = ReferenceCounts()
+    marks = Marks(open_store, root, lambda *_: None, counts=anew)
+    assert counts._nodes == anew._nodes
+    everything = {digest for digest, _, _ in marks.contents_of(set(marks.uses))}
+    needed = {digest for digest in everything if counts.needs(digest)}
+    if root.read_features:
+        # The bases of deltas are never discounted.
+        assert needed.issuperset(marks.needed_of(everything))
+    else:
+        assert all(counts._tally.of(d) == anew._tally.of(d) for d in everything)
+        assert needed == marks.needed_of(everything).keys()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_and_goes(tmp_path: Path, seed: int) -> None:
+    pick = random.Random(seed)
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    store.take({"s": chunks(1, 2, 3)}, "kept")
+    gc(store, counts)
+    for step in range(60):
+        numbers = pick.sample(range(20), pick.randrange(1, 8))
+        match pick.randrange(8):
+            case 0 | 1 | 2:
+                name = f"run_{pick.randrange(2)}/step_{step}"
+                store.take({"s": chunks(*numbers)}, name, metadata={"long": "x" * 500})
+            case 3:
+                store.take({"s": chunks(*numbers)}, "other", overwrite=True)
+            case 4:
+                store.prune(Retention(keep_last=2))
+            case 5:
+                store.gc(grace=0, recode_after=pick.choice([None, 1]))
+            case 6:
+                gc(store, counts, grace=0, repack=pick.choice([0, 0.5, 1]))
+            case _:
+                assert_as_counted_anew(store, counts)
+    assert_as_counted_anew(store, counts)
+    gc(store, counts, grace=0)
+    assert store.check(data=True).ok
+    there = set(store.open_store.view().packs)
+    store.gc(grace=0, repack=0)
+    assert store.open_store.newest().read_features or there == set(store.open_store.view().packs)
+    assert_tidy(tmp_path / "store")
+
+
+def test_what_came_and_went_between_two_collections(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    store.take({"s": chunks(1)}, "kept")
+    gc(store, counts)
+    for step in range(5):
+        store.take({"s": chunks(10 + step)}, f"step_{step}")
+        store.delete(f"step_{step}")
+    report = gc(store, counts, grace=0)
+    assert report.freed_bytes > 5 * CHUNK
+    assert store.gc(grace=0, repack=0).deleted_packs == 0
+    assert_tidy(tmp_path / "store")
+
+
+def test_what_another_collector_freed_before_it_was_counted(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """The nodes of what went cannot be read any more, so all is counted anew."""
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    for step in range(3):
+        store.take({"s": chunks(step, 10 + step)}, f"step_{step}")
+    gc(store, counts)
+    store.delete("step_0")
+    store.gc(grace=0)
+    forget_cache(cache_dir)
+    store = Store(tmp_path / "store")
+    with pytest.raises(DamagedError):
+        counts.advance(store.open_store, store.open_store.newest())
+    assert not counts.is_known
+    gc(store, counts, grace=0)
+    assert counts.is_known
+    assert_as_counted_anew(store, counts)
+    assert store.check(data=True).ok
+
+
+def test_counts_that_were_cut_off_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    store.take({"s": chunks(1, 2)}, "kept")
+    gc(store, counts)
+    store.take({"s": chunks(1, 3)}, "new")
+    store.delete("kept")
+
+    def interrupt(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenStore, "cache_nodes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gc(store, counts)
+    assert not counts.is_known
+    gc(store, counts, grace=0)
+    assert_as_counted_anew(store, counts)
+    assert store.check(data=True).ok
+    assert_tidy(tmp_path / "store")
+
+
+def test_digests_that_begin_alike_share_a_count(tmp_path: Path) -> None:
+    """So what nobody needs may stay, and what somebody needs never goes."""
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    store.take({"s": chunks(1)}, "kept")
+    gc(store, counts)
+    digest = bytes(range(32))
+    like = digest[:8] + bytes(24)
+    assert counts._tally.change(digest, 1) == 1
+    assert counts._tally.change(like, 1) == 2
+    assert counts._tally.change(digest, -1) == 1
+    assert counts.needs(like)
