@@ -12,6 +12,7 @@ import pickle  # noqa: TID251 - written, never read
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,12 +22,14 @@ from casnap.files.chunk_writer import ChunkWriter, Placed
 from casnap.files.export_selection import StoredTensor
 from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE, bytes_at
+from casnap.runtime.threads import cores, mapped
 from casnap.state.tensors import TENSOR_DTYPES
 
 ALIGNMENT = 64
 PAGED_BYTES = 256 << 10
 """Tensors of so many bytes begin on a page."""
 _LARGE = 0xFFFFFFFF
+_PIECE_BYTES = 1 << 20
 _DAY = 0x21  # 1980-01-01, the first day that zip knows
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 
@@ -174,10 +177,21 @@ def _text(name: str, data: bytes) -> tuple[str, bytes, int, int]:
 def write_archives(fd: int, writer: ChunkWriter, archives: list[Archive], nbytes: int) -> None:
     """Write archives to their places in a file of so many bytes."""
     os.posix_fallocate(fd, 0, nbytes)
-    crcs: dict[int, int] = {}
-    writer.write(fd, (tensor for archive in archives for tensor in archive.placed), crcs)
+    placed = [tensor for archive in archives for tensor in archive.placed]
+    writer.write(fd, placed)
+    crcs = {tensor.start: crc for tensor, crc in mapped(partial(_crc_of, fd), placed, cores())}
     for archive in archives:
         archive.finish(fd, crcs)
+
+
+def _crc_of(fd: int, tensor: Placed) -> int:
+    """Return the CRC-32 of a tensor that was just written, so it is read from memory."""
+    crc, at, end = 0, tensor.start, tensor.start + tensor.entry.data.nbytes
+    while at < end:
+        piece = os.pread(fd, min(_PIECE_BYTES, end - at), at)
+        crc = zlib.crc32(piece, crc)
+        at += len(piece)
+    return crc
 
 
 def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
