@@ -161,7 +161,7 @@ class Store:
         threads: int | None = None,
     ) -> None:
         if threads is not None:
-            check_count("threads", threads)
+            check_count("threads=", threads)
         place = locate(uri, storage_options)
         opening = partial(
             open_at,

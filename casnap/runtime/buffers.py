@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from casnap.errors import StateError, UnavailableError
+from casnap.errors import StateError
 from casnap.runtime.fork import PerProcess
-from casnap.runtime.threads import run_shielded, works_in_background
+from casnap.runtime.threads import Crew, run_shielded, works_in_background
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
@@ -151,17 +151,17 @@ def release_memory() -> int:
 
     Returns:
         How many bytes were given back, at most: pages that were never touched took no memory.
+
+    Raises:
+        UnavailableError: No thread can be started.
     """
-    try:
-        # An interrupt could leave a lock of a pool held, or a slot counted that is gone.
-        return run_shielded(lambda _: _release_all())
-    except UnavailableError:
-        return _release_all()  # no thread can be started
 
+    def release_all(_: Crew) -> int:
+        pools = sum(pool.shrink() for pool in list(_all_pools))
+        return pools + sum(give_back() for give_back in _givers)
 
-def _release_all() -> int:
-    pools = sum(pool.shrink() for pool in list(_all_pools))
-    return pools + sum(give_back() for give_back in _givers)
+    # An interrupt could leave a lock of a pool held, or a slot counted that is gone.
+    return run_shielded(release_all)
 
 
 def on_release(give_back: Callable[[], int]) -> None:

@@ -37,7 +37,7 @@ def check_count(option: str, count: object) -> None:
         ValueError: It is not a whole number above 0.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{option}= is a whole number from 1 on; got {count!r:.80}")
+        raise ValueError(f"{option} is a whole number from 1 on; got {count!r:.80}")
 
 
 class Worker(threading.Thread):

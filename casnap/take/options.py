@@ -51,8 +51,8 @@ class TakeOptions:
         if self.retention is not None:
             check_retention(self.retention)
         if self.threads is not None:
-            check_count("threads", self.threads)
-        check_count("max_pending", self.max_pending)
+            check_count("threads=", self.threads)
+        check_count("max_pending=", self.max_pending)
         for name in ("replicated", "per_rank"):
             if isinstance(globs := getattr(self, name), str):
                 raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,12 @@ from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import BackendError, NotAStoreError, StorageFullError
 from tests.support.faults import CHUNK, files, in_child
 from tests.support.faulty import (
-    Act,
-    Call,
     Crash,
     Fault,
     FaultyBackend,
-    Gate,
-    after,
     alter,
     before,
     crash,
-    delay,
     fail,
     flip,
     hold,
@@ -54,13 +47,6 @@ def test_every_call_is_wrapped() -> None:
     calls = {name for name, value in vars(Backend).items() if callable(value)}
     public = {name for name in calls if not name.startswith("_")}
     assert public - composed <= vars(FaultyBackend).keys()
-
-
-def test_composed_calls_meet_the_faults(backend: FaultyBackend) -> None:
-    assert backend.size_if_there("a") is None
-    backend.faults.append(Fault(fail(), "size"))
-    with pytest.raises(BackendError):
-        backend.size_if_there("a")
 
 
 def test_calls_are_logged(backend: FaultyBackend) -> None:
@@ -110,24 +96,6 @@ def test_which_calls_a_fault_strikes_at(
     assert struck(backend, ["a/0", "b/0", "b/1", "b/2/x"]) == []
 
 
-def test_chance_is_repeatable(backend: FaultyBackend) -> None:
-    keys = [str(n) for n in range(200)]
-    found = []
-    for seed in (1, 1, 2):
-        with backend.during(Fault(fail(), times=None, chance=0.3, seed=seed)):
-            found.append(struck(backend, keys))
-    assert found[0] == found[1] != found[2]
-    assert 30 < len(found[0]) < 90
-
-
-def test_a_fault_strikes_at_either_key_of_a_copy(backend: FaultyBackend) -> None:
-    backend.write("packs/a", b"1")
-    for keys in ("packs/a", "packs/b"):
-        with backend.during(Fault(fail(), keys=keys)), pytest.raises(BackendError):
-            backend.copy("packs/a", "packs/b")
-    assert backend.names("packs") == ["a"]
-
-
 @pytest.mark.parametrize(
     "error", [BackendError, StorageFullError, FileNotFoundError, lambda what: OSError(5, what)]
 )
@@ -160,15 +128,6 @@ def test_a_torn_write_leaves_nothing_in_place(tmp_path: Path) -> None:
     assert backend.tidy(3600) == 0
     assert backend.tidy(0) == 8
     assert backend.names("tmp") == []
-
-
-def test_a_torn_write_in_place(backend: FaultyBackend) -> None:
-    with (
-        backend.during(Fault(tear(4, StorageFullError, in_place=True))),
-        pytest.raises(StorageFullError),
-    ):
-        backend.write("a", b"123456")
-    assert backend.read("a") == b"1234"
 
 
 def test_bytes_change_on_their_way(backend: FaultyBackend) -> None:
@@ -213,57 +172,6 @@ def test_a_write_that_others_overtake(backend: FaultyBackend) -> None:
     assert backend.read("a") == b"held"
 
 
-def test_a_write_that_is_held_until_the_sync(backend: FaultyBackend) -> None:
-    with backend.during(Fault(hold())):
-        backend.write("a", b"held")
-    for _ in range(10):
-        assert backend.names("") == []
-    backend.sync()
-    assert backend.read("a") == b"held"
-
-
-def test_a_gate(backend: FaultyBackend) -> None:
-    gate = Gate()
-    backend.faults.append(Fault(gate, "write"))
-    writer = threading.Thread(target=backend.write, args=("a", b"1"))
-    writer.start()
-    assert gate.reached.wait(300)
-    assert backend.names("") == []
-    gate.open()
-    writer.join()
-    assert backend.names("") == ["a"]
-
-
-def test_a_delay(backend: FaultyBackend) -> None:
-    backend.faults.append(Fault(delay(0.05)))
-    started = time.monotonic()
-    backend.sync()
-    assert time.monotonic() - started >= 0.05
-
-
-def test_what_others_do_first(backend: FaultyBackend, inner: Backend) -> None:
-    backend.faults.append(Fault(before(lambda: inner.put_if_absent("a", b"theirs"))))
-    assert backend.put_if_absent("a", b"mine") is False
-
-
-def test_acts_go_around_each_other(backend: FaultyBackend) -> None:
-    """The first is the outermost; an act of one's own is any function."""
-
-    def note(call: Call) -> object:
-        return [str(call), *call.go()]
-
-    backend.write("a/1", b"")
-    backend.faults += [Fault(note), Fault(repeat()), Fault(note)]
-    assert backend.names("a") == ["names(a)", "names(a)", "1"]
-
-
-@pytest.mark.parametrize("act", [hold(), tear(1), stale(), flip()])
-def test_an_act_that_does_not_fit(backend: FaultyBackend, act: Act) -> None:
-    backend.faults.append(Fault(act))
-    with pytest.raises(TypeError, match=r"size\(a\)"):
-        backend.size("a")
-
-
 def test_a_dead_process_does_nothing_more(backend: FaultyBackend, inner: Backend) -> None:
     backend.write("a", b"1")
     backend.faults += [Fault(hold(), keys="c"), Fault(crash(), keys="b"), Fault(hold(), keys="d")]
@@ -274,32 +182,6 @@ def test_a_dead_process_does_nothing_more(backend: FaultyBackend, inner: Backend
         with pytest.raises(Crash):
             call()
     assert inner.names("") == ["a"]
-
-
-def test_a_crash_right_after_a_call(backend: FaultyBackend, inner: Backend) -> None:
-    backend.faults.append(Fault(after(crash())))
-    with pytest.raises(Crash):
-        backend.write("a", b"1")
-    assert inner.read("a") == b"1"
-
-
-def test_a_call_that_waits_while_the_process_dies(backend: FaultyBackend, inner: Backend) -> None:
-    gate, raised = Gate(), []
-    backend.faults.append(Fault(gate))
-
-    def write() -> None:
-        with pytest.raises(Crash) as caught:
-            backend.write("a", b"1")
-        raised.append(caught.type)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert gate.reached.wait(300)
-    backend.crash()
-    gate.open()
-    writer.join()
-    assert raised == [Crash]
-    assert inner.names("") == []
 
 
 def test_a_dead_machine_forgets_what_was_not_synced(backend: FaultyBackend, inner: Backend) -> None:
@@ -317,13 +199,6 @@ def test_a_dead_machine_forgets_what_was_not_synced(backend: FaultyBackend, inne
     assert inner.read("gone") == b"gone"
 
 
-def test_a_dead_machine_forgets_some(backend: FaultyBackend, inner: Backend) -> None:
-    for key in "abcd":
-        backend.write(key, b"")
-    backend.crash(losing_unsynced=lambda key: key in "bd")
-    assert sorted(inner.names("")) == ["a", "c"]
-
-
 def test_a_real_death(tmp_path: Path) -> None:
     def die() -> None:
         kill = before(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -333,15 +208,6 @@ def test_a_real_death(tmp_path: Path) -> None:
 
     assert in_child(die) == -signal.SIGKILL
     assert files(tmp_path) == {"casnap-store/a"}
-
-
-def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:
-    for inner in (LocalBackend(tmp_path / "deep" / "store"), MemoryBackend(str(tmp_path))):
-        backend = FaultyBackend(FaultyBackend(inner))
-        store = Store(backend, chunk_size=CHUNK).make()
-        assert store.chunk_size == CHUNK
-        assert Store(inner).id == store.id
-        assert ("put_if_absent", "casnap.json") in backend.log
 
 
 def test_a_store_on_a_backend() -> None:

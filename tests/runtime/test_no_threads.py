@@ -138,7 +138,7 @@ def test_a_piece_that_cannot_be_given_back_keeps_no_other() -> None:
         raise ZeroDivisionError("on purpose")
 
     pieces = [
-        staging.Piece(0, 0, [1], slot.view, ready=fails, done=lambda s=slot: pool.release(s))
+        staging.Piece(0, 0, [1], slot.view, ready=fails, release=lambda s=slot: pool.release(s))
         for slot in slots
     ]
     with pytest.raises(ZeroDivisionError):

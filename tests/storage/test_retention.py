@@ -123,7 +123,7 @@ def test_rules_add_up_and_all_that_keep_are_told() -> None:
     }
 
 
-COUNT = "a whole number from 1 up"
+COUNT = "a whole number from 1 on"
 BEST = r"keep_best is \(metric, count\)"
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
+from casnap.runtime.threads import check_count
 from casnap.runtime.typing import override
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
@@ -73,7 +74,7 @@ class Retention:
     def __post_init__(self) -> None:
         for rule in ("keep_last", "keep_every"):
             if (count := getattr(self, rule)) is not None:
-                _check_count(rule, count)
+                check_count(rule, count)
         # One form for each rule, so that equal retentions compare equal.
         if self.keep_within is not None:
             object.__setattr__(self, "keep_within", _seconds(self.keep_within))
@@ -176,11 +177,6 @@ def _duration(seconds: float) -> str:
 # --- checking the arguments --------------------------------------------------------------------
 
 
-def _check_count(rule: str, count: object) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{rule} is a whole number from 1 up, such as 3; got {count!r:.80}")
-
-
 def _seconds(value: object) -> float:
     if isinstance(value, timedelta):
         return _seconds(value.total_seconds())
@@ -206,7 +202,7 @@ def _best_rule(rule: object) -> tuple[str, int, str]:
     metric, count, mode = (*rule, "min")[:3]
     if not isinstance(metric, str) or not metric or mode not in _MODES:
         raise _no_best_rule(rule)
-    _check_count(f"the count of keep_best by {metric!r:.80}", count)
+    check_count(f"the count of keep_best by {metric!r:.80}", count)
     return metric, count, mode
 
 
