@@ -13,7 +13,7 @@ from casnap.cli.arguments import (
     snapshots_of,
     store_fields,
 )
-from casnap.cli.garbage import what_frees
+from casnap.cli.garbage import disk_fields, what_frees
 from casnap.cli.output import amount, emit, print_requests, progress_bars, say, size, table
 from casnap.maintenance.usage import disk_usage, usage
 
@@ -38,7 +38,7 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     if as_json:
         # The name of a usage is that in the view; here it is that in the store.
         listed = [{**asdict(u), **identity_of(s)} for s, u in zip(snapshots, usages, strict=True)]
-        totals = {"logical_bytes": logical, "stored_bytes": disk.nbytes, **asdict(disk)}
+        totals = {"logical_bytes": logical, **disk_fields(opened, disk)}
         emit({**store_fields(place), "snapshots": listed, **totals}, place)
         return
     if snapshots:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from casnap.cli.output import moment, say, size
+from dataclasses import asdict
+from typing import Any
+
+from casnap.cli.output import json_time, moment, say, size
 from casnap.maintenance.automatic import automatic_collector
 from casnap.maintenance.gc import DAY
+from casnap.maintenance.usage import DiskUsage
 from casnap.runtime.environment import collects_by_itself
 from casnap.storage.catalog.settings import collects_unasked, grace_of
 from casnap.storage.chunks.open_store import OpenStore
@@ -41,13 +45,40 @@ def what_frees(open_store: OpenStore, waiting: str, *, condemned: bool) -> str:
     by_hand = f"`casnap gc {backend.uri} --grace 0`"
     if not collects_by_itself() or not collects_unasked(root):
         return f"{by_hand} frees {waiting}; no process does so by itself here"
-    grace = grace_of(root)
-    if not backend.costly_requests and grace is None:
+    until = waiting_until(open_store)
+    if until is not None and condemned:
+        event = f"a collection after {moment(until)}"
+    elif not _has_grace(open_store):
         event = "the next collection, by a process that lets snapshots go"
-    elif condemned and root.condemned:
-        condemned_at = read_root(backend, max(root.condemned.values())).time
-        event = f"a collection after {moment(condemned_at + (DAY if grace is None else grace))}"
     else:
+        grace = grace_of(root)
         hours = (DAY if grace is None else grace) / 3600
         event = f"a collection, and {hours:g} hours after it another one that frees them"
     return f"{waiting} wait for {event}; {by_hand} frees them now"
+
+
+def disk_fields(open_store: OpenStore, disk: DiskUsage) -> dict[str, Any]:
+    """Return, for --json, what a store takes up, and what of that is garbage."""
+    until = json_time(waiting_until(open_store))
+    return {"stored_bytes": disk.nbytes, **asdict(disk), "waiting_until_time": until}
+
+
+def waiting_until(open_store: OpenStore) -> float | None:
+    """Return when the grace of all condemned packs is over, in seconds since the epoch.
+
+    None if nothing is condemned, or if the next collection that a process begins by itself frees
+    it.
+    """
+    root = open_store.newest()
+    if not root.condemned or not _has_grace(open_store):
+        return None
+    grace = grace_of(root)
+    condemned_at = read_root(open_store.backend, max(root.condemned.values())).time
+    return condemned_at + (DAY if grace is None else grace)
+
+
+def _has_grace(open_store: OpenStore) -> bool:
+    """Whether processes that collect by themselves wait for a grace, or would if they did."""
+    root = open_store.newest()
+    collects = collects_by_itself() and collects_unasked(root)
+    return open_store.backend.costly_requests or grace_of(root) is not None or not collects

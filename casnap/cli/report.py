@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
+from casnap.cli.garbage import disk_fields
 from casnap.cli.output import (
     CommandError,
     amount,
@@ -24,6 +25,7 @@ from casnap.cli.output import (
 from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
+from casnap.storage.chunks.open_store import OpenStore
 
 
 @click.command()
@@ -60,19 +62,19 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     with progress_bars(lambda: place.requests) as progress:
         facts = gather(place.open_store, contents, last, progress)
     if as_json:
-        emit({**store_fields(place), **_document(facts)}, place)
+        emit({**store_fields(place), **_document(place.open_store, facts)}, place)
         return
     _write(output, page(facts, time.time()))
     say(f"{output!s}: {amount(len(contents), 'snapshot')}")
     print_requests(place.requests)
 
 
-def _document(facts: Facts) -> dict[str, Any]:
+def _document(open_store: OpenStore, facts: Facts) -> dict[str, Any]:
     return {
         "chunk_size_bytes": facts.chunk_size,
         "snapshot_count": facts.snapshots,
         "logical_bytes": facts.logical_bytes,
-        "stored_bytes": facts.store_bytes,
+        **disk_fields(open_store, facts.disk),
         "live_bytes": facts.live_bytes,
         "runs": list(map(_run_fields, facts.runs)),
         "more_run_count": facts.more_runs,

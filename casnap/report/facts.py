@@ -13,7 +13,7 @@ from casnap.errors import DamagedError
 from casnap.format.entries import ContainerEntry, payload_of
 from casnap.maintenance.diff import diff
 from casnap.maintenance.gc import GcOptions, collect
-from casnap.maintenance.usage import disk_usage, usage
+from casnap.maintenance.usage import DiskUsage, disk_usage, usage
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import is_unmirrored
@@ -103,7 +103,7 @@ class Facts:
         chunk_size: The size of its chunks, in bytes.
         snapshots: How many snapshots were chosen.
         logical_bytes: The bytes of their states.
-        store_bytes: The bytes of all packs and of the index.
+        disk: What all packs and the index take up.
         live_bytes: The part of these that the snapshots of the store need.
         runs: The runs that are shown, the one with the newest snapshot first.
         more_runs: How many runs are not shown.
@@ -113,7 +113,7 @@ class Facts:
     chunk_size: int
     snapshots: int
     logical_bytes: int
-    store_bytes: int
+    disk: DiskUsage
     live_bytes: int
     runs: list[Run]
     more_runs: int
@@ -147,7 +147,7 @@ def gather(
         chunk_size=store.config.chunk_size,
         snapshots=len(snapshots),
         logical_bytes=sum(use.logical_bytes for use in usages),
-        store_bytes=disk_usage(store).nbytes,
+        disk=disk_usage(store),
         live_bytes=live,
         runs=runs,
         more_runs=len(newest) - len(runs),

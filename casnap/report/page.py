@@ -85,12 +85,12 @@ def _introduction(facts: Facts, now: float) -> str:
 
 
 def _cards(facts: Facts) -> Markup:
-    garbage = max(0, facts.store_bytes - facts.live_bytes)
-    saved = facts.logical_bytes / facts.store_bytes if facts.store_bytes else 0.0
+    stored, garbage = facts.disk.nbytes, max(0, facts.disk.nbytes - facts.live_bytes)
+    saved = facts.logical_bytes / stored if stored else 0.0
     figures = [
         (f"{facts.snapshots:,}", "snapshots"),
         (size(facts.logical_bytes), "in their states"),
-        (size(facts.store_bytes), "on the disk"),
+        (size(stored), "on the disk"),
         (f"{saved:.1f} ×", "states to disk"),
         (size(garbage), "garbage, and gaps in packs"),
     ]

@@ -685,6 +685,13 @@ def test_garbage_is_seen(tmp_path: Path) -> None:
     )
     parts = ("kept_bytes", "waiting_bytes", "orphaned_bytes")
     assert sum(usage[part] for part in parts) == usage["stored_bytes"] == on_disk
+    assert usage["waiting_until_time"] is None
+    keys = (*parts, "stored_bytes", "waiting_until_time")
+    of_page = document("report", path)
+    assert {key: of_page[key] for key in keys} == {key: usage[key] for key in keys}
+    store.configure(gc=43200)
+    assert document("report", path)["waiting_until_time"] > "2026"
+    store.configure(gc="auto")
     assert "of it wait for the next collection" in invoke("du", path).stdout
     assert "packs of garbage to be freed" in invoke("ls", path).stderr
     assert "frees it now" in invoke("gc", path).stdout
