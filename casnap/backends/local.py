@@ -127,7 +127,7 @@ class LocalBackend(Backend):
         path, new_path = self._path(key), self._path(to)
         with (
             translated(new_path),
-            self._place.opened(make=False) as base,
+            self._place.base_folder(make=False) as base,
             parent_of(path, base) as (source, name),
         ):
             check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), path)
@@ -148,7 +148,7 @@ class LocalBackend(Backend):
 
     def _try_to_link(self, path: str, content: memoryview | bytes) -> bool:
         with (
-            self._place.opened() as base,
+            self._place.base_folder() as base,
             self._temporary_folder(base) as tmp,
             self._place.entered_above(path, base) as folder,
         ):
@@ -271,7 +271,11 @@ class LocalBackend(Backend):
         self._remove(self._path(key))
 
     def _remove(self, path: str) -> None:
-        with translated(path), suppress(FileNotFoundError), self._place.opened(make=False) as base:
+        with (
+            translated(path),
+            suppress(FileNotFoundError),
+            self._place.base_folder(make=False) as base,
+        ):
             unlink(path, base)
 
     @override
@@ -291,7 +295,7 @@ class LocalBackend(Backend):
         path = self._path("tmp")
         with (
             translated(path),
-            self._place.opened(make=False) as base,
+            self._place.base_folder(make=False) as base,
             folder_at(path, listed=True, base=base) as folder,
         ):
             yield folder
@@ -306,7 +310,7 @@ class LocalBackend(Backend):
     @override
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
-        with self._place.opened() as store, self._temporary_folder(store) as tmp:
+        with self._place.base_folder() as store, self._temporary_folder(store) as tmp:
             create = partial(self._place.create, folder=tmp, base=store)
             with announced_in(tmp, self._path("tmp"), base, create) as renew:
                 yield renew
@@ -379,7 +383,7 @@ class LocalBackend(Backend):
         if content is None:
             self._remove(path)
             return
-        with translated(path), self._place.opened() as base, suppress(FileExistsError):
+        with translated(path), self._place.base_folder() as base, suppress(FileExistsError):
             self._put_loosely(path, content, base, _RESERVE_BYTES)
 
     def _put_loosely(

@@ -85,7 +85,7 @@ class StoreFolder:
         self._check, self._record = check, self._read_record
 
     @contextmanager
-    def opened(self, *, make: bool = True) -> Iterator[OpenFolder]:
+    def base_folder(self, *, make: bool = True) -> Iterator[OpenFolder]:
         """Open the folder of the objects for a ``with`` block that changes some.
 
         A record that is another file than before says that another store may have come here. What
@@ -105,7 +105,7 @@ class StoreFolder:
     def check_place(self) -> None:
         """Check that no other store has come here."""
         if self._check is not None:
-            with self.opened(make=False):
+            with self.base_folder(make=False):
                 pass
 
     def _check_record(self, folder: int, check: Callable[[], None]) -> None:

@@ -28,13 +28,13 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     changed bytes come first. CHANGED counts the bytes in those chunks of an entry that differ from
     the chunks at the same position in A.
     """
-    left = open_snapshot(a)
-    right = second_snapshot(b, left)
-    difference = compare(left.contents, right.contents)
+    older = open_snapshot(a)
+    newer = second_snapshot(b, older)
+    difference = compare(older.contents, newer.contents)
     ordered = sorted(difference.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
     if as_json:
-        document = _document(left, right, difference, ordered[:limit])
-        emit(document, left.store, right.store)
+        document = _document(older, newer, difference, ordered[:limit])
+        emit(document, older.store, newer.store)
         return
     if not ordered:
         say("no difference")
@@ -69,11 +69,11 @@ def _types(change: Change) -> str:
 
 
 def _document(
-    left: Snapshot, right: Snapshot, difference: Diff, changes: list[Change]
+    older: Snapshot, newer: Snapshot, difference: Diff, changes: list[Change]
 ) -> dict[str, Any]:
     return {
-        "a": identity_of(left),
-        "b": identity_of(right),
+        "a": identity_of(older),
+        "b": identity_of(newer),
         "changed_count": len(difference.of("changed")),
         "added_count": len(difference.of("added")),
         "removed_count": len(difference.of("removed")),

@@ -31,14 +31,13 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
-    opened = place.open_store
     with progress_bars(lambda: place.requests) as progress:
-        usages = usage([s.contents for s in snapshots], opened, progress)
-    logical, disk = sum(u.logical_bytes for u in usages), disk_usage(opened)
+        usages = usage([s.contents for s in snapshots], place.open_store, progress)
+    logical, disk = sum(u.logical_bytes for u in usages), disk_usage(place.open_store)
     if as_json:
         # The name of a usage is that in the view; here it is that in the store.
         listed = [{**asdict(u), **identity_of(s)} for s, u in zip(snapshots, usages, strict=True)]
-        totals = {"logical_bytes": logical, **disk_fields(opened, disk)}
+        totals = {"logical_bytes": logical, **disk_fields(place.open_store, disk)}
         emit({**store_fields(place), "snapshots": listed, **totals}, place)
         return
     if snapshots:
@@ -49,9 +48,9 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         header = ("NAME", "LOGICAL", "STORED", "UNIQUE")
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     total = f"{amount(len(snapshots), 'snapshot')} of {size(logical)}"
-    say(f"{total}; {opened.backend.uri} takes up {size(disk.nbytes)}")
+    say(f"{total}; {place.open_store.backend.uri} takes up {size(disk.nbytes)}")
     if disk.waiting_bytes:
-        say(what_frees(opened, f"{size(disk.waiting_bytes)} of it", condemned=True))
+        say(what_frees(place.open_store, f"{size(disk.waiting_bytes)} of it", condemned=True))
     if disk.orphaned_bytes:
         say(f"{size(disk.orphaned_bytes)} of it are left over, or being written; see `casnap gc`")
     print_requests(place.requests)

@@ -54,12 +54,12 @@ def tag(
 
 
 def _check_options(tags: tuple[str, ...], **options: bool) -> None:
-    chosen = [name for name, is_set in options.items() if is_set]
-    if len(chosen) > 1:
+    actions = [name for name, is_set in options.items() if is_set]
+    if len(actions) > 1:
         raise click.UsageError("--remove, --move and --history do not go together")
-    if chosen in (["remove"], ["move"]) and not tags:
-        raise click.UsageError(f"name the tags to {chosen[0]}")
-    if chosen == ["history"] and len(tags) != 1:
+    if actions in (["remove"], ["move"]) and not tags:
+        raise click.UsageError(f"name the tags to {actions[0]}")
+    if actions == ["history"] and len(tags) != 1:
         raise click.UsageError("name the one tag whose moves to list")
 
 

@@ -44,7 +44,7 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
     raw_size: int
     codec: int
 
-    def next(self, after: int) -> int:
+    def offset_of(self, after: int) -> int:
         """Return the offset of a thing, by its number after the first."""
         step = (
             -(-self.stored_size // _PAGE) * _PAGE
@@ -61,7 +61,7 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
             run.raw_size,
             run.codec,
         )
-        return alike and self.next(self.count) == run.offset
+        return alike and self.offset_of(self.count) == run.offset
 
 
 class _Body(Struct, frozen=True, array_like=True):
@@ -108,7 +108,7 @@ class Hints:
         # A pack does not know its own id, which changes when it is moved past a fence.
         pack = self._body.packs[start : start + ID_SIZE] if run.pack >= 0 else self._pack
         after = index - self._stops[number] + run.count
-        return Place(pack, run.next(after), run.stored_size, run.raw_size, run.codec)
+        return Place(pack, run.offset_of(after), run.stored_size, run.raw_size, run.codec)
 
 
 def encode_hints(

@@ -111,16 +111,16 @@ def _entries(node: LeafNode[Any] | Branch) -> Sequence[tuple[Any, ...]]:
     return node.children if isinstance(node, Branch) else node.items
 
 
-_first = itemgetter(0)
+_key_in = itemgetter(0)
 _Change = tuple[str, V | None]
 
 
-def build(items: Mapping[str, V], put: Put, shape: Shape = FLAT) -> Digest:
+def build(items: Mapping[str, V], put_node: Put, shape: Shape = FLAT) -> Digest:
     """Store a tree of these items and return the digest of its top."""
-    levels: _Levels[V] = _Levels(shape, put)
-    levels.add_items(sorted(items.items(), key=_first))
+    levels: _Levels[V] = _Levels(shape, put_node)
+    levels.add_items(sorted(items.items(), key=_key_in))
     top = levels.top()
-    return Digest(top[1]) if top else put(encode(LeafNode([])))
+    return Digest(top[1]) if top else put_node(encode(LeafNode([])))
 
 
 class _Levels(Generic[V]):
@@ -129,9 +129,9 @@ class _Levels(Generic[V]):
     A full node is stored only when another one follows, since the top has no list above it.
     """
 
-    def __init__(self, shape: Shape, put: Put) -> None:
+    def __init__(self, shape: Shape, put_node: Put) -> None:
         self._shape = shape
-        self._put = put
+        self._put_node = put_node
         self._runs: list[list[Any]] = [[]]
         self._full = [False]
         self._key_chars = 0
@@ -181,9 +181,9 @@ class _Levels(Generic[V]):
         self._runs[level], self._full[level] = [], False
         if level == 0:
             self._key_chars = 0
-            child = (run[0][0], self._put(encode(LeafNode(run))), len(run))
+            child = (run[0][0], self._put_node(encode(LeafNode(run))), len(run))
         else:
-            node = self._put(encode(Branch(run)))
+            node = self._put_node(encode(Branch(run)))
             child = (run[0][0], node, sum(map(itemgetter(2), run)))
         self.add_node(child, level)
 
@@ -317,17 +317,17 @@ class Tree(Generic[V]):
     def get(self, key: str) -> V | None:
         """Return the value of a key, or None."""
         items = next(self._leaves(self.children, key), [])
-        at = bisect_left(items, key, key=_first)
+        at = bisect_left(items, key, key=_key_in)
         return items[at][1] if at < len(items) and items[at][0] == key else None
 
     def items(self, start: str = "") -> Iterator[tuple[str, V]]:
         """Yield the items in order of their keys, from ``start`` on."""
         for items in self._leaves(self.children, start):
-            yield from items[bisect_left(items, start, key=_first) :]
+            yield from items[bisect_left(items, start, key=_key_in) :]
 
     def _leaves(self, children: list[Child], start: str) -> Iterator[list[tuple[str, V]]]:
         """Yield the items of each leaf, beginning with the leaf that would hold ``start``."""
-        for child in children[max(bisect_right(children, start, key=_first) - 1, 0) :]:
+        for child in children[max(bisect_right(children, start, key=_key_in) - 1, 0) :]:
             node = self.node(Digest(child[1]))
             if isinstance(node, Branch):
                 yield from self._leaves(node.children, start)
@@ -341,13 +341,15 @@ class Tree(Generic[V]):
                 return
             yield key, value
 
-    def edit(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
+    def edit(self, changes: Mapping[str, V | None], put_node: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 
         Only changed nodes are stored.
         """
-        levels: _Levels[V] = _Levels(self._shape, put)
-        self._edit_nodes(levels, self.children, self._height(), sorted(changes.items(), key=_first))
+        levels: _Levels[V] = _Levels(self._shape, put_node)
+        self._edit_nodes(
+            levels, self.children, self._height(), sorted(changes.items(), key=_key_in)
+        )
         top = levels.top()
         if top is None:
             return None
@@ -375,7 +377,7 @@ class Tree(Generic[V]):
             self._merge(levels, [], todo)
         for i, child in enumerate(children):
             is_last = i == len(children) - 1
-            stop = len(todo) if is_last else bisect_left(todo, children[i + 1][0], key=_first)
+            stop = len(todo) if is_last else bisect_left(todo, children[i + 1][0], key=_key_in)
             own_items, todo = todo[:stop], todo[stop:]
             if not own_items and levels.closed_to(level):
                 levels.add_node(child, level)
@@ -392,4 +394,4 @@ class Tree(Generic[V]):
     def _merge(levels: _Levels[V], items: list[tuple[str, V]], todo: list[_Change[V]]) -> None:
         merged: dict[str, V | None] = {**dict(items), **dict(todo)}
         kept_items = {key: value for key, value in merged.items() if value is not None}
-        levels.add_items(sorted(kept_items.items(), key=_first))
+        levels.add_items(sorted(kept_items.items(), key=_key_in))

@@ -41,7 +41,7 @@ class Selection:
         """The shape of the result."""
         return tuple(n for i, n in enumerate(self.sizes) if i not in self.dropped)
 
-    def within(self, _whole: Region) -> tuple[slice, ...]:
+    def within(self, _outer: Region) -> tuple[slice, ...]:
         """Return the slices that take the elements out of the whole tensor."""
         return tuple(slice(axis.start, axis.stop, axis.step) for axis in self.axes)
 

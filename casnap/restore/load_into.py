@@ -65,7 +65,7 @@ def load_into(
     entries = _entries_below(contents, prefix)
     if rename is not None:
         names = renamed(contents.label, {n: each.path for n, each in entries.items()}, rename)
-        entries = {new: entries[name] for new, name in names.items()}
+        entries = {new_name: entries[name] for new_name, name in names.items()}
     tensors = dict(_tensors_of(module))
     report = RestoreReport()
     places = _places(tensors, entries, device, report)

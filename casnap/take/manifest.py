@@ -81,14 +81,14 @@ class _Contribution(msgspec.Struct, array_like=True):
 
 
 def build_manifest(
-    comm: Comm, state: CapturedState, division: Division, digests: Digests, put: Put
+    comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
 ) -> ManifestSummary | None:
     """Settle which entries are global, store all trees, and return the manifest on rank 0.
 
     Raises:
         StateError: Ranks contradict each other.
     """
-    builder = _Builder(comm, state, division, digests, put)
+    builder = _Builder(comm, state, division, digests, put_node)
     if not division.is_single_process:
         builder.settle_scopes()
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
@@ -106,7 +106,7 @@ def build_manifest(
     # The keys are in the order of the app state.
     for span in state.spans:
         if of_key := entries[span.component]:
-            summary.manifest.shared[span.component] = build(of_key, put)
+            summary.manifest.shared[span.component] = build(of_key, put_node)
             summary.logical_bytes += _nbytes(of_key)
             summary.entries += len(of_key)
     return summary
@@ -116,13 +116,13 @@ class _Builder:
     """The part of one rank in the building of a manifest."""
 
     def __init__(
-        self, comm: Comm, state: CapturedState, division: Division, digests: Digests, put: Put
+        self, comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
     ) -> None:
         self._comm = comm
         self._state = state
         self._division = division
         self._digests = digests
-        self._put = put
+        self._put_node = put_node
         self._scopes = list(division.scopes)
         # As the owner of some paths: their cells, and the entries of those that are sharded.
         self._cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
@@ -140,7 +140,7 @@ class _Builder:
         for report in reports:
             for key, first_cell, joined in report.cells:
                 self._cells[key][first_cell] = joined
-        self._sharded = _sharded_entries(self._division, self._cells, self._put)
+        self._sharded = _sharded_entries(self._division, self._cells, self._put_node)
         answers = comm.all_to_all(_answers(reports, self._division))
         for leaves, answer in zip(undecided, answers, strict=True):
             for i, is_equal in zip(leaves, answer, strict=True):
@@ -192,15 +192,15 @@ class _Builder:
                 else:
                     continue
                 # In a state of many entries most are inline, and a call for each takes long.
-                entry = inline[i] if i in inline else self._entry(i, self._put)
+                entry = inline[i] if i in inline else self._entry(i, self._put_node)
                 entries_of_key[leaves[i].path[prefix:]] = entry
             if own_entries:
-                contribution.subtrees[span.component] = build(own_entries, self._put)
+                contribution.subtrees[span.component] = build(own_entries, self._put_node)
                 contribution.logical_bytes += _nbytes(own_entries)
                 contribution.count += len(own_entries)
         return contribution
 
-    def _entry(self, leaf: int, put: Put) -> Entry:
+    def _entry(self, leaf: int, put_node: Put) -> Entry:
         """Return the entry of a leaf that is not sharded."""
         state = self._state
         if leaf in state.inline:
@@ -210,11 +210,11 @@ class _Builder:
         if leaf in state.assigned:
             runs = self._cells.get(self._division.keys[leaf], {})
             count = state.assigned[leaf].grid.count
-            return with_payload(entry, _assembled(path, nbytes, count, runs, put))
+            return with_payload(entry, _assembled(path, nbytes, count, runs, put_node))
         leaf = state.same_as.get(leaf, leaf)
         only = self._digests.only.get(leaf)
         digests = bytes(self._digests.runs[leaf]) if only is None else only
-        return with_payload(entry, _payload(nbytes, digests, put))
+        return with_payload(entry, _payload(nbytes, digests, put_node))
 
 
 # --- the owner of a path ----------------------------------------------------------------------
@@ -235,14 +235,14 @@ def _answers(reports: list[_Report], division: Division) -> list[bytes]:
 
 
 def _sharded_entries(
-    division: Division, cells: Mapping[bytes, dict[int, bytes]], put: Put
+    division: Division, cells: Mapping[bytes, dict[int, bytes]], put_node: Put
 ) -> dict[str, Entry]:
     """Return the entries of the sharded tensors that this rank owns, by path."""
     entries: dict[str, Entry] = {}
     first_cells: dict[str, list[int]] = {}
     for key, owned in division.owned.items():
         path, nbytes = owned.path, payload_of(owned.entry).nbytes
-        payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put)
+        payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put_node)
         entry = with_payload(owned.entry, payload)
         if entries.setdefault(path, entry) != entry:
             raise StateError(
@@ -267,7 +267,9 @@ def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
         yield first_cell, b"".join(run)
 
 
-def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: Put) -> Payload:
+def _assembled(
+    path: str, nbytes: int, count: int, runs: dict[int, bytes], put_node: Put
+) -> Payload:
     """Return the payload of a tensor whose cells several ranks hashed."""
     joined = b"".join(runs[first_cell] for first_cell in sorted(runs))
     inline = nbytes <= INLINE_BYTES
@@ -275,10 +277,10 @@ def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: 
         raise StateError(
             f"{path}: the ranks hashed {len(joined)} bytes of digests for {count} cells"
         )
-    return Payload(nbytes, joined) if inline else _payload(nbytes, joined, put)
+    return Payload(nbytes, joined) if inline else _payload(nbytes, joined, put_node)
 
 
-def _payload(nbytes: int, digests: bytes, put: Put) -> Payload:
+def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
     """Return a payload of chunks; long lists of digests are stored as nodes of their own.
 
     So an unchanged tensor costs one comparison.
@@ -287,7 +289,7 @@ def _payload(nbytes: int, digests: bytes, put: Put) -> Payload:
     while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
         step = LIST_DIGESTS * DIGEST_SIZE
         lists = [digests[at : at + step] for at in range(0, len(digests), step)]
-        digests, depth = b"".join(map(put, lists)), depth + 1
+        digests, depth = b"".join(map(put_node, lists)), depth + 1
     return Payload(nbytes, b"", digests, depth)
 
 

@@ -158,10 +158,10 @@ class TakeCommit:
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
         released: dict[str, Row] = {}
-        gone: dict[str, Row] = {}
+        dropped_rows: dict[str, Row] = {}
 
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
-            nonlocal row, gone
+            nonlocal row, dropped_rows
             check_free(table, self.name, overwrite=options.overwrite, uri=uri)
             replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
@@ -181,16 +181,16 @@ class TakeCommit:
             released.update(self._forgotten(table))
             if replaced_row is not None:
                 released[self.name] = replaced_row
-            gone = dict(released)
+            dropped_rows = dict(released)
             thinned = self._thinned(table, row, released, transaction)
             released.update({n: r for n in thinned if (r := table.get(n)) is not None})
-            return {**dict.fromkeys(gone), **thinned, self.name: row}
+            return {**dict.fromkeys(dropped_rows), **thinned, self.name: row}
 
         publish(transaction, change, others)
         assert row is not None
         options.hooks.on_release(list(released.values()))
         options.hooks.on_commit()
-        replace_markers(self.store, self.name, row, gone)
+        replace_markers(self.store, self.name, row, dropped_rows)
         requests = dict(transaction.requests + others.requests)
         return TakeResult(row, requests, options.hooks.count_freed())
 
@@ -228,7 +228,7 @@ class TakeCommit:
         return {verdict.name: verdict.row for verdict in verdicts if not verdict.kept}
 
     def _thinned(
-        self, table: Table, row: Row, gone: Mapping[str, Row], transaction: Transaction
+        self, table: Table, row: Row, dropped_rows: Mapping[str, Row], transaction: Transaction
     ) -> dict[str, Row]:
         """Return the new rows of the snapshots of the run that this one thins."""
         rules = None if self.options.retention is None else self.options.retention.thin
@@ -236,7 +236,7 @@ class TakeCommit:
             return {}
         run = self.name.rpartition("/")[0]
         rows = {n: r for n, r in snapshots_in(table, run) if n.rpartition("/")[0] == run}
-        rows = {n: r for n, r in rows.items() if n not in gone} | {self.name: row}
+        rows = {n: r for n, r in rows.items() if n not in dropped_rows} | {self.name: row}
         return thin_run(self.store, rows.items(), rules, transaction, self.name)
 
     def _forgotten(self, table: Table) -> dict[str, Row]:

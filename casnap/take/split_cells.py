@@ -85,7 +85,7 @@ class _Message(msgspec.Struct, array_like=True):
     """
 
     is_last: bool
-    opened: list[_JointPlace]
+    open_places: list[_JointPlace]
     parts: list[_Part]
 
 
@@ -282,7 +282,7 @@ class SplitCells:
             start = _HEAD.size + _HEAD.unpack_from(content)[0]
             message = decoder(_Message).decode(content[_HEAD.size : start])
             self._lasts[rank] = message.is_last
-            self._places[rank] += message.opened
+            self._places[rank] += message.open_places
             for part in message.parts:
                 if part.region is None:
                     self._fill(part)

@@ -206,7 +206,7 @@ class ContinuousCopy:
     def _open_follower(self) -> Follower:
         pair = self._open_pair()
 
-        def new() -> Iterator[CopyJob]:
+        def new_jobs() -> Iterator[CopyJob]:
             try:
                 snapshots = sorted(pair.choose(), key=lambda job: job.row.seq)
             except SnapshotNotFoundError:
@@ -216,7 +216,7 @@ class ContinuousCopy:
                 if job.row.commit not in commits:
                     yield job._replace(replaces=commits)
 
-        return Follower(Pair(pair.source, pair.destination, new, pair.options), self._progress)
+        return Follower(Pair(pair.source, pair.destination, new_jobs, pair.options), self._progress)
 
 
 class Backoff:

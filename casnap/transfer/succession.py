@@ -39,7 +39,7 @@ class Succession:
 
     Attributes:
         source: The mirrored store.
-        there: The mirror.
+        destination: The mirror.
         new_name: The full name of the snapshot there.
         row: Its row in the mirrored store.
         retention: Which copies to keep there; None for all.
@@ -48,7 +48,7 @@ class Succession:
     """
 
     source: OpenStore
-    there: OpenStore
+    destination: OpenStore
     new_name: str
     row: Row
     retention: Retention | None
@@ -69,7 +69,7 @@ class Succession:
         copies = copies_in(table, self.run)
         life = self._life(copies, seq)
         earlier = {name: row for name, row in copies.items() if life_of(row) != life}
-        follows = follows_of(self.row, self.there.config.store_id)
+        follows = follows_of(self.row, self.destination.config.store_id)
         # What the store had not seen when it resumed is of another branch.
         replaced_names = {name for name, row in earlier.items() if row.seq > follows}
         if self.new_name in earlier:
@@ -87,7 +87,7 @@ class Succession:
 
     def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
         """Return the life of the run that the copy is of: the last one, or a new one."""
-        follows = follows_of(self.row, self.there.config.store_id)
+        follows = follows_of(self.row, self.destination.config.store_id)
         self.predecessor = ""
         newest = max(copies.values(), key=lambda row: row.seq, default=None)
         life = None if newest is None else life_of(newest)
@@ -100,8 +100,8 @@ class Succession:
             return Life(seq, follows)
         run = f" in {self.run!r}" if self.run else ""
         raise SucceededError(
-            f"{self.there.backend.uri} has a run{run} that the store {origin_of(newest)} writes, "
-            f"and the snapshots of {self.source.backend.uri} (the store "
+            f"{self.destination.backend.uri} has a run{run} that the store {origin_of(newest)} "
+            f"writes, and the snapshots of {self.source.backend.uri} (the store "
             f"{self.source.config.store_id}) do not follow it: that store has succeeded this one, "
             "or this one never resumed from there. Nothing more of this run is mirrored from here; "
             "takes go on, and their retention alone says what is kept here. To go on with the run "
@@ -116,7 +116,7 @@ class Succession:
             return {}
         rows = copies_in(table, self.run)
         remaining = {name: copy for name, copy in rows.items() if name not in replaced_rows}
-        change = RetentionChange(self.there, self.retention, self.run, row.commit)
+        change = RetentionChange(self.destination, self.retention, self.run, row.commit)
         verdicts = change.judge_rows({**remaining, self.new_name: row}.items())
         return {v.name: rows[v.name] for v in verdicts if not v.kept}
 
@@ -129,4 +129,4 @@ class Succession:
             return {}
         rows = {n: copy for n, copy in copies_in(table, self.run).items() if n not in gone_rows}
         rows[self.new_name] = row
-        return thin_run(self.there, rows.items(), rules, transaction, self.new_name)
+        return thin_run(self.destination, rows.items(), rules, transaction, self.new_name)

@@ -48,11 +48,11 @@ def planned(
     mapping = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     paths = {item.index.fqn: _path_of(mapping, item.index.fqn) for item in plan.items}
     leaves: dict[str, list[Leaf]] = {}
-    first = _agreed_paths(comm, dict.fromkeys(paths.values()))
-    for path in first:
+    leading = _agreed_paths(comm, dict.fromkeys(paths.values()))
+    for path in leading:
         leaves.setdefault(str(path[0]), [])
     if comm.rank == 0:
-        for key, containers in containers_above(first).items():
+        for key, containers in containers_above(leading).items():
             leaves[key] += containers
     reader = _PlanReader(planner, bool(mapping), allow_pickle)
     with torch.no_grad(), without_torch_modes(), python_gc_paused():
@@ -74,18 +74,18 @@ def _by_name(plan: SavePlan) -> dict[str, list[WriteItem]]:
     return items
 
 
-def _agreed_paths(comm: Comm, own: Mapping[ObjectPath, None]) -> list[ObjectPath]:
+def _agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[ObjectPath]:
     """Return the paths of all values that any rank stores, in one order.
 
     Most are known to rank 0, so the others name only the rest.
     """
-    first = comm.broadcast_message(_Paths(list(own)), _Paths)
-    known_paths = set(first.paths)
+    leading = comm.broadcast_message(_Paths(list(own_paths)), _Paths)
+    known_paths = set(leading.paths)
     answers = comm.gather_messages(
-        _Paths([path for path in own if path not in known_paths]), _Paths
+        _Paths([path for path in own_paths if path not in known_paths]), _Paths
     )
     further_paths = _Paths(list(dict.fromkeys(path for each in answers for path in each.paths)))
-    return [*first.paths, *comm.broadcast_message(further_paths, _Paths).paths]
+    return [*leading.paths, *comm.broadcast_message(further_paths, _Paths).paths]
 
 
 class _PlanReader:
@@ -148,8 +148,8 @@ class _PlanReader:
         assert isinstance(value, torch.Tensor)
         if value.layout is not torch.strided or 0 in value.shape:
             return None
-        whole = value.shape == data.size and value.shape == data.chunk.sizes
-        return value.detach() if whole else None
+        is_whole = value.shape == data.size and value.shape == data.chunk.sizes
+        return value.detach() if is_whole else None
 
     def _part(self, path: str, item: WriteItem) -> _TensorBox:
         assert item.tensor_data is not None
@@ -237,12 +237,16 @@ def check_boxes(path: str, value: object, shape: tuple[int, ...], boxes: list[Re
 def _check_said(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:
     if not isinstance(value, torch.Tensor) or not holds_parts(value):
         return
-    whole, held_boxes = said_of_parts(value)
-    are_held = (any(box == box.intersect(own) for own in held_boxes) for box in boxes if box.numel)
-    if shape != whole or not all(are_held):
+    full_shape, held_boxes = said_of_parts(value)
+    are_held = (
+        any(box == box.intersect(own_paths) for own_paths in held_boxes)
+        for box in boxes
+        if box.numel
+    )
+    if shape != full_shape or not all(are_held):
         raise UnsupportedTypeError(
             f"{path}: the planner has this tensor as one of shape {shape}, but it says that it "
-            f"holds parts of one of shape {whole}. Only torch 2.14 and newer know a "
+            f"holds parts of one of shape {full_shape}. Only torch 2.14 and newer know a "
             f"CheckpointableTensor (this is torch {torch.__version__}), and so must a planner of "
             "your own"
         )

@@ -37,7 +37,7 @@ def runs_of(snapshots: Iterable[tuple[str, Row]]) -> list[list[tuple[str, Row]]]
 
 def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
     """Yield the chunks of a snapshot, each once, but for subtrees that the one before shares."""
-    seen: set[Digest] = set()
+    visited: set[Digest] = set()
     for key, digest, digest_before in _subtrees(contents, before):
         if digest == digest_before:
             continue
@@ -54,8 +54,8 @@ def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair
             if len(bases) != len(chunks):
                 bases = [(chunk, -1) for chunk, _ in chunks]
             for (chunk, nbytes), (base, nbytes_before) in zip(chunks, bases, strict=True):
-                if chunk not in seen and nbytes >= _LEAST_BYTES:
-                    seen.add(chunk)
+                if chunk not in visited and nbytes >= _LEAST_BYTES:
+                    visited.add(chunk)
                     is_other = nbytes == nbytes_before and base != chunk
                     yield CellPair(chunk, base if is_other else None, nbytes)
 

@@ -163,13 +163,13 @@ class Contents:
             yield
         except DamagedError as e:
             row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
-            how, what = "deleted or replaced", "held"
+            event, verb = "deleted or replaced", "held"
             if row is not None and row.commit == self.row.commit:
                 if row.manifest.digest == self.row.manifest.digest:
                     raise
-                how, what = "thinned", "lost"
+                event, verb = "thinned", "lost"
             raise SnapshotNotFoundError(
-                f"{self.label} was {how}, and what it {what} was collected as garbage "
+                f"{self.label} was {event}, and what it {verb} was collected as garbage "
                 "while it was being read; a longer `casnap gc --grace` lets readers end"
             ) from e
 

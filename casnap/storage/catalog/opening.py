@@ -131,7 +131,7 @@ def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Op
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
     """
     try:
-        return OpenStore.at(backend, ahead=look_ahead, marks=marks)
+        return OpenStore.at(backend, look_ahead=look_ahead, marks=marks)
     except NotAStoreError:
         if or_none:
             return None

@@ -11,8 +11,8 @@ from casnap.format.digest import Digest
 from casnap.format.records import Record
 from casnap.storage.chunks.new_packs import NewPacks
 
-# A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one. So
-# a chain has at most 32 links that take up to 1/56 of the chunk each, or 4 that take 1/7 or more.
+# A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one.
+# So a chain has at most 32 links that take up to 1/56 of it each, or 4 that take 1/7 or more.
 _WEIGHT, _MOST_WEIGHT = 56.0, 8.0
 # If a delta takes more than this, the chunk alone may take less.
 _LARGE_SHARE = 0.5

@@ -165,7 +165,7 @@ def _read_joined(
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if options.budget is None else options.budget)
     reads = list(coalesce(wanted_places, max(largest + 2 * PAGE, unit), max_gap(backend)))
-    most = whole_pages(max((read.stop - read.start for read in reads), default=0) + PAGE)
+    most = whole_pages(max((run.stop - run.start for run in reads), default=0) + PAGE)
     if not reads:
         return []
     is_small = total <= _SMALL_BYTES or options.readers == 0
@@ -180,8 +180,8 @@ def _read_joined(
         source = SharedItems(reads, crew)
 
         def read_into(buffer: memoryview) -> None:
-            for read in source:
-                failures.extend(_read_and_verify(backend, read, buffer, options))
+            for run in source:
+                failures.extend(_read_and_verify(backend, run, buffer, options))
 
         def work() -> None:
             if is_small:
@@ -322,21 +322,21 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
 
 
 def _read_and_verify(
-    backend: Backend, read: PackRun, buffer: memoryview, options: ReadOptions
+    backend: Backend, run: PackRun, buffer: memoryview, options: ReadOptions
 ) -> list[FailedRead]:
     """Read a run into a buffer, and hand over its chunks; return those that failed, and why."""
-    target = buffer[: whole_pages(read.stop - read.start)]
+    target = buffer[: whole_pages(run.stop - run.start)]
     try:
-        [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])
+        [n] = backend.read_into(pack_key(run.pack), [(run.start, target)])
     except FileNotFoundError:
-        return [FailedRead(*chunk, Failure(Reason.MISSING)) for chunk in read.chunks]
+        return [FailedRead(*chunk, Failure(Reason.MISSING)) for chunk in run.chunks]
     except UnavailableError:
         raise
     except BackendError as e:
-        return [FailedRead(*chunk, Failure(Reason.UNREADABLE, str(e))) for chunk in read.chunks]
+        return [FailedRead(*chunk, Failure(Reason.UNREADABLE, str(e))) for chunk in run.chunks]
     failures = []
-    for place, wants in read.chunks:
-        start = place.offset - read.start
+    for place, wants in run.chunks:
+        start = place.offset - run.start
         stored_form = target[start : min(start + place.stored_size, n)]
         raw = _verify(wants[0], place, stored_form)
         if isinstance(raw, Failure):
@@ -345,7 +345,7 @@ def _read_and_verify(
         for want in wants:
             want.sink(raw)
     if not failures:
-        options.keep(read.pack, [(read.start, target[:n])])
+        options.keep(run.pack, [(run.start, target[:n])])
     return failures
 
 

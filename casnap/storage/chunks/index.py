@@ -235,9 +235,9 @@ class Index:
     ) -> dict[SegmentId, frozenset[PackId]]:
         """Cache some segments; return their packs."""
         packs = {SegmentId(ref.id): _listed(cache, ref) for ref in segments}
-        missing = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
-        while missing:
-            for ref, sealed in self._read_some(missing):
+        uncached = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
+        while uncached:
+            for ref, sealed in self._read_some(uncached):
                 content = decode_segment(*sealed)
                 self.keep_small(SegmentId(ref.id), sealed[0])
                 cache.learn(SegmentId(ref.id), content.packs, content.records)
@@ -278,9 +278,9 @@ class Index:
         by_digest = {
             d: place for d, place in zip(digests, places, strict=True) if place is not None
         }
-        missing = [d for d in digests if d not in by_digest]
-        if missing:
-            searched = search(self._backend, large, self._segment_lengths(large), missing)
+        remaining = [d for d in digests if d not in by_digest]
+        if remaining:
+            searched = search(self._backend, large, self._segment_lengths(large), remaining)
             by_digest |= {
                 digest: record_list[0][1] for digest, record_list in searched.items() if record_list
             }
@@ -296,13 +296,13 @@ class Index:
             self._lengths |= {SegmentId(r.id): sizes.get(segment_key(r.id), 0) for r in unseen}
         return self._lengths
 
-    def _read_some(self, missing: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
+    def _read_some(self, segments: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
         """Take some segments off a list, and read them: on a remote store several at a time."""
-        refs = [missing.pop(0)]
-        while missing and len(refs) < self._backend.in_flight:
-            if sum(ref.count for ref in refs) + missing[0].count > _TOGETHER_RECORDS:
+        refs = [segments.pop(0)]
+        while segments and len(refs) < self._backend.in_flight:
+            if sum(ref.count for ref in refs) + segments[0].count > _TOGETHER_RECORDS:
                 break
-            refs.append(missing.pop(0))
+            refs.append(segments.pop(0))
         return list(mapped(self.sealed, refs, len(refs)))
 
     def _ask(

@@ -220,7 +220,7 @@ class LmdbCache(IndexCache):
         self._env = open_environment(folder)
         self._inode = inode(folder)
         self.identity = f"{boot_id()} {folder.stat().st_dev} {self._inode}".encode()
-        with self._turn(_PATIENCE), self._marked():
+        with self._turn(_PATIENCE), self._write_mark():
             self._segments = self._env.open_db(b"segments")
             self._places = self._env.open_db(b"places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
@@ -331,11 +331,11 @@ class LmdbCache(IndexCache):
     @contextlib.contextmanager
     def _writing(self, patience: float) -> Iterator[lmdb.Transaction]:
         turn = self._turn(0 if self._busy else patience)
-        with turn, self._marked(), self._env.begin(write=True) as txn:
+        with turn, self._write_mark(), self._env.begin(write=True) as txn:
             yield txn
 
     @contextlib.contextmanager
-    def _marked(self) -> Iterator[None]:
+    def _write_mark(self) -> Iterator[None]:
         """Leave a mark while LMDB writes. If it aborts, the next process finds the mark."""
         mark = self.folder / f"{WRITING}{os.getpid()}"
         try:

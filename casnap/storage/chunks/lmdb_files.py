@@ -37,8 +37,8 @@ os.register_at_fork(after_in_child=_close_after_fork)
 class BusyError(OSError):
     """Another process holds a lock for too long."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(errno.EWOULDBLOCK, what)
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EWOULDBLOCK, message)
 
     def __str__(self) -> str:
         """Return what happened, without the number."""

@@ -83,7 +83,7 @@ class OpenStore:
 
     Args:
         backend: Where the objects live.
-        opened: This store, if it is open already; its config and index are used here too.
+        shared_with: This store, if it is open already; its config and index are used here too.
         config: Its record, if that was read already.
         marks: Whether snapshots get markers, files for people.
 
@@ -96,15 +96,19 @@ class OpenStore:
     def __init__(
         self,
         backend: Backend,
-        opened: OpenStore | None = None,
+        shared_with: OpenStore | None = None,
         config: StoreConfig | None = None,
         *,
         marks: bool = True,
     ) -> None:
         self.backend = backend
-        self.config: StoreConfig = opened.config if opened else config or read_config(backend)
-        self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
-        if opened is None:
+        self.config: StoreConfig = (
+            shared_with.config if shared_with else config or read_config(backend)
+        )
+        self.index: Index = (
+            shared_with.index if shared_with else Index(backend, self.config.store_id)
+        )
+        if shared_with is None:
             backend.belong(partial(check_same_store, store_id=self.config.store_id))
         self.marks = marks
         self.chunk_cache: ChunkCache | None = None
@@ -118,20 +122,21 @@ class OpenStore:
         self._looked_ahead = False
 
     @classmethod
-    def at(cls, backend: Backend, *, ahead: bool = False, marks: bool = True) -> OpenStore:
+    def at(cls, backend: Backend, *, look_ahead: bool = False, marks: bool = True) -> OpenStore:
         """Open a remote store; with one request if this host has seen it before.
 
         Args:
             backend: The place.
-            ahead: Look for the newest root at once, for the next use, which then need not look.
+            look_ahead: Look for the newest root at once, for the next use, which then need not
+                look.
             marks: Whether snapshots get markers.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
         """
-        remembered = RememberedRoot(backend).look(ahead=ahead)
+        remembered = RememberedRoot(backend).look(look_ahead=look_ahead)
         if remembered is None:
-            root = _try(newest_root if ahead else last_listed, backend)
+            root = _try(newest_root if look_ahead else last_listed, backend)
             copy = config_in(root) if isinstance(root, Root) else None
             config = copy or read_config(backend)
         else:
@@ -142,8 +147,8 @@ class OpenStore:
         # A damaged root is for the first use to report.
         if isinstance(root, Root):
             store.note_newest(root)
-            store._looked_ahead = ahead
-            if remembered is not None and not ahead:
+            store._looked_ahead = look_ahead
+            if remembered is not None and not look_ahead:
                 # This host may not have looked for long.
                 store._newest_at = -math.inf
         return store
@@ -175,15 +180,15 @@ class OpenStore:
         """
         # Roots are never removed, so a remote one is not read again each time. It is now and then,
         # for the store may have been rolled back.
-        known, looked_ahead = self._newest, self._looked_ahead
+        newest, looked_ahead = self._newest, self._looked_ahead
         self._looked_ahead = False
-        if known is not None and looked_ahead and self._within(_RECENT, self._newest_at):
-            return known
+        if newest is not None and looked_ahead and self._within(_RECENT, self._newest_at):
+            return newest
         stands = self._within(_STANDS, self._seen_at)
-        root = newest_root(self.backend, known, stands=stands)
-        if root is not known and id_in(root) not in (None, self.config.store_id):
+        root = newest_root(self.backend, newest, stands=stands)
+        if root is not newest and id_in(root) not in (None, self.config.store_id):
             check_same_store(self.backend, self.config.store_id)
-        if root is not known or not stands:
+        if root is not newest or not stands:
             self.note_newest(root)
         self._newest_at = time.monotonic()
         return root
@@ -194,11 +199,11 @@ class OpenStore:
         This does where an older root is as safe: to begin a change, and to read, since what is not
         found is looked for in newer roots.
         """
-        known = self._newest
-        if known is None or not self._within(_RECENT, self._newest_at):
+        newest = self._newest
+        if newest is None or not self._within(_RECENT, self._newest_at):
             return self.newest()
         self._looked_ahead = False
-        return known
+        return newest
 
     def _within(self, seconds: float, since: float) -> bool:
         return self.backend.costly_requests and time.monotonic() - since < seconds

@@ -44,15 +44,15 @@ class RememberedRoot:
         name = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         return open_cache(name, self._backend.uri)
 
-    def look(self, *, ahead: bool) -> tuple[StoreConfig, Root] | None:
+    def look(self, *, look_ahead: bool) -> tuple[StoreConfig, Root] | None:
         """Return the record of the store and the root seen last, if that root still stands.
 
         Args:
-            ahead: Return the newest root instead.
+            look_ahead: Return the newest root instead.
         """
         try:
             note = decoder(_Note).decode(self._cache.note(_NOTE) or b"")
-            if ahead:
+            if look_ahead:
                 root, newer = root_and_next(self._backend, note.seq)
             else:
                 root, newer = read_root(self._backend, note.seq), None

@@ -48,13 +48,13 @@ def add_segment(
         base: The root number that the id begins with.
     """
     *large, segment = _parts(segment)
-    written = [write_segment(store, part, base) for part in large]
+    refs = [write_segment(store, part, base) for part in large]
     levels = _REMOTE_LEVELS if store.backend.costly_requests else _LOCAL_LEVELS
     sizes = {ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
     merged = _to_merge(sizes, segment.count + len(segment.packs), levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
     last_written = _write_merged(store, view, segment, merged, (), base)
-    return (*unmerged, *written, *last_written)
+    return (*unmerged, *refs, *last_written)
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Rewriting:
         base: The root number that the ids of the new ones begin with.
         without: The packs that were left out.
         replaced: The old segments.
-        new: The new segments.
+        new_refs: The new segments.
     """
 
     base: int
     without: frozenset[PackId]
     replaced: frozenset[SegmentRef]
-    new: tuple[SegmentRef, ...]
+    new_refs: tuple[SegmentRef, ...]
 
     def applied(self, root: Root, without: frozenset[PackId]) -> tuple[SegmentRef, ...] | None:
         """Return the list for the root after this one; None if the rewriting does not fit it.
@@ -82,11 +82,11 @@ class Rewriting:
         fits = self.replaced.issubset(root.segments) and root.fence <= self.base
         if not fits or without != self.without:
             return None
-        return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new
+        return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new_refs
 
     def discard(self, store: OpenStore) -> None:
         """Delete the new segments, which no root names."""
-        for ref in self.new:
+        for ref in self.new_refs:
             store.backend.delete(segment_key(ref.id))
 
 
@@ -110,14 +110,14 @@ def rewrite_segments(store: OpenStore, view: View, without: Collection[PackId]) 
     # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
     few = 1 if affected and store.backend.costly_requests else _MERGE_AT
     todo = affected + (small if len(small) >= few else [])
-    new: list[SegmentRef] = []
+    new_refs: list[SegmentRef] = []
     try:
         for group in _groups(todo):
-            new += _write_merged(store, view, Segment((), []), group, left_out, view.root.seq)
+            new_refs += _write_merged(store, view, Segment((), []), group, left_out, view.root.seq)
     except StorageFullError:
-        Rewriting(view.root.seq, left_out, frozenset(), tuple(new)).discard(store)
+        Rewriting(view.root.seq, left_out, frozenset(), tuple(new_refs)).discard(store)
         raise
-    return Rewriting(view.root.seq, left_out, frozenset(todo), tuple(new))
+    return Rewriting(view.root.seq, left_out, frozenset(todo), tuple(new_refs))
 
 
 def drop_packs(store: OpenStore, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
@@ -130,20 +130,20 @@ def drop_packs(store: OpenStore, view: View, without: Collection[PackId]) -> tup
 def _write_merged(
     store: OpenStore,
     view: View,
-    new: Segment,
+    new_segment: Segment,
     refs: list[SegmentRef],
     without: Collection[PackId],
     base: int,
 ) -> list[SegmentRef]:
     """Write new and old segments as one; return it, or nothing if it lists no pack."""
-    content, packs, count = encode_segment(new), new.packs, new.count
+    content, packs, count = encode_segment(new_segment), new_segment.packs, new_segment.count
     if refs:
         parts = [store.index.sealed_or_kept(ref) for ref in refs]
         content, packs, count = merged_segment([(content, "a new segment"), *parts], without)
     if not packs:
         return []
     ident = _put_segment(store, content, base)
-    view.cache.keep_segment(ident, packs, new.records)
+    view.cache.keep_segment(ident, packs, new_segment.records)
     store.index.keep_small(ident, content)
     return [SegmentRef(ident, count)]
 
@@ -202,7 +202,7 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
 
 
 def _to_merge(
-    sizes: Mapping[SegmentRef, int], new: int, levels: Sequence[tuple[int, int]]
+    sizes: Mapping[SegmentRef, int], new_size: int, levels: Sequence[tuple[int, int]]
 ) -> list[SegmentRef]:
     """Return the segments to merge with a new one.
 
@@ -211,11 +211,11 @@ def _to_merge(
 
     Args:
         sizes: How many records and packs each segment has.
-        new: How many the new one has.
+        new_size: How many the new one has.
         levels: Up to how many a level has, and how many segments of it are merged with one more.
     """
     merged: list[SegmentRef] = []
-    total = new
+    total = new_size
     for most, others in levels:
         of_level = [s for s, size in sizes.items() if size <= most and s not in merged]
         more = sum(sizes[s] for s in of_level)
