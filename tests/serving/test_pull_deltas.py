@@ -1,0 +1,181 @@
+"""From a bucket that holds deltas, a pull reads the deltas alone: their bases lie in the folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.serving import PullOptions, PullReport, verify
+from casnap.storage.chunks import open_store
+from tests.support.remote import RemoteDouble
+from tests.support.served import tensors_in
+
+# Nodes, a part of the index, and reads of whole pages.
+_BESIDE = 40 << 10
+
+
+class Run:
+    """A trainer that moves some elements of each chunk a step, and its bucket.
+
+    Attributes:
+        weights: The weights.
+        store: The store of the trainer.
+        bucket: That of the bucket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._dice = torch.Generator().manual_seed(0)
+        self.weights = {
+            f"layers.{i}": torch.randn(1 << 20, generator=self._dice).bfloat16() for i in range(4)
+        }
+        self.store = Store(folder / "trainer")
+        self.bucket = Store(RemoteDouble(str(folder)))
+        self._step = 0
+
+    def step(self) -> int:
+        """Take the next step, copy it to the bucket, and return how many bytes that took."""
+        for weight in self.weights.values():
+            bits = weight.view(torch.int16)
+            bits[torch.randint(len(bits), (len(bits) // 50,), generator=self._dice)] += 1
+        name = f"run/step_{self._step}"
+        self._step += 1
+        self.store.take({"model": StateDict(self.weights)}, name)
+        return self.store.copy(name, to=self.bucket).sent_bytes
+
+    def assert_served(self, live: Path) -> None:
+        found = tensors_in(live)
+        assert found.keys() == self.weights.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in self.weights.items())
+        assert verify(live) == []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+class Host:
+    """A host that pulls from the bucket, with caches of its own.
+
+    Attributes:
+        bucket: What counts its requests of the last pull.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bucket = RemoteDouble(str(folder))
+        self._store = Store(self.bucket)
+        self._live = folder / "live"
+        self._cache = folder / "cache-of-host"
+        self._cache.mkdir()
+        self._monkeypatch = monkeypatch
+
+    def pull(self, options: PullOptions | None = None) -> PullReport:
+        self.bucket.reset()
+        with self._monkeypatch.context() as patch:
+            patch.setenv("CASNAP_CACHE_DIR", str(self._cache))
+            return self._store.pull(self._live, options=options)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Path:
+    return tmp_path / "live"
+
+
+def test_a_pull_reads_the_deltas_alone(run: Run, host: Host, live: Path) -> None:
+    run.step()
+    host.pull()
+    for _ in range(3):
+        sent = run.step()
+        assert sent < 0.1 * run.nbytes
+        report = host.pull()
+        assert host.bucket.read_bytes <= 1.1 * sent + _BESIDE
+        assert host.bucket.count <= 12
+        assert report.fetched_bytes == run.nbytes
+        run.assert_served(live)
+
+
+def test_missed_versions_cost_their_deltas(run: Run, host: Host, live: Path) -> None:
+    run.step()
+    host.pull()
+    sent = sum(run.step() for _ in range(6))
+    host.pull()
+    assert host.bucket.read_bytes <= 1.1 * sent + 2 * _BESIDE
+    run.assert_served(live)
+
+
+def test_the_old_snapshot_is_not_needed(run: Run, host: Host, live: Path) -> None:
+    run.step()
+    run.step()
+    host.pull()
+    run.bucket.delete("run/step_0")
+    run.bucket.delete("run/step_1")
+    sent = run.step()
+    for _ in range(2):
+        run.bucket.gc(grace=0)
+    host.pull()
+    assert host.bucket.read_bytes <= 1.1 * sent + 2 * _BESIDE
+    run.assert_served(live)
+
+
+def test_a_base_that_is_damaged_in_the_folder(run: Run, host: Host, live: Path) -> None:
+    """The chunk that would come of it is not the one that is wanted, so the chain is read."""
+    run.step()
+    host.pull()
+    run.step()
+    file = live.resolve() / "model.safetensors"
+    info = file.stat()
+    with file.open("r+b") as f:
+        f.seek(3 << 20)
+        f.write(b"damaged")
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    host.pull()
+    assert 0.05 * run.nbytes < host.bucket.read_bytes < 0.3 * run.nbytes
+    run.assert_served(live)
+
+
+def test_casts_are_no_bases(run: Run, host: Host, live: Path) -> None:
+    options = PullOptions(dtype="float32")
+    for _ in range(2):
+        run.step()
+        host.pull(options)
+        found = tensors_in(live)
+        assert all(torch.equal(found[n], w.float()) for n, w in run.weights.items())
+        assert verify(live) == []
+    assert host.bucket.read_bytes > 0.3 * run.nbytes
+
+
+@pytest.mark.parametrize("stands", [0.0, 60.0])
+def test_a_look_is_cheap_when_nothing_is_new(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stands: float
+) -> None:
+    monkeypatch.setattr(open_store, "_STANDS", stands)
+    run.step()
+    backend = RemoteDouble(str(tmp_path))
+    counts: list[int] = []
+
+    class EnoughError(Exception):
+        pass
+
+    def sleep(_: float) -> None:
+        counts.append(backend.count)
+        backend.reset()
+        if len(counts) == 5:
+            raise EnoughError
+
+    monkeypatch.setattr("casnap.serving.following.time.sleep", sleep)
+    with pytest.raises(EnoughError):
+        list(Store(backend).follow(tmp_path / "live", on_version=lambda *_: None))
+    assert all(count <= (1 if stands else 2) for count in counts[1:]), counts
