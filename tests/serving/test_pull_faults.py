@@ -1,0 +1,285 @@
+"""Whatever happens, the folder is the old or the new version, whole, and the next pull heals it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import casnap.transfer.follow
+from casnap import Store
+from casnap.errors import CasnapError, SnapshotNotFoundError, StorageFullError
+from casnap.serving import FollowEvent, PullOptions
+from tests.support.faults import (
+    backend_faults,
+    disk_full,
+    elsewhere,
+    in_child,
+    memory_folder,
+    system_faults,
+)
+from tests.support.faulty import FaultyProxy
+from tests.support.mounts import tmpfs
+from tests.support.object_stores import store_in
+from tests.support.served import assert_served, inodes, store_at, take, versions_of
+from tests.support.servers import Bucket
+from tests.support.sweep import sweep
+
+KILLED = -signal.SIGKILL
+# What changes the folder, of all calls of the system.
+CALLS = ["open", "pwrite", "posix_fallocate", "fsync", "link", "mkdir", "symlink", "rename"]
+CALLS += ["unlink", "rmdir", "ftruncate"]
+OPTIONS = PullOptions(max_shard_size=250_000, keep=1)
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[Path]:
+    """Return a folder with a store of two steps, and a folder at the first of them."""
+    with memory_folder() as folder:
+        store = store_at(folder / "store")
+        take(store, 0)
+        store.pull(folder / "live", options=OPTIONS)
+        take(store, 1)
+        yield folder
+
+
+def copy_of(base: Path, folder: Path) -> Path:
+    """Copy that; inodes and times of the files change, so these are verified anew."""
+    shutil.copytree(base, folder, symlinks=True)
+    # The version is to count as the one that was written.
+    shutil.rmtree(folder / "live.versions")
+    (folder / "live").unlink()
+    Store(folder / "store").pull(folder / "live", "step_0", options=OPTIONS)
+    return folder
+
+
+def step_of(live: Path) -> int:
+    step = 1 if live.resolve().name.startswith("step_1@") else 0
+    assert_served(live, step)
+    return step
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_call(base: Path, after: bool) -> None:
+    steps = set()
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        live = folder / "live"
+        for number in sweep():
+
+            def pull(number: int = number) -> None:
+                with system_faults(number, names=CALLS, after=after):
+                    Store(folder / "store").pull(live, options=OPTIONS)
+
+            status = in_child(pull)
+            steps.add(step_of(live))
+            Store(folder / "store").pull(live, options=OPTIONS)
+            assert_served(live, 1)
+            assert len(versions_of(live)) == 1
+            if status == 0:
+                break
+            assert status == KILLED
+            # Back, in a version that was whole all the time.
+            Store(folder / "store").pull(live, "step_0", options=OPTIONS)
+    assert steps == {0, 1}
+
+
+@pytest.mark.sweep
+def test_a_first_pull_that_is_killed(base: Path) -> None:
+    with memory_folder() as place:
+        for number in sweep(2):
+            live = place / f"live{number}"
+
+            def pull(number: int = number, live: Path = live) -> None:
+                with system_faults(number, names=CALLS):
+                    Store(base / "store").pull(live)
+
+            status = in_child(pull)
+            if os.path.lexists(live):
+                assert_served(live, 1)
+            Store(base / "store").pull(live)
+            assert_served(live, 1)
+            assert len(versions_of(live)) == 1
+            if status == 0:
+                break
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_around_the_callback(base: Path, after: bool) -> None:
+    """Each version that stays is told of at least once, and never before it is whole."""
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        live, told = folder / "live", folder / "told"
+
+        def on_version(version: Path, changed: list[str]) -> None:
+            assert_served(version, 1 if version.name.startswith("step_1@") else 0)
+            with told.open("a") as f:
+                f.write(f"{version.name}\n")
+
+        def follow(number: int) -> None:
+            with system_faults(number, names=[*CALLS, "replace"], after=after):
+                for event in Store(folder / "store").follow(
+                    live, options=OPTIONS, on_version=on_version
+                ):
+                    assert event.event != "failed"
+                    if event.event == "called":
+                        return
+
+        for number in sweep(2):
+            told.write_text("")
+            status = in_child(partial(follow, number))
+            if status == 0:
+                break
+            assert status == KILLED
+            noted = folder / "live.versions/.called.json"
+            if step_of(live) == 0 or '"step_1"' not in (
+                noted.read_text() if noted.exists() else ""
+            ):
+                assert in_child(partial(follow, 1 << 30)) == 0
+            assert_served(live, 1)
+            assert told.read_text().splitlines()[-1] == live.resolve().name
+            Store(folder / "store").pull(live, "step_0", options=OPTIONS)
+            noted.unlink()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_full_disk_at_any_call(base: Path, lasting: bool) -> None:
+    names = ["pwrite", "posix_fallocate", "fsync", "link", "mkdir", "symlink", "rename"]
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        live = folder / "live"
+        for number in sweep():
+            full = system_faults(number, disk_full, names, lasting=lasting)
+            with full as calls, suppress(OSError, CasnapError):
+                Store(folder / "store").pull(live, options=OPTIONS)
+            step_of(live)
+            Store(folder / "store").pull(live, options=OPTIONS)
+            assert_served(live, 1)
+            assert len(versions_of(live)) == 1
+            if not calls.struck:
+                break
+            Store(folder / "store").pull(live, "step_0", options=OPTIONS)
+
+
+def test_a_disk_that_is_full(base: Path, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "1100k") as small:
+        store, live = Store(base / "store"), small / "live"
+        store.pull(live, "step_0")
+        with pytest.raises(StorageFullError, match="stays as it is"):
+            store.pull(live)
+        assert_served(live, 0)
+        assert len(versions_of(live)) == 1
+
+
+def test_a_snapshot_that_is_collected_while_it_is_pulled(base: Path) -> None:
+    outcomes = set()
+    for number in sweep():
+        with memory_folder() as place:
+            folder = copy_of(base, place / "f")
+            live = folder / "live"
+
+            def collect(folder: Path = folder) -> None:
+                other = Store(folder / "store")
+                other.delete("step_1")
+                for _ in range(2):
+                    other.gc(grace=0)
+
+            reads = ["read", "read_into"]
+            struck = backend_faults(number, elsewhere(collect), reads)
+            with struck as calls, suppress(SnapshotNotFoundError):
+                Store(folder / "store").pull(live, "step_1", options=OPTIONS)
+            outcomes.add(step_of(live))
+            Store(folder / "store").pull(live, options=OPTIONS)
+            if calls.struck:
+                assert_served(live, 0)
+            else:
+                break
+    assert outcomes == {0, 1}
+
+
+def damages(folder: Path) -> Iterator[Callable[[], object]]:
+    for file in sorted(folder.iterdir()):
+        yield partial(os.truncate, file, file.stat().st_size // 2)
+        yield file.unlink
+        yield partial(file.write_bytes, b"{}")
+
+
+def test_a_folder_that_was_tampered_with(base: Path) -> None:
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        live, store = folder / "live", Store(folder / "store")
+        count = len(list(damages(live.resolve())))
+        assert count == 3 * len(inodes(live))
+        for number in range(count):
+            list(damages(live.resolve()))[number]()
+            # The newest snapshot, as it was.
+            store.pull(live, "step_0", options=OPTIONS)
+            assert_served(live, 0)
+        # And the next snapshot, from a version that is damaged.
+        for number in range(count):
+            store.pull(live, "step_0", options=OPTIONS)
+            list(damages(live.resolve()))[number]()
+            store.pull(live, options=OPTIONS)
+            assert_served(live, 1)
+        shutil.rmtree(live.resolve())
+        store.pull(live, options=OPTIONS)
+        assert_served(live, 1)
+
+
+def test_a_bucket_that_goes_away(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
+    live = tmp_path / "live"
+    store = store_in(bucket)
+    take(store, 0)
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        events = store_in(bucket, proxy.url).follow(live, interval=0.01)
+        assert next(events).report.snapshot == "step_0"
+        take(store, 1)
+        with proxy.down():
+            assert next(events).event == "failed"
+            assert_served(live, 0)
+        event: FollowEvent = next(events)
+        while event.event == "failed":
+            event = next(events)
+    assert event.report is not None
+    assert event.report.snapshot == "step_1"
+    assert_served(live, 1)
+
+
+def test_many_versions_leave_nothing(base: Path) -> None:
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        live, store = folder / "live", Store(folder / "store")
+        events = store.follow(live, options=OPTIONS, interval=0, on_version=lambda *_: None)
+        sizes, files = [], []
+        tracemalloc.start()
+        try:
+            for step in range(2, 42):
+                take(store, step)
+                if step > 3:
+                    store.delete(f"step_{step - 2}")
+                while next(events).event != "called":
+                    pass
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+                files.append(len(list(Path("/proc/self/fd").iterdir())))
+        finally:
+            tracemalloc.stop()
+        assert_served(live, 41)
+        assert len(versions_of(live)) == 1
+        assert len(set(files[5:])) == 1
+        assert max(sizes[-5:]) < max(sizes[5:10]) + (1 << 20)
