@@ -87,6 +87,45 @@ def test_a_loop(tmp_path: Path, by: Callable[[Path, int], None]) -> None:
     assert Store(folder).check(data=True).ok
 
 
+def save_parts(folder: Path, step: int, keep: int = 2) -> None:
+    """Save as Accelerate does with FSDP: delete the oldest, then save a folder of two snapshots."""
+    checkpoints = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name[11:]))
+    for path in checkpoints[: max(0, len(checkpoints) + 1 - keep)]:
+        shutil.rmtree(path)
+    for part in ("model_0", "optimizer_0"):
+        path = folder / f"checkpoint_{step}" / part
+        dcp.save(state(step), storage_writer=CasnapWriter(path))
+
+
+def parts(folder: Path) -> list[str]:
+    return [s.name.removeprefix("checkpoint_") for s in Store(folder).snapshots()]
+
+
+def parts_of(*steps: int) -> list[str]:
+    return [f"{step}/{part}" for step in steps for part in ("model_0", "optimizer_0")]
+
+
+def test_checkpoints_of_several_snapshots(tmp_path: Path) -> None:
+    folder = Store(tmp_path / "run").make().open_store.backend.folder
+    assert folder is not None
+    for step in range(5):
+        save_parts(folder, step)
+        assert parts(folder) == parts_of(*range(max(0, step - 1), step + 1))
+    rotation._runs.clear()
+    for step in range(5, 8):
+        save_parts(folder, step)
+    # What went before the second process saved is left to the command.
+    assert parts(folder) == parts_of(3, 6, 7)
+    (folder / "checkpoint_6").rename(folder / "best")
+    save_parts(folder, 8)
+    assert parts(folder) == parts_of(3, 6, 7, 8)
+    for run in range(20):
+        for step in range(3):
+            by_writer(folder / f"run_{run}", run * 3 + step)
+    assert parts(folder)[:8] == parts_of(3, 6, 7, 8)
+    assert len(rotation._runs) <= 64
+
+
 def save_on_ranks(path: str, how: Callable[[Path, int], None]) -> list[int]:
     folder = Path(path)
     for step in range(5):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integrations.test_accelerate import use_fsdp
 from tests.support.disk import SAVES, WIDTH, assert_bounded, dense
 from tests.support.faults import in_child
+from tests.support.launched import launched
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -74,21 +77,37 @@ def by_transformers(folder: Path) -> None:
     ).train()  # fmt: skip
 
 
-def by_accelerate(folder: Path) -> None:
+def by_accelerate(folder: Path, *, fsdp: bool = False) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
     from casnap.integrations.accelerate import save_state
+    from casnap.integrations.dcp import install
 
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
+    if fsdp:
+        use_fsdp(accelerator)
+        install(folder)
     model = dense()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for _ in range(SAVES):
         accelerator.backward(model(torch.randn(8, WIDTH)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        save_state(accelerator)
+        if fsdp:
+            accelerator.save_state()
+        else:
+            save_state(accelerator)
+
+
+def test_a_disk_of_accelerate_with_fsdp(tmp_path: Path) -> None:
+    """A checkpoint is a folder of two snapshots. The oldest goes before the next one is saved."""
+
+    def go() -> None:
+        assert_bounded(tmp_path / "run", partial(by_accelerate, fsdp=True), parts=2)
+
+    assert launched(1, go) == [0]
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,16 @@ def dense() -> torch.nn.Sequential:
 
 
 def assert_bounded(
-    folder: Path, train: Callable[[Path], None], kept: int = 2, more: int = 1
+    folder: Path, train: Callable[[Path], None], kept: int = 2, more: int = 1, parts: int = 1
 ) -> None:
     """Have a trainer save in this process, which is a child; look at what is left on the disk.
 
     Args:
         folder: Where it saves.
         train: Saves as often as `SAVES`.
-        kept: How many snapshots are left.
+        kept: How many states are left.
         more: How many states more there are on the disk, at most.
+        parts: How many snapshots a state is.
     """
     os.environ["CASNAP_GC"] = "auto"
     automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
@@ -50,7 +51,8 @@ def assert_bounded(
     train(folder)
     top = next(folder.rglob("casnap-store")).parent
     snapshots = Store(top, create=False).snapshots()
-    assert len(snapshots) == kept, snapshots
-    assert min(snapshot.stats.new_bytes for snapshot in snapshots) > 0.9 * STATE
+    assert len(snapshots) == kept * parts, snapshots
+    sizes = [snapshot.stats.new_bytes for snapshot in snapshots]
+    assert min(sum(sizes[i : i + parts]) for i in range(0, len(sizes), parts)) > 0.9 * STATE
     files = (path for path in folder.rglob("*") if path.is_file())
     assert sum(path.stat().st_size for path in files) < (kept + more) * STATE + _SMALL

@@ -3,12 +3,16 @@
 A process knows the folders of the snapshots that it saved through DCP, and of those of earlier
 processes that it saw when it first saved beside them. A snapshot whose folder is gone when the next
 save begins is forgotten in the root of that save (``docs/decisions/0060-rotated-folders.md``).
+
+A checkpoint may also be a folder of several snapshots, which have the same names in each of them,
+as Accelerate saves with FSDP. Then that folder is the one that goes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +20,7 @@ from casnap.errors import CasnapError
 from casnap.format.names import MARKER
 from casnap.integrations.notices import is_notice
 from casnap.storage.catalog.missing_folders import MissingFoldersChange
-from casnap.storage.catalog.table import Table, commit_in
+from casnap.storage.catalog.table import Table, commit_in, snapshots_in
 from casnap.store import Store
 
 _log = logging.getLogger("casnap")
@@ -28,11 +32,13 @@ class RunFolder:
     Args:
         store: The store.
         run: The full name of the folder.
+        inner: How snapshots are called in the folders there; "" where each folder is a snapshot.
     """
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, store: Store, run: str, inner: str = "") -> None:
         self._store = store
         self._prefix = f"{run}/" if run else ""
+        self._inner = f"/{inner}" if inner else ""
         self._path = Path(store.open_store.backend.folder or "", run)
         self._identity = _identity(self._path)
         # Their commits and inodes, by their full names.
@@ -64,7 +70,7 @@ class RunFolder:
         return deleted
 
     def _folder(self, name: str) -> Path:
-        return self._path / name.removeprefix(self._prefix)
+        return self._path / name.removeprefix(self._prefix).removesuffix(self._inner)
 
     def _is_gone(self, name: str) -> bool:
         """Whether a folder that is not listed is not there: some file systems list late."""
@@ -77,20 +83,27 @@ class RunFolder:
     def _commit_of(self, name: str) -> bytes | None:
         """Return the commit that the marker in a folder names, if there is one."""
         with suppress(OSError, CasnapError):
-            key = f"{self._prefix}{name}/{MARKER}"
+            key = f"{self._prefix}{name}{self._inner}/{MARKER}"
             return commit_in(self._store.open_store.backend.read_marker(key))
         return None
 
+    def _is_own(self, name: str) -> bool:
+        folder = name.removeprefix(self._prefix)
+        return folder.endswith(self._inner) and "/" not in folder.removesuffix(self._inner)
+
     def _see(self, table: Table) -> None:
         """Note the folders of what earlier processes have saved by DCP."""
-        open_store = self._store.open_store
-        verdicts = MissingFoldersChange(open_store, self._prefix.rstrip("/")).judge(table)
-        own_verdicts = [v for v in verdicts if "/" not in v.name.removeprefix(self._prefix)]
-        for name, commit in ((v.name, v.row.commit) for v in own_verdicts):
+        open_store, run = self._store.open_store, self._prefix.rstrip("/")
+        for name, row in snapshots_in(table, run):
             folder = self._folder(name)
-            if self._commit_of(folder.name) == commit and is_notice(folder / ".metadata"):
-                self.note(name, commit)
-        if count := sum(not verdict.kept for verdict in own_verdicts):
+            notice = Path(f"{folder}{self._inner}", ".metadata")
+            is_own = self._is_own(name) and self._commit_of(folder.name) == row.commit
+            if is_own and is_notice(notice):
+                self.note(name, row.commit)
+        if self._inner:
+            return
+        verdicts = MissingFoldersChange(open_store, run).judge(table)
+        if count := sum(not verdict.kept for verdict in verdicts if self._is_own(verdict.name)):
             uri = open_store.backend.uri
             text = (
                 "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
@@ -99,33 +112,61 @@ class RunFolder:
 
 
 _runs: dict[str, RunFolder] = {}
+# The last few runs are kept: with FSDP, Accelerate makes a folder for each checkpoint.
+_MOST_RUNS = 64
+# Where more names than these are saved one level further down, folders there are no checkpoints.
+_MOST_INNER = 8
 
 
-def _run_folder(store: Store, name: str) -> RunFolder | None:
-    """Return the folder that a snapshot is saved in; None where snapshots have no folders."""
-    open_store, run = store.open_store, name.rpartition("/")[0]
+def _run_folders(store: Store, name: str) -> Iterator[RunFolder]:
+    """Yield the folders that a save may rotate; none where snapshots have no folders.
+
+    That is the one that a snapshot is saved in, and the one above that. What cannot be seen, such
+    as a folder that is not made yet, is left out.
+    """
+    open_store = store.open_store
     if open_store.backend.folder is None or not open_store.marks:
-        return None
-    key = f"{open_store.backend.identity} {run}"
-    if key not in _runs or not _runs[key].is_same:
-        _runs[key] = RunFolder(store, run)
-    return _runs[key]
+        return
+    folder, _, base_name = name.rpartition("/")
+    places = [(folder, "")]
+    above = folder.rpartition("/")[0]
+    others = sum(key.startswith(_key(store, above, "")) for key in _runs)
+    if folder and (_key(store, above, base_name) in _runs or others < _MOST_INNER):
+        places.append((above, base_name))
+    for run, inner in places:
+        with suppress(OSError, CasnapError):
+            yield _run_folder(store, run, inner)
+
+
+def _run_folder(store: Store, run: str, inner: str) -> RunFolder:
+    key = _key(store, run, inner)
+    run_folder = _runs.pop(key, None)
+    if run_folder is None or not run_folder.is_same:
+        run_folder = RunFolder(store, run, inner)
+    _runs[key] = run_folder
+    for old in list(_runs)[:-_MOST_RUNS]:
+        del _runs[old]
+    return run_folder
+
+
+def _key(store: Store, run: str, inner: str) -> str:
+    return f"{store.open_store.backend.identity} {run} /{inner}"
 
 
 def deleted_folders(store: Store, name: str) -> dict[str, bytes]:
     """Return the commits of the snapshots beside a new one whose folders were deleted, by name."""
-    # What cannot be seen was not deleted.
-    with suppress(OSError, CasnapError):
-        folder = _run_folder(store, name)
-        return {} if folder is None else store.read(folder.deleted)
-    return {}
+    deleted: dict[str, bytes] = {}
+    for folder in _run_folders(store, name):
+        # What cannot be seen was not deleted.
+        with suppress(OSError, CasnapError):
+            deleted |= store.read(folder.deleted)
+    return deleted
 
 
 def note_saved(store: Store, name: str, commit: bytes) -> None:
     """Note that this process has saved a snapshot by DCP."""
-    with suppress(OSError, CasnapError):
-        folder = _run_folder(store, name)
-        if folder is not None:
+    for folder in _run_folders(store, name):
+        with suppress(OSError, CasnapError):
             folder.note(name, commit)
 
 
