@@ -175,7 +175,7 @@ def share_again(nbytes: int) -> bool:
         first = comm.share(nbytes)
     with join(None, 60, "sharing again") as comm:
         same, more = comm.share(nbytes - 1), comm.share(2 * nbytes)
-    return first is same and len(more.own) == 2 * nbytes and more is not same
+    return first is same and len(more.own_memory) == 2 * nbytes and more is not same
 
 
 def test_memory_is_kept_between_operations(world: Worlds) -> None:

@@ -87,7 +87,7 @@ def take_without_memory(path: str) -> int:
             )
             with pytest.raises((MemoryError, RankError)):
                 pending.wait()
-        kept = staging._kept
+        kept = staging._block_pool
         return kept._made - len(kept._free)
 
 

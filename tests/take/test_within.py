@@ -102,7 +102,7 @@ def test_while_a_state_is_copied(tmp_path: Path) -> None:
     """The state exceeds the staging memory, so the call waits while parts are stored."""
 
     def work(store: Store) -> None:
-        staging._BLOCK_BYTES = staging._kept.slot_bytes = staging.PIECE_BYTES
+        staging._BLOCK_BYTES = staging._block_pool.slot_bytes = staging.PIECE_BYTES
         blocks = 2 * cores() + 1
         big = {"state": StateDict(x=torch.ones(blocks * staging.PIECE_BYTES, dtype=torch.uint8))}
         told: list[int] = []
