@@ -13,6 +13,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
+from tests.support.accelerate_fsdp import use_fsdp
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
 from tests.support.faults import in_child
@@ -65,23 +66,6 @@ def prepared(
     progress = StateDict(epoch=0)
     accelerator.register_for_checkpointing(progress)
     return accelerator, progress, model, optimizer, (scheduler, loader)
-
-
-def use_fsdp(accelerator: Any) -> None:
-    """Have an Accelerator use FSDP2.
-
-    It leaves the plugin out on CPUs, though all that it does with one works there. So this notes
-    what it would note on GPUs.
-    """
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    assert accelerator.is_fsdp2
 
 
 def train(

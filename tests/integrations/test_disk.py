@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.test_accelerate import use_fsdp
+from tests.support.accelerate_fsdp import use_fsdp
 from tests.support.disk import SAVES, WIDTH, assert_bounded, dense
 from tests.support.faults import in_child
 from tests.support.launched import launched
