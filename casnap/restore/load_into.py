@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,16 +25,16 @@ from casnap.state.tensors import is_fillable, why_not_writable
 from casnap.storage.catalog.contents import Contents, Listed
 
 
-class _ModuleTensor(NamedTuple):
-    """A parameter or persistent buffer of a module.
+class LiveTensor(NamedTuple):
+    """A parameter or persistent buffer of a module, or a tensor of a state dict.
 
     Attributes:
-        tensors: The dict of the submodule that holds it.
+        tensors: The dict of the submodule that holds it, or the state dict.
         key: Its key there.
         value: The tensor.
     """
 
-    tensors: dict[str, torch.Tensor | None]
+    tensors: MutableMapping[str, Any]
     key: str
     value: torch.Tensor
 
@@ -62,14 +62,14 @@ def load_into(
             f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
             "other states, and read_object(path, tensor) a tensor"
         )
-    entries = _entries_below(contents, prefix)
+    entries = entries_below(contents, prefix)
     if rename is not None:
         names = renamed(contents.label, {n: each.path for n, each in entries.items()}, rename)
         entries = {new_name: entries[name] for new_name, name in names.items()}
-    tensors = dict(_tensors_of(module))
+    tensors = dict(tensors_of(module))
     report = RestoreReport()
-    places = _places(tensors, entries, device, report)
-    _leave_out_conflicts(places, entries, report)
+    places = places_of(tensors, entries, device, report)
+    leave_out_conflicts(places, entries, report)
     targets = {id(tensors[name].value) for name in places}
     report.missing += sorted(
         name
@@ -79,7 +79,7 @@ def load_into(
     )
     report.missing += [
         f"{name}: on the meta device here, and not persistent, so in no snapshot; give it values"
-        for name, each in _tensors_of(module, persistent=False)
+        for name, each in tensors_of(module, persistent=False)
         if each.value.is_meta
     ]
     report.unexpected += sorted(each.path for name, each in entries.items() if name not in tensors)
@@ -102,7 +102,7 @@ def load_into(
 # --- what the snapshot has ----------------------------------------------------------------------
 
 
-def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
+def entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
     """Return the tensors and values below a path, or of a submodule, by their names there."""
     prefix = prefix.rstrip("/")
     for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
@@ -128,9 +128,9 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
 # --- what the module has ------------------------------------------------------------------------
 
 
-def _tensors_of(
+def tensors_of(
     module: torch.nn.Module, *, persistent: bool = True
-) -> Iterator[tuple[str, _ModuleTensor]]:
+) -> Iterator[tuple[str, LiveTensor]]:
     """Yield the parameters and persistent buffers, or else the other buffers, by name."""
     for path, part in module.named_modules(remove_duplicate=False):
         lead = f"{path}." if path else ""
@@ -138,11 +138,11 @@ def _tensors_of(
         for tensors in (part._parameters, part._buffers) if persistent else (part._buffers,):
             for key, value in tensors.items():
                 if value is not None and (key in transient) != persistent:
-                    yield lead + key, _ModuleTensor(tensors, key, value)
+                    yield lead + key, LiveTensor(tensors, key, value)
 
 
-def _places(
-    tensors: Mapping[str, _ModuleTensor],
+def places_of(
+    tensors: Mapping[str, LiveTensor],
     entries: Mapping[str, Listed],
     device: torch.device | str | None,
     report: RestoreReport,
@@ -217,7 +217,7 @@ def _is_on(value: torch.Tensor, device: torch.device) -> bool:
     return value.device.type == device.type and device.index in (None, value.device.index)
 
 
-def _leave_out_conflicts(
+def leave_out_conflicts(
     places: dict[str, Shards], listed: Mapping[str, Listed], report: RestoreReport
 ) -> None:
     """Leave out tensors that share memory, but are not the same in the snapshot."""
@@ -233,7 +233,7 @@ def _leave_out_conflicts(
             places.pop(name, None)
 
 
-def _replace(tensors: Mapping[str, _ModuleTensor], places: Mapping[str, Shards]) -> None:
+def _replace(tensors: Mapping[str, LiveTensor], places: Mapping[str, Shards]) -> None:
     """Put new tensors into the module where its own were on the meta device; keep ties."""
     replaced: dict[int, torch.Tensor] = {}
     by_id = {id(tensors[name].value): places[name].value for name in places}

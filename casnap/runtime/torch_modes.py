@@ -39,11 +39,13 @@ def _transforms_left() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
-def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+def fill(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy into a tensor, from any thread; it may have been made in inference mode."""
     inference = target.is_inference()
     if inference == torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
-        target.copy_(source)  # for many small tensors, entering the modes would take longer
+        target.copy_(
+            source, non_blocking
+        )  # for many small tensors, entering the modes would take longer
         return
     with torch.inference_mode(mode=inference), torch.no_grad():
-        target.copy_(source)
+        target.copy_(source, non_blocking)

@@ -6,7 +6,21 @@ They may import ``files/``, the verbs, and what is below these. Begin with ``pul
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.version import verify
 
-__all__ = ["FollowEvent", "PullOptions", "PullReport", "verify"]
+if TYPE_CHECKING:
+    from casnap.serving.follower import AppliedVersion, Follower
+
+__all__ = ["AppliedVersion", "FollowEvent", "Follower", "PullOptions", "PullReport", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    # A pull needs no torch.
+    if name in ("AppliedVersion", "Follower"):
+        from casnap.serving import follower
+
+        return getattr(follower, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,6 +52,14 @@ def synchronize_workers(contents: Iterable[object]) -> None:
             module.synchronize(device)
 
 
+def synchronize_devices(contents: Iterable[object]) -> None:
+    """Wait for all that any thread has begun on the devices of these tensors."""
+    for device in _devices(contents):
+        module = _module_of(device)
+        if hasattr(module, "synchronize"):
+            module.synchronize(device)
+
+
 def _devices(contents: Iterable[object]) -> set[torch.device]:
     tensors = (c for c in contents if isinstance(c, torch.Tensor))
     return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from casnap import Snapshot, StateDict, release_memory
+from casnap import Snapshot, StateDict, Store, release_memory
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from casnap.serving import Follower
 from casnap.take import staging
 from tests.support.late_device import Stream, module, run_all
 
@@ -135,6 +136,22 @@ def save_by_dcp(path: Path) -> None:
     assert is_right
 
 
+def follow(path: Path) -> None:
+    """A forward that was begun reads the version before; all streams then read the next one."""
+    x, place = expected(), path / "run"
+    store = Store(place)
+    store.take({"s": StateDict(x=x)}, "1")
+    with module.stream(Stream("late")):
+        live = torch.zeros_like(x, device="late").add_(7)
+        follower = Follower(place, {"x": live}, path="s", start=False)
+        begun = live + 0
+    store.take({"s": StateDict(x=x + 1)}, "2")
+    assert follower.update()
+    with module.stream(Stream("late")):
+        assert torch.equal(live.cpu(), x + 1)
+        assert torch.equal(begun.cpu(), x)
+
+
 def nothing(*_: object) -> None:
     """Stand for a wait that was forgotten."""
 
@@ -161,6 +178,7 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "load of an overlap by dcp": load_of_an_overlap_by_dcp,
     "restore an optimizer": restore_an_optimizer,
     "save by dcp": save_by_dcp,
+    "follow": follow,
 }
 # What is left out, the scenario that notices it, and whether default streams are late or prompt.
 WAITS = [
@@ -176,6 +194,7 @@ WAITS = [
     ("casnap.integrations.dcp.load.synchronize", nothing, "load by dcp", LATE),
     ("casnap.integrations.dcp.load.synchronize", nothing, "load of an overlap by dcp", LATE),
     ("casnap.integrations.dcp.staging.synchronize", nothing, "save by dcp", LATE),
+    ("casnap.restore.patching.synchronize_devices", nothing, "follow", LATE),
     ("casnap.restore.loading.synchronize_workers", nothing, "load little", LATE),
 ]
 

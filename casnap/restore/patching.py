@@ -1,0 +1,287 @@
+"""Bringing live tensors from one snapshot to another: only the chunks that differ are read.
+
+A patch is staged first: all that differs is read and verified, into memory of its own. To apply it
+is then only a copy, so tensors never hold a mix of two snapshots while somebody reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from casnap.errors import DamagedError, MismatchError
+from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.entries import INLINE_BYTES, TensorEntry
+from casnap.format.grid import Grid
+from casnap.format.region import Region
+from casnap.restore.load_into import (
+    LiveTensor,
+    entries_below,
+    leave_out_conflicts,
+    places_of,
+    tensors_of,
+)
+from casnap.restore.loading import Loading
+from casnap.restore.renaming import Rename, renamed
+from casnap.restore.restore_report import RestoreReport, mismatch_message
+from casnap.runtime import buffers
+from casnap.runtime.buffers import view_at
+from casnap.runtime.torch_modes import fill, without_torch_modes
+from casnap.state.devices import synchronize_devices
+from casnap.state.sharded import Shards
+from casnap.state.tensors import carrier_dtype, is_its_memory
+from casnap.storage.catalog.contents import Contents
+from casnap.storage.chunks.chunk_reads import ReadOptions, Want
+
+
+class _Held(NamedTuple):
+    """What a tensor holds: its entry in the snapshot, and the digests of its chunks."""
+
+    entry: TensorEntry
+    digests: bytes
+
+
+_Bases: TypeAlias = dict[bytes, tuple[torch.Tensor, tuple[slice, ...]]]
+"""Chunks that live tensors hold, by digest: the tensor, and which part of it."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What brings the tensors to a snapshot.
+
+    Attributes:
+        contents: The snapshot.
+        copies: Parts of live tensors, each with the new values.
+        values: The tensors that these are parts of.
+        held: What each tensor then holds, by its name.
+        upon: What each holds before that.
+    """
+
+    contents: Contents
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    values: list[torch.Tensor]
+    held: dict[str, _Held]
+    upon: dict[str, _Held]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are copied."""
+        return sum(source.nbytes for _, source in self.copies)
+
+
+class LiveWeights:
+    """Tensors that are brought from one snapshot to the next, in place.
+
+    Args:
+        target: A module: its parameters and persistent buffers; or a state dict of tensors.
+        prefix: Where they are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
+        rename: Their names here for those in the snapshot, likewise.
+        strict: Whether it is an error if the snapshot or the target has a name that the other one
+            has not.
+    """
+
+    def __init__(
+        self,
+        target: torch.nn.Module | MutableMapping[str, Any],
+        prefix: str,
+        rename: Rename | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self._target = target
+        self._prefix = prefix
+        self._rename = rename
+        self._strict = strict
+        self._held: dict[str, _Held] = {}
+
+    @without_torch_modes()
+    def stage(self, contents: Contents) -> Patch:
+        """Read what the tensors lack of a snapshot, verified. They stay as they are.
+
+        Raises:
+            EntryNotFoundError: There is nothing below the prefix.
+            MismatchError: The tensors and the snapshot differ.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        entries, places = self._matched(contents)
+        loading, bases = Loading(contents), _Bases()
+        patch = Patch(contents, [], [], {}, self._held)
+        filled: set[tuple[object, ...]] = set()
+        for name, shards in places.items():
+            path, entry = entries[name]
+            before = patch.upon.get(name)
+            if before is not None and before.entry == entry:
+                patch.held[name] = before
+                continue
+            held = patch.held[name] = _held(contents, path, entry)
+            if not entry.data.nbytes:
+                continue
+            cells = contents.cells(path, entry)
+            # Of another shape or dtype, or short enough to stand in its entry, it is read whole.
+            is_alike = before is not None and _form(before.entry) == _form(entry)
+            old = before.digests if before is not None and is_alike else b""
+            runs = list(_changed_runs(cells, old, held.digests))
+            patch.values.append(shards.value)
+            for box, tensor in zip(shards.boxes, shards.tensors, strict=True):
+                # A tied tensor is stored under each of its names, and filled once.
+                memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+                if memory in filled:
+                    continue
+                filled.add(memory)
+                copies = [
+                    (common, _memory_for(tensor, common)) for common in _parts(cells, runs, box)
+                ]
+                patch.copies.extend((tensor[common.within(box)], new) for common, new in copies)
+                loading.add(path, entry, copies)
+                if old and tensor.dtype == carrier_dtype(entry):
+                    _note_bases(bases, cells, old, runs, (box, tensor))
+        _load(contents, loading, bases)
+        return patch
+
+    def fits(self, patch: Patch) -> bool:
+        """Whether the tensors hold what the patch was staged upon."""
+        return patch.upon is self._held
+
+    @without_torch_modes()
+    def apply(self, patch: Patch) -> None:
+        """Copy what was staged into the tensors, which nobody else must use meanwhile."""
+        assert self.fits(patch)
+        synchronize_devices(patch.values)
+        for target, new in patch.copies:
+            if is_its_memory(target):
+                # torch would share the copy among threads, which the forwards keep busy.
+                buffers.copy(_bytes_of(target), _bytes_of(new))
+            else:
+                fill(target, new, non_blocking=True)
+        synchronize_devices(patch.values)
+        # A sharded tensor counts its changes apart from its shards.
+        torch.autograd.graph.increment_version([v for v in patch.values if not v.is_inference()])
+        self._held = patch.held
+
+    def _matched(
+        self, contents: Contents
+    ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
+        """Return path and entry of each tensor, and its memory, by its name here."""
+        listed = entries_below(contents, self._prefix)
+        if self._rename is not None:
+            names = renamed(contents.label, {n: e.path for n, e in listed.items()}, self._rename)
+            listed = {new: listed[name] for new, name in names.items()}
+        tensors = dict(_live_tensors(self._target))
+        report = RestoreReport()
+        places = places_of(tensors, listed, None, report)
+        leave_out_conflicts(places, listed, report)
+        filled = {id(tensors[name].value) for name in places}
+        report.missing += sorted(
+            name
+            for name, each in tensors.items()
+            if name not in listed and id(each.value) not in filled
+        )
+        report.unexpected += sorted(e.path for name, e in listed.items() if name not in tensors)
+        if report.mismatched or (self._strict and report):
+            raise MismatchError(mismatch_message(report, contents.label))
+        entries = {name: (listed[name].path, listed[name].entry) for name in places}
+        return {n: (p, e) for n, (p, e) in entries.items() if isinstance(e, TensorEntry)}, places
+
+
+def _live_tensors(
+    target: torch.nn.Module | MutableMapping[str, Any],
+) -> Iterator[tuple[str, LiveTensor]]:
+    if isinstance(target, torch.nn.Module):
+        yield from tensors_of(target)
+        return
+    for name, value in target.items():
+        if isinstance(value, torch.Tensor):
+            yield name, LiveTensor(target, name, value)
+
+
+# --- what differs -------------------------------------------------------------------------------
+
+
+def _held(contents: Contents, path: str, entry: TensorEntry) -> _Held:
+    payload = entry.data
+    if payload.nbytes <= INLINE_BYTES:
+        return _Held(entry, b"")
+    return _Held(entry, contents.digests(payload, contents.cells(path, entry), path))
+
+
+def _form(entry: TensorEntry) -> tuple[object, ...]:
+    return entry.dtype, entry.shape
+
+
+def _digest(digests: bytes, number: int) -> bytes:
+    return digests[number * DIGEST_SIZE : (number + 1) * DIGEST_SIZE]
+
+
+def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the runs of cells that differ, each in one lead: the first, and one past the last."""
+    start = 0
+    while start < cells.count:
+        stop, end = start, min(cells.lead_stop(start), cells.count)
+        while stop < end and (not old or _digest(old, stop) != _digest(new, stop)):
+            stop += 1
+        if stop > start:
+            yield start, stop
+        start = max(stop, start + 1)
+
+
+def _parts(cells: Grid, runs: Iterable[tuple[int, int]], box: Region) -> Iterator[Region]:
+    """Yield what a box has of some runs of cells."""
+    for start, stop in runs:
+        common = cells.region(start, stop).intersect(box)
+        if common is not None:
+            yield common
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return view_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _memory_for(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return memory of the host for a part of a tensor; pinned, where a device copies from it."""
+    pinned = tensor.device.type == "cuda"
+    return torch.empty(region.sizes, dtype=tensor.dtype, pin_memory=pinned)
+
+
+# --- deltas upon what the tensors hold ----------------------------------------------------------
+
+
+def _note_bases(
+    bases: _Bases,
+    cells: Grid,
+    old: bytes,
+    runs: Iterable[tuple[int, int]],
+    live: tuple[Region, torch.Tensor],
+) -> None:
+    """Note the chunks that a box of a tensor holds whole, of those that are to be replaced."""
+    box, tensor = live
+    for start, stop in runs:
+        for number in range(start, stop):
+            cell = cells.region(number)
+            if cell.intersect(box) == cell:
+                bases[_digest(old, number)] = (tensor, cell.within(box))
+
+
+def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
+    """Read all, by deltas upon what the tensors hold, where the store has such."""
+
+    def base(digest: Digest) -> bytearray | None:
+        if digest not in bases:
+            return None
+        tensor, part = bases[digest]
+        flat = tensor[part].detach().to("cpu").contiguous().reshape(-1)
+        return bytearray(flat.view(torch.uint8).numpy().data)
+
+    def fetch(wants: Iterable[Want], options: ReadOptions) -> None:
+        contents.store.fetch(wants, options._replace(base=base))
+
+    try:
+        loading.load(fetch=fetch)
+    except DamagedError:
+        if not bases:
+            raise
+        # Somebody has changed the tensors, so no delta upon them gives the chunk.
+        bases.clear()
+        loading.load()
