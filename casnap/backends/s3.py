@@ -87,7 +87,7 @@ class S3Client(Client):
 
     async def _call(self, method: str, subject: str, **arguments: Any) -> dict[str, Any]:
         try:
-            # Not public, but the only door that adds the user's `s3_additional_kwargs` and leaves
+            # Not public, but the only way that adds the user's `s3_additional_kwargs` and leaves
             # statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
-from casnap.backends import LocalBackend, door
+from casnap.backends import LocalBackend, safe_paths
 from casnap.errors import BackendError, CasnapError, DamagedError, InvalidNameError
 from casnap.format import names
 from casnap.format.names import is_row_name
@@ -46,7 +46,7 @@ def state(step: int) -> dict[str, StateDict]:
 def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have the kernel resolve paths, and walk them, as where it cannot."""
     if request.param == "at once":
-        assert door.has_openat2()
+        assert safe_paths.has_openat2()
         yield
         return
     with mock.patch("casnap.backends.safe_paths.has_openat2", return_value=False):
