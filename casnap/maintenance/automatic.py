@@ -87,6 +87,8 @@ class AutomaticCollector:
         self.last_report: GcReport | None = None
         self._ready_at: float | None = None
         self._processor_ready_at = 0.0
+        # Whether the first collection is likely to take long.
+        self._is_large = False
         # What was condemned up to this root had a whole cycle; at first, what others condemned.
         self._condemned_until: int | None = None
 
@@ -217,7 +219,9 @@ class AutomaticCollector:
                 if not has_grace and until is None:
                     until = root.seq
                 until = None if has_grace else until
-                options = GcOptions(condemned_until=until, repack=_REPACK)
+                # States wait for the first one. What others have left to copy is for a later one.
+                is_hurried = self._is_large and self.last_report is None
+                options = GcOptions(condemned_until=until, repack=0.0 if is_hurried else _REPACK)
                 if time.process_time() >= self._whole_at:
                     self._counts.clear()
                 report = self._collect(store, options, progress)
@@ -230,8 +234,6 @@ class AutomaticCollector:
             _log.warning("%s: its garbage is not collected: %s", backend.uri, e)
             return False
         self._ready_at = time.monotonic() + rest
-        since = max(self._processor_ready_at, time.process_time() - _SAVED)
-        self._processor_ready_at = since + _SHARE * report.processor_seconds
         _log.info(
             "%s: collected garbage in %.3f s: %d bytes freed, %d bytes wait for the next time",
             backend.uri,
@@ -252,7 +254,8 @@ class AutomaticCollector:
             self._ready_at += _REMOTE_START if store.backend.costly_requests else 0.0
             cost = _SNAPSHOT_SECONDS * len(store.table(store.recent()))
             # For what costs less, the end of the process waits.
-            self._processor_ready_at = _SHARE * cost if cost > _LAST_SECONDS else 0.0
+            self._is_large = cost > _LAST_SECONDS
+            self._processor_ready_at = _SHARE * cost if self._is_large else 0.0
         if time.monotonic() < self._ready_at:
             return False
         most = max(_LITTLE, _MOST_STATES * (worth or self._state))
@@ -276,8 +279,13 @@ class AutomaticCollector:
             raise
         with self._lock:
             self._freed += report.freed_bytes
-        if is_whole:
+        if is_whole and counts is not None:
+            # What it costs says nothing of those that go on from its counts.
             self._whole_at = time.process_time() + _WHOLE_SHARE * report.processor_seconds
+            self._processor_ready_at = 0.0
+        else:
+            since = max(self._processor_ready_at, time.process_time() - _SAVED)
+            self._processor_ready_at = since + _SHARE * report.processor_seconds
         self._needed, self._waiting = report.live_bytes, report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report
