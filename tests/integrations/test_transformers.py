@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from casnap import Snapshot, Store
-from casnap.errors import SnapshotNotFoundError, StateError
+from casnap.errors import EntryNotFoundError, SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill, start, wait
 from tests.support.launched import kill_all, launched
@@ -166,6 +166,18 @@ def test_resumes_bit_exact_after_sigkill(
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
     assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
+
+
+def test_a_thinned_checkpoint_is_not_resumed_with_a_fresh_optimizer(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    out = tmp_path / "run/out"
+    assert Store(out).thin({"optimizer": 1})
+    older = sorted(out.glob("checkpoint-*"))[0]
+    trainer = trainer_of(out)
+    with pytest.raises(EntryNotFoundError, match="thinned, and has lost optimizer"):
+        trainer.train(resume_from_checkpoint=str(older))
 
 
 def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,7 +28,12 @@ from hypothesis.stateful import (
 import casnap.storage.chunks.index_cache
 from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
-from casnap.errors import FencedError, SnapshotExistsError, SnapshotNotFoundError
+from casnap.errors import (
+    FencedError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+)
 from casnap.snapshot import PendingSnapshot
 from tests.support.examples import FEW
 from tests.support.faults import (
@@ -40,9 +46,11 @@ from tests.support.faults import (
 )
 from tests.support.faulty import Crash, Fault, FaultyBackend, Gate, crash
 from tests.support.store_model import (
+    LATE,
     NAMES,
     PARTS,
     RETENTIONS,
+    STABLE,
     TAKES,
     Held,
     Model,
@@ -50,16 +58,21 @@ from tests.support.store_model import (
     in_order,
     kept,
     may_take,
+    published,
+    thinned,
 )
 
 
 def assert_holds(snapshot: Snapshot, held: Held) -> None:
     """Restore a snapshot over nothing but zeros, and compare it with the model."""
     state = held.app_state()
-    for tensor in state[KEY]["parts"].values():
+    late = {} if held.thinned else state[LATE].data
+    for tensor in (*state[KEY]["parts"].values(), *late.values()):
         tensor.zero_()
     snapshot.restore(state)
     expected = held.content()
+    assert snapshot.thinned == ((LATE,) if held.thinned else ())
+    assert held.thinned or torch.equal(state[LATE]["m"], held.moments())
     assert state[KEY]["notes"] == expected["notes"]
     assert_equal(state[KEY]["parts"], expected["parts"])
 
@@ -89,6 +102,10 @@ DEATHS = st.one_of(
     st.builds(Death, st.integers(0, 30), st.sampled_from(["none", "none", "all", "some"])),
 )
 REPACKS = st.sampled_from([0.0, 0.5, 1.0])
+
+
+Seen = tuple[int, frozenset[str], bool]
+"""What a store says of a snapshot: its number, its tags, whether it is thinned."""
 
 
 @dataclass
@@ -154,13 +171,18 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.copytree(copy_of, self.cache)
         os.environ["CASNAP_CACHE_DIR"] = str(self.cache)
 
-    def _seen(self) -> dict[str, tuple[int, frozenset[str]]]:
+    def _seen(self) -> dict[str, Seen]:
         """Return what the store says of its snapshots, in the order of their commits."""
-        found = self.store.snapshots()
-        return {s.name: (s.metadata.user["number"], frozenset(s.tags)) for s in found}
+        return {
+            s.name: (s.metadata.user["number"], frozenset(s.tags), s.row.is_thinned)
+            for s in self.store.snapshots()
+        }
 
-    def _would_be_seen(self, model: Model) -> dict[str, tuple[int, frozenset[str]]]:
-        return {name: (model[name].number, model[name].tags) for name in in_order(model)}
+    def _would_be_seen(self, model: Model) -> dict[str, Seen]:
+        return {
+            name: (model[name].number, model[name].tags, model[name].thinned)
+            for name in in_order(model)
+        }
 
     def _with(self, name: str, held: Held) -> Model:
         """Return the model after a commit."""
@@ -339,6 +361,21 @@ class StoreMachine(RuleBasedStateMachine):
         after = {**self.model, name: replace(held, tags=frozenset())}
         self._do(lambda store: store.untag(name, *held.tags), after, death)
 
+    @rule(
+        count=st.integers(1, 2),
+        folder=st.sampled_from([None, "run", "run/deep"]),
+        death=DEATHS,
+    )
+    def thin(self, count: int, folder: str | None, death: Death | None) -> None:
+        after = thinned(self.model, count, folder)
+        self._do(lambda store: store.thin({LATE: count}, prefix=folder), after, death)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), death=DEATHS)
+    def publish(self, data: st.DataObject, death: Death | None) -> None:
+        name = self._named(data)
+        self._do(lambda store: store.publish(STABLE, name), published(self.model, name), death)
+
     # --- what collects it ---
 
     @rule(grace=st.sampled_from([0, 3600]), repack=REPACKS, death=DEATHS)
@@ -358,9 +395,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _collect(self, grace: float, repack: float, death: Death | None) -> None:
         if grace == 0:
-            there = {held.number for held in self.model.values()}
+            there = {held.number: held for held in self.model.values()}
             for handle in self.handles:
-                handle.collected |= handle.held.number not in there
+                now = there.get(handle.held.number)
+                handle.collected |= now is None or now.thinned != handle.held.thinned
             if self.pending is not None:
                 self.pending.collected = True
         ended = self._do(lambda store: store.gc(grace=grace, repack=repack), self.model, death)
@@ -425,8 +463,17 @@ class StoreMachine(RuleBasedStateMachine):
             return
         expected = self._would_be_seen(self.model)
         assert list(self._seen().items()) == list(expected.items())
-        latest = self.store.latest()
+        latest = self.store.latest(thinned=True)
         assert (None if latest is None else latest.name) == next(reversed(expected), None)
+        whole = [name for name, (_, _, is_thinned) in expected.items() if not is_thinned]
+        if whole or not expected:
+            latest = self.store.latest()
+            assert (None if latest is None else latest.name) == (whole[-1] if whole else None)
+        else:
+            with pytest.raises(SnapshotError, match="only thinned snapshots are left"):
+                self.store.latest()
+        for name, (_, tags, _) in expected.items():
+            assert STABLE not in tags or self.store.tagged(STABLE).name == name
         if self.model:
             self._looks += 1
             name = sorted(self.model)[self._looks % len(self.model)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -459,6 +462,49 @@ def test_a_version_that_is_deleted_and_collected(store: Store) -> None:
         store.gc(grace=0)
     assert follower.update(), "what is left is the newest"
     assert net.values() == {0.0}
+
+
+TRAINER = """
+import sys
+from casnap import Retention, Store
+from tests.serving.test_follower import take
+store = Store(sys.argv[1])
+value = int(store.latest().name.removeprefix("run/"))
+while True:
+    value += 1
+    take(store, value, retention=Retention(keep_last=2))
+    print(value, flush=True)
+"""
+
+
+def test_a_trainer_that_is_killed_again_and_again(store: Store) -> None:
+    net, mixes, stopping = Net(), list[set[float]](), threading.Event()
+
+    def serve() -> None:
+        while not stopping.is_set():
+            with follower.applied() as version:
+                if net.values() != {float(version.name.removeprefix("run/"))}:
+                    mixes.append(net.values())
+
+    with Follower(store.uri, net, interval=0.001) as follower:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for versions in (2, 3, 4):
+            command = [sys.executable, "-c", TRAINER, store.uri]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+                assert trainer.stdout is not None
+                for _ in range(versions):
+                    trainer.stdout.readline()
+                trainer.send_signal(signal.SIGKILL)
+        newest = Store(store.uri).latest()
+        assert newest is not None
+        while follower.version.name != newest.name:
+            time.sleep(0.01)
+        stopping.set()
+        thread.join()
+    assert mixes == []
+    assert net.values() == {float(newest.name.removeprefix("run/"))}
+    assert store.check().ok
 
 
 # --- ranks --------------------------------------------------------------------------------------

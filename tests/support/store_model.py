@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ from tests.support.faults import KEY
 # In elements of 4 bytes: less than a chunk, a few, and some that fill no whole number of them.
 SIZES = (10, 5_000, 16_384, 40_000, 70_000, 90_000)
 NAMES = ("a", "b", "run/1", "run/2", "run/3", "run/deep/1", "run/deep/2")
+
+STABLE = "stable"
+"""The tag that moves."""
+LATE = "late"
+"""The key of what only a resume needs."""
 
 Parts = tuple[int, ...]
 
@@ -30,6 +35,7 @@ class Held:
         loss: What it compares, if anything.
         tags: The tags.
         order: Its number in the order of commits.
+        thinned: Whether it has lost what only a resume needs.
     """
 
     number: int
@@ -38,6 +44,7 @@ class Held:
     loss: int | None
     tags: frozenset[str] = frozenset()
     order: int = -1
+    thinned: bool = False
 
     @property
     def metadata(self) -> dict[str, int]:
@@ -54,7 +61,12 @@ class Held:
         }
 
     def app_state(self) -> dict[str, StateDict]:
-        return {KEY: StateDict(self.content())}
+        state = {KEY: StateDict(self.content())}
+        return state if self.thinned else {**state, LATE: StateDict(m=self.moments())}
+
+    def moments(self) -> torch.Tensor:
+        """Return what only a resume needs; another snapshot may have it among its parts."""
+        return torch.arange(20_000, dtype=torch.int32) * (self.parts[0] + 1)
 
 
 Model = dict[str, Held]
@@ -79,6 +91,24 @@ def kept(model: Model, retention: Retention, folder: str | None) -> Model:
             stay = _kept_of_run([(name, model[name]) for name in names], retention)
             left = {name: held for name, held in left.items() if name in stay or name not in names}
     return left
+
+
+def thinned(model: Model, count: int, folder: str | None) -> Model:
+    """Return the model when all but so many of the newest snapshots of each run are thinned."""
+    left = dict(model)
+    for name, held in model.items():
+        place = name.rpartition("/")[0]
+        run = [other for other in in_order(model) if other.rpartition("/")[0] == place]
+        is_asked = folder is None or f"{place}/".startswith(f"{folder}/")
+        if is_asked and name in run[:-count] and not held.tags:
+            left[name] = replace(held, thinned=True)
+    return left
+
+
+def published(model: Model, name: str) -> Model:
+    """Return the model when a tag is moved to a snapshot."""
+    moved = {n: replace(held, tags=held.tags - {STABLE}) for n, held in model.items()}
+    return {**moved, name: replace(moved[name], tags=moved[name].tags | {STABLE})}
 
 
 def _kept_of_run(run: list[tuple[str, Held]], retention: Retention) -> set[str]:
