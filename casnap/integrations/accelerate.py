@@ -18,7 +18,13 @@ from typing import Any
 
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from casnap.integrations.notices import put_notices
-from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
+from casnap.integrations.trainers import (
+    Value,
+    check_version,
+    check_whole,
+    load_own,
+    snapshot_at,
+)
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
@@ -212,6 +218,7 @@ def _check_keys(snapshot: Snapshot, state: dict[str, Stateful]) -> None:
     """Check that the snapshot has just what was prepared.
 
     Raises:
+        EntryNotFoundError: It was thinned, and lacks something.
         StateError: It has more, or less.
     """
     stored_keys = snapshot.contents.trees(own_rank()).keys() - {"step", "rng"}
@@ -219,6 +226,8 @@ def _check_keys(snapshot: Snapshot, state: dict[str, Stateful]) -> None:
         sorted(state.keys() - stored_keys),
         sorted(stored_keys - state.keys()),
     )
+    for key in missing_keys:
+        check_whole(snapshot, key)
     if missing_keys or extra_keys:
         raise StateError(
             f"{snapshot.path} does not fit what was prepared and registered: it lacks "

@@ -31,6 +31,7 @@ from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.follow import Backoff
 
 _NONE = bytes(16)
+_PATIENCE = 60.0
 
 
 class AppliedVersion(NamedTuple):
@@ -71,7 +72,8 @@ class Follower:
             has not.
         interval: How often to look for another version, in seconds.
         on_version: Called after each version but the first, before the next forward begins, with an
-            :class:`AppliedVersion`: to drop caches that the old weights filled.
+            :class:`AppliedVersion`: to drop caches that the old weights filled. What it raises is
+            logged; of several ranks, :meth:`applied` raises it.
         storage_options: How to reach a remote store.
         cache_bytes: As for :class:`casnap.Store`.
         pg: The process group; by default the world, or this process alone.
@@ -119,7 +121,7 @@ class Follower:
         self._forwards = 0
         self._seen_root = b""
         # Only of several ranks: what rank 0 wants all to stage, and what is staged here.
-        self._wanted = _NONE
+        self._wanted, self._wanted_since = _NONE, 0.0
         self._staged: Patch | None = None
         self._looking = threading.Lock()
         self._broken: BaseException | None = None
@@ -179,7 +181,7 @@ class Follower:
             self._look()
         else:
             with self._join() as comm:
-                self._look()
+                self._look(patience=0)
                 self._hear(bytes(comm.broadcast(self._wanted)))
                 self._stage_wanted()
             self._agree()
@@ -188,7 +190,7 @@ class Follower:
     def stop(self) -> None:
         """Stop to look for versions. The tensors stay as they are."""
         self._stopping.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
@@ -222,8 +224,12 @@ class Follower:
             else:
                 self._looks.note_success()
 
-    def _look(self) -> None:
-        """Look for another version; apply it, or have all ranks stage it."""
+    def _look(self, patience: float = _PATIENCE) -> None:
+        """Look for another version; apply it, or have all ranks stage it.
+
+        Args:
+            patience: For how many seconds all ranks may stage one version while another is newer.
+        """
         with self._looking:
             root = self._source.store.newest().commit if self._leads else self._seen_root
             if root == self._seen_root:
@@ -232,9 +238,10 @@ class Follower:
             commit = contents.row.commit
             if commit.hex() != self.version.commit:
                 if not self._is_alone:
-                    # All ranks come to one version before another one is wanted.
-                    if self._wanted == _NONE or not self._is_there(self._wanted):
-                        self._wanted = commit
+                    # If another one were wanted at once, they might never come to any.
+                    waited = time.monotonic() - self._wanted_since
+                    if waited >= patience or not self._is_there(self._wanted):
+                        self._wanted, self._wanted_since = commit, time.monotonic()
                     return
                 self._apply(self._stage(contents))
             self._seen_root = root
@@ -262,6 +269,8 @@ class Follower:
 
     def _is_there(self, commit: bytes) -> bool:
         try:
+            if commit == _NONE:
+                return False
             self._contents_of(commit)
         except SnapshotNotFoundError:
             return False
@@ -303,6 +312,7 @@ class Follower:
             parts = [bytes(part) for part in comm.all_gather(mine + self._wanted)]
         self._hear(parts[0][16:])
         if staged is not None and mine != _NONE and all(part[:16] == mine for part in parts):
+            self._staged = None
             self._apply(staged)
             if self._wanted == mine:
                 self._wanted = _NONE

@@ -575,6 +575,17 @@ def fail_on_one_rank(path: str) -> None:
     live["small"] = small
     assert follower.update()
     assert held(live) == {1.0}
+    # One that fits no rank stands in the way of none after it.
+    if dist.get_rank() == 0:
+        Store(path).take({"model": StateDict(large=torch.ones(3))}, "run/x", pg=alone)
+    dist.barrier()
+    with pytest.raises(CasnapError):
+        follower.update()
+    if dist.get_rank() == 0:
+        take(Store(path), 2, pg=alone)
+    dist.barrier()
+    assert follower.update()
+    assert held(live) == {2.0}
 
 
 def test_if_one_rank_cannot_stage_none_takes_the_version(store: Store, world: Worlds) -> None:
