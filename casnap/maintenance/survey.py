@@ -303,18 +303,30 @@ class Survey:
         return [place for place in places if self._is_whole(digest, place)]
 
     def _is_whole(self, digest: Digest, place: Place) -> bool:
+        is_there = self._is_there(digest, place)
+        if not is_there or not isinstance(place, DeltaPlace):
+            return is_there
+        return self._has_whole_place(Digest(place.base))
+
+    def _is_there(self, digest: Digest, place: Place) -> bool:
         record = (digest, place)
-        if place.pack in self._gone or record in self._cut or record in self._bad:
-            return False
-        return not isinstance(place, DeltaPlace) or self._has_whole_place(Digest(place.base))
+        return not (place.pack in self._gone or record in self._cut or record in self._bad)
 
     def _has_whole_place(self, digest: Digest) -> bool:
-        """Whether a base can be read, as far as that is known."""
+        """Whether a base can be read, as far as that is known: whether a chain below it ends."""
         if digest not in self._has_whole:
-            # While that is looked for, it is not: so a circle of deltas ends.
-            self._has_whole[digest] = False
-            places = self.index.of(digest)
-            self._has_whole[digest] = any(self._is_whole(digest, place) for place in places)
+            bases = {digest: None}
+            pending = [digest]
+            while pending:
+                base = pending.pop()
+                places = [p for p in self.index.of(base) if self._is_there(base, p)]
+                below = [Digest(p.base) for p in places if isinstance(p, DeltaPlace)]
+                if len(below) < len(places) or any(map(self._has_whole.get, below)):
+                    self._has_whole[digest] = True
+                    return True
+                pending += [each for each in below if each not in bases]
+                bases.update(dict.fromkeys(below))
+            self._has_whole.update(dict.fromkeys(bases, False))
         return self._has_whole[digest]
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:

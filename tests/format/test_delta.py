@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import struct
 from contextlib import suppress
 from itertools import pairwise
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,3 +108,29 @@ def test_impossible_deltas() -> None:
     ):
         with pytest.raises(DamagedError):
             apply_delta(memoryview(text), bytearray(base))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    form=st.integers(0, 2),
+    width=st.sampled_from([0, 1, 2, 3, 4, 8, 255]),
+    count=st.one_of(st.integers(0, 70), st.integers(0, (1 << 32) - 1)),
+    planes=st.lists(
+        st.tuples(st.integers(0, 9), st.binary(max_size=80), st.booleans()), max_size=3
+    ),
+    rest=st.binary(max_size=20),
+)
+def test_any_bytes_are_refused_or_applied(
+    form: int, width: int, count: int, planes: list[tuple[int, bytes, bool]], rest: bytes
+) -> None:
+    """Also those whose parts are whole frames, of any length and number."""
+    body = b""
+    for number, content, is_compressed in planes:
+        frame = zstandard.compress(content) if is_compressed else content
+        body += struct.pack(f"<B{number}I", number, *[len(frame)] * number) + frame * number
+    delta = bytes(32) + struct.pack("<BBI", form, width, count) + body + rest
+    for nbytes in (0, 7, 64):
+        raw = bytearray(nbytes)
+        with suppress(DamagedError):
+            apply_delta(memoryview(delta), raw)
+        assert len(raw) == nbytes

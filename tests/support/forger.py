@@ -18,6 +18,7 @@ import zstandard
 
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
+from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import (
     PackId,
@@ -29,6 +30,7 @@ from casnap.format.records import (
     seal,
     segment_key,
 )
+from casnap.storage.log.roots import DELTAS
 from tests.support.faults import CHUNK, files, in_child, memory_folder
 
 MEMORY = 512 << 20
@@ -88,6 +90,18 @@ class Forger:
         self._body += stored
         self._records.append((digest_of(raw), place))
         return digest_of(raw)
+
+    def delta(
+        self, digest: bytes, base: bytes, stored: bytes, size: int, kinds: str = "db"
+    ) -> None:
+        """Put a delta into the pack, with the record of the delta, of its base, or both."""
+        begin = len(self._body)
+        self._body += stored
+        for owner, kind, codec in ((digest, "d", Codec.DELTA), (base, "b", Codec.BASE)):
+            if kind in kinds:
+                place = Place(self.pack, begin, len(stored), size, int(codec))
+                self._records.append((Digest(owner), place))
+        self.root["read_features"] = self.root["write_features"] = [DELTAS]
 
     @property
     def good_packs(self) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,8 @@ class ChunkBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = bytearray(nbytes)
+        # Its pages are made when they are first used.
+        self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used = 0
         self._lock = threading.Lock()
 

@@ -194,7 +194,7 @@ class DeltaReader:
             place: The only place to look at; None for all.
             known: What was looked for before, None what was nowhere. It also ends a circle.
         """
-        if digest in known or len(known) > 4 * MOST_LINKS:
+        if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)
         known[digest] = None
         places = [place] if place is not None else self._find_all(digest)
