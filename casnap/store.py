@@ -592,7 +592,9 @@ class Store:
             SnapshotError: All snapshots were thinned.
         """
         newest = self._latest(prefix, thinned=thinned)
-        if newest is None and not thinned and (lost := self._latest(prefix, thinned=True)):
+        # Where there is no store, there is no second look.
+        looks_again = not thinned and (self._open_store is not None or self._mirror is not None)
+        if newest is None and looks_again and (lost := self._latest(prefix, thinned=True)):
             raise all_thinned_error(lost.path)
         return newest
 
