@@ -74,6 +74,15 @@ def test_a_training_that_forgets_a_part_of_its_state(tmp_path: Path, part: str) 
     assert "the two runs are DIFFERENT" in done.stderr
 
 
+@pytest.mark.timeout(500)
+def test_serving_while_all_of_it_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "serve.py", tmp_path / "demo", "--seconds", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=480)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "demo/log").read_text()
+    assert re.search(r"answers by the weights of ([2-9]|\d\d+) steps", done.stdout)
+    assert done.stdout.endswith("each by the weights of one step\n")
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("…")
     done = demo(tmp_path)
