@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from casnap.cli.output import (
     say,
     size,
 )
+from casnap.runtime.progress import Progress
 from casnap.serving.options import FLOATS, FollowEvent, PullOptions, PullReport
 from casnap.serving.version import RECORD, read_record, verify
 from casnap.store import Store
@@ -182,21 +184,34 @@ def _follow(
             stdout=output,
         )
 
+    bars = ExitStack()
+    bar: Progress | None = None
+
+    def progress(phase: str, done: int, total: int) -> None:
+        nonlocal bar
+        # A bar for each pull, which goes when that is done.
+        bar = bar or bars.enter_context(progress_bars())
+        if bar is not None:
+            bar(phase, done, total)
+
+    events = store.follow(
+        folder,
+        inner,
+        options=options,
+        interval=interval,
+        on_version=on_version if command else None,
+        progress=progress if sys.stderr.isatty() else None,
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with progress_bars() as progress:
-            for event in store.follow(
-                folder,
-                inner,
-                options=options,
-                interval=interval,
-                on_version=on_version if command else None,
-                progress=progress,
-            ):
+        with bars:
+            for event in events:
+                bars.close()
+                bar = None
                 if as_json:
                     click.echo(json.dumps(json_values(_event_facts(event, store))))
                 else:
-                    _tell(event, folder)
+                    _print_event(event, folder)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -209,7 +224,7 @@ def _event_facts(event: FollowEvent, store: Store) -> dict[str, Any]:
     return facts | ({} if event.error is None else {"error": event.error})
 
 
-def _tell(event: FollowEvent, folder: str) -> None:
+def _print_event(event: FollowEvent, folder: str) -> None:
     if event.event == "switched" and event.report is not None:
         _show(event.report, folder)
     elif event.event == "called" and event.report is not None:

@@ -17,7 +17,7 @@ from casnap.backends.durability import sync_folder
 from casnap.backends.file_locks import lock
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.export_output import check_local
-from casnap.serving.version import Version, VersionRecord, read_record
+from casnap.serving.version import RECORD, Version, VersionRecord, read_record
 
 _LOCK, _CALLED = ".lock", ".called.json"
 _PARTIAL, _VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
@@ -44,6 +44,8 @@ class ServedFolder:
         parent = out.parent.resolve(strict=True)
         self.link = parent / out.name
         self.versions = parent / f"{out.name}.versions"
+        self._known: tuple[object, ...] = ()
+        self._record: VersionRecord | None = None
         self._check_link()
 
     def _check_link(self) -> None:
@@ -88,7 +90,22 @@ class ServedFolder:
 
     def current(self) -> Version | None:
         """Return the version that the link leads to; None if there is none that can be read."""
-        return Version.load(self._target) if self.link.is_symlink() else None
+        if not self.link.is_symlink():
+            return None
+        try:
+            info = (self._target / RECORD).stat()
+        except OSError:
+            return None
+        known = (self._target, info.st_ino, info.st_mtime_ns, info.st_size)
+        if known != self._known:
+            # Of many tensors, it takes long to read.
+            self._known, self._record = known, read_record(self._target / RECORD)
+        return None if self._record is None else Version(self._target, self._record)
+
+    def is_whole(self) -> bool:
+        """Whether there is a current version, and no file of it has changed."""
+        version = self.current()
+        return version is not None and version.is_whole()
 
     @property
     def _target(self) -> Path:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, UnavailableError
+from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
 from casnap.runtime.progress import Progress
 from casnap.serving.folder import ServedFolder
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.pull import Source, update
 from casnap.transfer.follow import Backoff
 
+_log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]
 """Called with the folder of a version, and the tensors that are new since the last call."""
 
@@ -47,6 +49,9 @@ class Following:
         self._source: Source | None = None
         self._seen_root = b""
         self._report: PullReport | None = None
+        # Whether there is no snapshot to pull at the root that was seen, and whether the callback
+        # was called for the current version.
+        self._is_waiting = self._is_called = False
         self._pulls = Backoff(f"the pull into {self._served.link}")
         self._calls = Backoff(f"the callback for {self._served.link}")
 
@@ -60,50 +65,49 @@ class Following:
             while True:
                 if not self._pulls.delay:
                     yield from self._look()
-                if self._on_version is not None and not self._calls.delay:
+                if self._on_version and not (self._is_called or self._calls.delay):
                     yield from self._call(self._on_version)
                 pauses = [b.delay for b in (self._pulls, self._calls) if b.error is not None]
                 time.sleep(max(0.0, min([self._interval, *pauses])))
 
     def _look(self) -> Iterator[FollowEvent]:
-        began = self._report is not None
+        began = self._report is not None or self._is_waiting
         try:
             if self._source is None:
                 self._source = self._open_source()
             root = self._source.store.newest().commit
-            current = self._served.current()
-            if root != self._seen_root or current is None or not current.is_whole():
-                report = update(self._served, self._source, self._options, self._progress)
-                self._report, self._seen_root = report, root
-                if report.switched or not began:
-                    self._calls.hurry()
-                    yield FollowEvent("switched", report)
+            if root == self._seen_root and (self._is_waiting or self._served.is_whole()):
+                return
+            self._seen_root, self._is_waiting = root, False
+            report = update(self._served, self._source, self._options, self._progress)
+            self._report = report
+            if report.switched or not began:
+                self._is_called = False
+                self._calls.hurry()
+                yield FollowEvent("switched", report)
         except SnapshotNotFoundError as e:
-            # There is nothing yet, or it was deleted meanwhile.
-            yield from self._failed(e)
+            # There is none yet, or it was deleted meanwhile: what comes next is another root.
+            self._is_waiting = True
+            _log.warning("nothing is pulled into %s yet: %s", self._served.link, e)
+            yield FollowEvent("failed", self._report, str(e))
         except (CasnapError, OSError) as e:
+            self._seen_root = b""
             # At the beginning, only what may pass is tried again: it may be a wrong argument.
             passes = isinstance(e, UnavailableError) or not isinstance(e, CasnapError)
-            if not (began or passes) or isinstance(e, NotAStoreError):
+            if not (began or passes):
                 raise
-            yield from self._failed(e)
+            self._pulls.note_failure(e)
+            yield FollowEvent("failed", self._report, str(e))
         else:
             self._pulls.note_success()
 
-    def _failed(self, error: Exception) -> Iterator[FollowEvent]:
-        self._pulls.note_failure(error)
-        yield FollowEvent("failed", self._report, str(error))
-
     def _call(self, on_version: OnVersion) -> Iterator[FollowEvent]:
         """Call the callback, unless it was called for the current version."""
-        version = self._served.current()
+        version, last = self._served.current(), self._served.called()
         if version is None:
             return
-        last = self._served.called()
-        if last is not None and (last.commit, last.mapping) == (
-            version.record.commit,
-            version.record.mapping,
-        ):
+        self._is_called = version.record == last
+        if self._is_called:
             return
         try:
             on_version(version.folder.resolve(), version.record.changed_since(last))
@@ -113,4 +117,5 @@ class Following:
         else:
             self._served.note_called(version)
             self._calls.note_success()
+            self._is_called = True
             yield FollowEvent("called", self._report)

@@ -122,8 +122,9 @@ def test_a_source_that_is_rolled_back(store: Store, live: Path) -> None:
 
 
 def test_what_was_tampered_with_is_healed(store: Store, live: Path) -> None:
-    events = follow(store, live)
-    next(events)
+    calls: list[str] = []
+    events = follow(store, live, on_version=lambda folder, _: calls.append(folder.name))
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
     file = live.resolve() / "model.safetensors"
     with file.open("r+b") as f:
         f.seek(100_000)
@@ -132,11 +133,16 @@ def test_what_was_tampered_with_is_healed(store: Store, live: Path) -> None:
     assert (report.switched, report.changed) == (True, [])
     assert 0 < report.fetched_bytes <= 64 << 10
     assert_served(live, 0)
+    # Whoever has loaded it is to load it again.
+    assert next(events).event == "called"
+    assert calls[1] == f"{calls[0]}.2"
 
 
 def test_a_snapshot_that_comes_late_and_one_that_is_wrong(store: Store, live: Path) -> None:
     events = follow(store, live, options=PullOptions(tag="stable"))
-    assert next(events).event == "failed"
+    waiting = next(events)
+    assert (waiting.event, waiting.report) == ("failed", None)
+    assert "no snapshot tagged 'stable'" in waiting.error
     store.tag("step_0", "stable")
     while (event := next(events)).event == "failed":
         pass
