@@ -62,27 +62,14 @@ def load_into(
             f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
             "other states, and read_object(path, tensor) a tensor"
         )
-    entries = entries_below(contents, prefix)
-    if rename is not None:
-        names = renamed(contents.label, {n: each.path for n, each in entries.items()}, rename)
-        entries = {new_name: entries[name] for new_name, name in names.items()}
     tensors = dict(tensors_of(module))
     report = RestoreReport()
-    places = places_of(tensors, entries, device, report)
-    leave_out_conflicts(places, entries, report)
-    targets = {id(tensors[name].value) for name in places}
-    report.missing += sorted(
-        name
-        for name, each in tensors.items()
-        # A tied tensor may be stored under one of its names.
-        if name not in entries and id(each.value) not in targets
-    )
+    entries, places = match(contents, tensors, prefix, rename, device, report)
     report.missing += [
         f"{name}: on the meta device here, and not persistent, so in no snapshot; give it values"
         for name, each in tensors_of(module, persistent=False)
         if each.value.is_meta
     ]
-    report.unexpected += sorted(each.path for name, each in entries.items() if name not in tensors)
     if strict and report:
         raise MismatchError(mismatch_message(report, contents.label))
     loading = Loading(contents, progress)
@@ -99,10 +86,45 @@ def load_into(
     return report
 
 
+def match(
+    contents: Contents,
+    tensors: Mapping[str, LiveTensor],
+    prefix: str,
+    rename: Rename | None,
+    device: torch.device | str | None,
+    report: RestoreReport,
+) -> tuple[dict[str, Listed], dict[str, Shards]]:
+    """Return what is stored below a prefix, and the memory of what fits, by the names here.
+
+    Args:
+        contents: The snapshot.
+        tensors: The live tensors.
+        prefix: As for :func:`load_into`, as are the next two.
+        rename: As there.
+        device: As there.
+        report: Gets what does not fit.
+    """
+    entries = _entries_below(contents, prefix)
+    if rename is not None:
+        names = renamed(contents.label, {n: each.path for n, each in entries.items()}, rename)
+        entries = {new_name: entries[name] for new_name, name in names.items()}
+    places = _places(tensors, entries, device, report)
+    _leave_out_conflicts(places, entries, report)
+    filled = {id(tensors[name].value) for name in places}
+    report.missing += sorted(
+        name
+        for name, each in tensors.items()
+        # A tied tensor may be stored under one of its names.
+        if name not in entries and id(each.value) not in filled
+    )
+    report.unexpected += sorted(each.path for name, each in entries.items() if name not in tensors)
+    return entries, places
+
+
 # --- what the snapshot has ----------------------------------------------------------------------
 
 
-def entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
+def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
     """Return the tensors and values below a path, or of a submodule, by their names there."""
     prefix = prefix.rstrip("/")
     for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
@@ -141,7 +163,7 @@ def tensors_of(
                     yield lead + key, LiveTensor(tensors, key, value)
 
 
-def places_of(
+def _places(
     tensors: Mapping[str, LiveTensor],
     entries: Mapping[str, Listed],
     device: torch.device | str | None,
@@ -217,7 +239,7 @@ def _is_on(value: torch.Tensor, device: torch.device) -> bool:
     return value.device.type == device.type and device.index in (None, value.device.index)
 
 
-def leave_out_conflicts(
+def _leave_out_conflicts(
     places: dict[str, Shards], listed: Mapping[str, Listed], report: RestoreReport
 ) -> None:
     """Leave out tensors that share memory, but are not the same in the snapshot."""

@@ -17,15 +17,9 @@ from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES, TensorEntry
 from casnap.format.grid import Grid
 from casnap.format.region import Region
-from casnap.restore.load_into import (
-    LiveTensor,
-    entries_below,
-    leave_out_conflicts,
-    places_of,
-    tensors_of,
-)
+from casnap.restore.load_into import LiveTensor, match, tensors_of
 from casnap.restore.loading import Loading
-from casnap.restore.renaming import Rename, renamed
+from casnap.restore.renaming import Rename
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.runtime import buffers
 from casnap.runtime.buffers import view_at
@@ -165,21 +159,9 @@ class LiveWeights:
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
         """Return path and entry of each tensor, and its memory, by its name here."""
-        listed = entries_below(contents, self._prefix)
-        if self._rename is not None:
-            names = renamed(contents.label, {n: e.path for n, e in listed.items()}, self._rename)
-            listed = {new: listed[name] for new, name in names.items()}
-        tensors = dict(_live_tensors(self._target))
         report = RestoreReport()
-        places = places_of(tensors, listed, None, report)
-        leave_out_conflicts(places, listed, report)
-        filled = {id(tensors[name].value) for name in places}
-        report.missing += sorted(
-            name
-            for name, each in tensors.items()
-            if name not in listed and id(each.value) not in filled
-        )
-        report.unexpected += sorted(e.path for name, e in listed.items() if name not in tensors)
+        tensors = dict(_live_tensors(self._target))
+        listed, places = match(contents, tensors, self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
             raise MismatchError(mismatch_message(report, contents.label))
         entries = {name: (listed[name].path, listed[name].entry) for name in places}
