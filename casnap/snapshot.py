@@ -329,6 +329,7 @@ class Snapshot:
         """
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
+        from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
         refuse_nested_take()
@@ -347,7 +348,7 @@ class Snapshot:
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
         opened_store, name = find_store_together(path, storage_options, store, comm)
-        return opened_store.begin_take(comm, app_state, name, options, pg)
+        return opened_store.begin_take(comm, LiveState(app_state), name, options, pg)
 
     # --- restoring ---
 

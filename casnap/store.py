@@ -412,6 +412,7 @@ class Store:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
+        from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
         refuse_nested_take()
@@ -431,7 +432,7 @@ class Store:
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
         with comm.reporting_errors():
             self.make()
-        return self.begin_take(comm, app_state, name, options, pg)
+        return self.begin_take(comm, LiveState(app_state), name, options, pg)
 
     def take_from(
         self,
@@ -464,7 +465,7 @@ class Store:
     def begin_take(
         self,
         comm: Comm,
-        app_state: Mapping[str, Stateful],
+        source: StateSource,
         name: str,
         options: TakeOptions,
         pg: Any = None,
@@ -473,18 +474,17 @@ class Store:
 
         Args:
             comm: The ranks. At its end, the take leaves them.
-            app_state: As for :meth:`take`.
+            source: The state of this rank.
             name: The snapshot's name.
             options: How to take it.
             pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
         """
         from casnap.snapshot import PendingSnapshot
-        from casnap.take.capture import LiveState
         from casnap.take.take import async_take
 
         full = self.full_name(name)
         options = self._with_settings(options)
-        pending = async_take(self.open_store, full, LiveState(app_state), options, comm)
+        pending = async_take(self.open_store, full, source, options, comm)
         return PendingSnapshot(self, pending, check_name(name), pg)
 
     def _with_settings(self, options: TakeOptions) -> TakeOptions:

@@ -92,7 +92,7 @@ def take_alone(
     store, name = find_store(path, storage_options, None, create=True)
     app_state = {key: Value(value) for key, value in values.items()}
     if later:
-        return store.begin_take(SingleProcess(), app_state, name, options).wait
+        return store.begin_take(SingleProcess(), LiveState(app_state), name, options).wait
     snapshot = store.take_from(SingleProcess(), lambda: LiveState(app_state), name, options)
     return lambda: snapshot
 

@@ -1,0 +1,532 @@
+"""Checkpoints of DeepSpeed's ZeRO as snapshots, on any number of ranks.
+
+::
+
+    from casnap.integrations.deepspeed import load_checkpoint, save_checkpoint
+
+    save_checkpoint(engine, "/ckpts/run1", client_state={"epoch": 3})
+    path, client_state = load_checkpoint(engine, "/ckpts/run1")
+
+Each rank of ZeRO holds runs of the elements of parameters. Here such a run is a few boxes of a
+named tensor, as the shards of a DTensor are. So what is stored depends neither on the stage nor on
+the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from casnap.errors import MismatchError, SnapshotNotFoundError, StateError
+from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
+from casnap.format.entries import TensorEntry
+from casnap.format.region import Region
+from casnap.integrations.trainers import check_version, snapshot_at
+from casnap.ranks.comm import Comm
+from casnap.ranks.joining import join
+from casnap.restore.loading import Loading
+from casnap.restore.shared_reads import fetch_shared
+from casnap.runtime.environment import local_path
+from casnap.runtime.nesting import refuse_nested_take
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
+from casnap.state.flatten import flatten
+from casnap.state.sharded import Shards
+from casnap.state.tensors import Leaf, describe, describe_shards
+from casnap.storage.catalog.retention import Retention
+from casnap.store import Store
+from casnap.take.capture import DividedLeaves
+from casnap.take.options import TakeOptions
+
+check_version("deepspeed", "0.19", "0.20")
+
+__all__ = ["async_save_checkpoint", "load_checkpoint", "save_checkpoint"]
+
+StrPath = str | os.PathLike[str]
+
+
+def save_checkpoint(
+    engine: Any,
+    save_dir: StrPath,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    *,
+    exclude_frozen_parameters: bool = False,
+    allow_pickle: bool = False,
+    retention: Retention | None = None,
+    timeout: float | None = None,
+) -> Snapshot:
+    """Take a snapshot of what ``engine.save_checkpoint`` saves. All ranks call it.
+
+    The keys are ``model`` (the weights as the module has them, and the buffers of rank 0),
+    ``optimizer`` (``fp32``, the master weights, and each state such as ``exp_avg``, by the names of
+    the parameters; and ``groups``) and ``engine`` (counts, loss scale, scheduler, client state).
+
+    Args:
+        engine: The engine, of ZeRO-1, 2 or 3.
+        save_dir: The folder of the snapshot, which is or becomes the store unless there is one
+            above it; a bucket works too.
+        tag: The name of the snapshot there; ``global_step<n>`` by default. One of that name is
+            replaced when the new one is whole.
+        client_state: Values of rank 0 that :func:`load_checkpoint` gives back.
+        exclude_frozen_parameters: Leave out the parameters that are not trained.
+        allow_pickle: Store values that have no safe encoding by pickle.
+        retention: Afterwards, forget the snapshots of ``save_dir`` that these rules do not keep.
+        timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+
+    Raises:
+        StateError: The engine splits the model in a way that this does not support.
+        CasnapError: This rank or another one failed; nothing was committed.
+    """
+    begin = _Beginning(engine, save_dir, tag, retention, allow_pickle, timeout)
+    with _Partitioned(engine):
+        state = partial(_state_of, engine, client_state, exclude_frozen_parameters)
+        return begin.store.take_from(begin.comm, state, begin.name, begin.options)
+
+
+def async_save_checkpoint(
+    engine: Any,
+    save_dir: StrPath,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    *,
+    exclude_frozen_parameters: bool = False,
+    allow_pickle: bool = False,
+    retention: Retention | None = None,
+    timeout: float | None = None,
+) -> PendingSnapshot:
+    """Copy what :func:`save_checkpoint` saves, return, and store it in the background.
+
+    The arguments and errors are the same. ``wait()`` of what this returns, or the next save, raises
+    what went wrong in the background.
+    """
+    begin = _Beginning(engine, save_dir, tag, retention, allow_pickle, timeout)
+    with _Partitioned(engine):
+        state = _state_of(engine, client_state, exclude_frozen_parameters)
+        return begin.store.begin_take(begin.comm, state, begin.name, begin.options)
+
+
+def load_checkpoint(
+    engine: Any,
+    load_dir: StrPath,
+    tag: str | None = None,
+    *,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    allow_pickle: bool = False,
+    timeout: float | None = None,
+) -> tuple[str | None, dict[str, Any]]:
+    """Load a snapshot into an engine, in place and verified. All ranks call it.
+
+    Their number and the stage of ZeRO may differ from those of the save.
+
+    Args:
+        engine: The engine, of ZeRO-1, 2 or 3.
+        load_dir: The folder of the snapshot.
+        tag: Its name; the newest one by default.
+        load_optimizer_states: Load master weights and states of the optimizer. Otherwise the master
+            weights are made from those of the module.
+        load_lr_scheduler_states: Load the scheduler.
+        load_module_only: Load the module alone.
+        allow_pickle: Unpickle values that were stored by pickle.
+        timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+
+    Returns:
+        The path of the snapshot, and the client state; None and nothing where there is no snapshot
+        and no tag was given.
+
+    Raises:
+        SnapshotNotFoundError: There is no snapshot of this tag.
+        MismatchError: The engine does not fit the snapshot; nothing was loaded.
+        DamagedError: Stored bytes are missing or damaged.
+    """
+    _check_supported(engine)
+    comm = join(None, timeout, f"loading from {os.fspath(load_dir)!r}")
+    with_states = load_optimizer_states and not load_module_only
+    with comm:
+        path = _agreed_path(comm, load_dir, tag)
+        if path is None:
+            return None, {}
+        snapshot = snapshot_at(path)
+        if snapshot is None:
+            raise SnapshotNotFoundError(f"there is no snapshot at {path}")
+        if not {"model", "optimizer", "engine"} <= snapshot.contents.keys():
+            raise StateError(f"{path} was not saved by casnap.integrations.deepspeed")
+        kept = snapshot.read_object("engine", allow_pickle=allow_pickle)
+        with _Partitioned(engine), torch.no_grad(), snapshot.contents.reading():
+            states = kept["states"] if with_states else []
+            if with_states:
+                _load_groups(engine, snapshot, states)
+            _fill(engine, snapshot, comm, states, with_frozen=kept["has_frozen"])
+            if not with_states:
+                engine.optimizer.refresh_fp32_params()
+    if not load_module_only:
+        engine.global_steps, engine.global_samples = kept["global_steps"], kept["global_samples"]
+        engine.skipped_steps = kept["skipped_steps"]
+        _load_scaler(engine.optimizer, kept)
+        if load_lr_scheduler_states and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(kept["lr_scheduler"])
+    return path, kept["client_state"]
+
+
+class _Beginning:
+    """What a save needs to begin: the ranks, the store, a name, options."""
+
+    def __init__(
+        self,
+        engine: Any,
+        save_dir: StrPath,
+        tag: str | None,
+        retention: Retention | None,
+        allow_pickle: bool,
+        timeout: float | None,
+    ) -> None:
+        refuse_nested_take()
+        _check_supported(engine)
+        path = _join(save_dir, tag or f"global_step{engine.global_steps}")
+        self.comm = join(None, timeout, f"the save of {path!r}")
+        self.store, self.name = find_store_together(path, None, None, self.comm)
+        self.options = TakeOptions(
+            metadata={"step": engine.global_steps},
+            overwrite=True,
+            allow_pickle=allow_pickle,
+            retention=retention,
+        )
+
+
+class _PathMessage(msgspec.Struct, array_like=True):
+    path: str | None
+
+
+def _agreed_path(comm: Comm, load_dir: StrPath, tag: str | None) -> str | None:
+    """Return the path of the snapshot to load, as rank 0 sees it; None if there is none."""
+    path = None if tag is None else _join(load_dir, tag)
+    if tag is None and comm.rank == 0:
+        last = Store(local_path(load_dir)).latest()
+        path = None if last is None else last.path
+    return comm.broadcast_message(_PathMessage(path), _PathMessage).path
+
+
+def _join(folder: StrPath, name: str) -> str:
+    return f"{os.fspath(folder).rstrip('/')}/{name}"
+
+
+def _check_supported(engine: Any) -> None:
+    """Check that the ranks divide nothing but the states of ZeRO.
+
+    Raises:
+        StateError: They divide something else.
+    """
+    problems = {
+        "ZeRO-0": engine.optimizer is None or not engine.zero_optimization(),
+        "model parallelism": engine.mp_world_size != 1,
+        "pipelines": type(engine).__name__ == "PipelineEngine",
+        "experts": engine.has_moe_layers,
+        "offloading to NVMe": engine.zero_nvme_offload_optimizer(),
+    }
+    found_problems = [name for name, is_there in problems.items() if is_there]
+    if found_problems:
+        raise StateError(
+            f"casnap.integrations.deepspeed does not support {', '.join(found_problems)}; without "
+            "ZeRO, take a snapshot of engine.module and engine.optimizer by casnap.Snapshot.take"
+        )
+
+
+class _Partitioned:
+    """A context in which each rank holds its own parts alone; ZeRO-3 keeps small tensors whole."""
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = engine.optimizer
+
+    def __enter__(self) -> None:
+        getattr(self._optimizer, "checkpoint_event_prologue", _do_nothing)()
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:  # it is a collective
+            getattr(self._optimizer, "checkpoint_event_epilogue", _do_nothing)()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+# --- the parts of this rank -------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """Consecutive elements of a tensor that this rank holds.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        start: The number of the first element, row-major.
+        memory: The elements, flat.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    memory: torch.Tensor
+
+    def parts(self) -> Iterator[tuple[Region, torch.Tensor]]:
+        """Yield the boxes that the elements fill, each with its memory."""
+        position = 0
+        for box in _boxes(self.shape, self.start, self.start + self.memory.numel()):
+            yield box, self.memory.narrow(0, position, box.numel).view(box.sizes)
+            position += box.numel
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
+    """Yield the boxes that hold a run of row-major elements, in its order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    inner = torch.Size(shape[1:]).numel()
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # within one row
+        yield from _rows_below(shape, last, start, stop)
+        return
+    yield from _rows_below(shape, first - 1, start, first * inner)
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Region((first, *zeros), (last - first, *shape[1:]))
+    yield from _rows_below(shape, last, last * inner, stop)
+
+
+def _rows_below(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
+    """Yield the boxes of a run within one row of the first axis."""
+    begin = row * torch.Size(shape[1:]).numel()
+    for box in _boxes(shape[1:], start - begin, stop - begin):
+        yield Region((row, *box.offsets), (1, *box.sizes))
+
+
+def _module_run(parameter: Any) -> _Run:
+    """Return what this rank stores of a parameter, as the module has it."""
+    if hasattr(parameter, "ds_tensor"):
+        return _run_of_stage_3(parameter, parameter.ds_tensor)
+    memory = parameter.detach().flatten()
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+    elif parameter.requires_grad:
+        start, count = 0, 0
+    else:  # all ranks have the same
+        rank, size, numel = dist.get_rank(), dist.get_world_size(), memory.numel()
+        start = numel * rank // size
+        count = numel * (rank + 1) // size - start
+    return _Run(tuple(parameter.shape), start, memory[start : start + count])
+
+
+def _state_run(optimizer: Any, parameter: Any, key: str) -> _Run:
+    """Return what this rank has of a state of a parameter; ``fp32`` for the master weights."""
+    if hasattr(parameter, "ds_tensor"):
+        state_key = None if key == "fp32" else key
+        held, _ = optimizer._get_fp32_opt_state_partition(parameter, True, state_key)
+        return _run_of_stage_3(parameter, held)
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return _Run(tuple(parameter.shape), 0, parameter.new_empty(0))
+    _, flat = _flat_groups(optimizer)[mapping.param_group_index]
+    memory, place = flat.detach(), mapping.hp_fragment_address
+    if key != "fp32":
+        memory = optimizer.optimizer.state[flat][key]
+    held = memory.narrow(0, place.start, place.numel)
+    return _Run(tuple(parameter.shape), mapping.lp_fragment_address.start, held)
+
+
+def _run_of_stage_3(parameter: Any, held: torch.Tensor) -> _Run:
+    """Return the part of a rank without its padding: all ranks hold parts of equal length."""
+    start = dist.get_rank(parameter.ds_process_group) * held.numel()
+    count = min(held.numel(), parameter.ds_numel - start)
+    return _Run(tuple(parameter.ds_shape), start, held.detach()[: max(count, 0)])
+
+
+def _flat_groups(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
+    """Return the flat master weights of this rank, each with the number of its group."""
+    if hasattr(optimizer, "sub_group_to_group_id"):  # ZeRO-3
+        groups = optimizer.sub_group_to_group_id
+        return [(groups[i], flat) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
+    names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    flats = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+    return list(enumerate(flats))
+
+
+def _trained(engine: Any) -> dict[str, Any]:
+    return {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+
+
+# --- saving -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _state_of(
+    engine: Any, client_state: Mapping[str, Any] | None, without_frozen: bool
+) -> DividedLeaves:
+    """Return what this rank stores."""
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    names = [
+        name
+        for name in engine.module.state_dict()
+        if name not in parameters or parameters[name].requires_grad or not without_frozen
+    ]
+    optimizer, trained = engine.optimizer, _trained(engine)
+    states = ["fp32", *_flat_states(optimizer)]
+    leaves: dict[str, list[Leaf]] = {"model": [], "optimizer": [], "engine": []}
+    if dist.get_rank() == 0:
+        values = [("model", name) for name in names]
+        values += [("optimizer", key, name) for key in states for name in trained]
+        for key, containers in containers_above([*values, ("optimizer", "groups")]).items():
+            leaves[key] += containers
+        leaves["optimizer"] += flatten(_groups(optimizer), "optimizer/groups")
+        counts = _counts(engine, client_state)
+        counts |= {"states": states, "has_frozen": not without_frozen}
+        leaves["engine"] += flatten(counts, "engine")
+        for name, value in engine.module.state_dict().items():
+            if name not in parameters:
+                leaves["model"] += flatten(value, casnap_path(("model", name)))
+    with without_torch_modes():
+        for name in names:
+            if name in parameters:
+                run = _module_run(parameters[name])
+                leaves["model"] += _leaves(casnap_path(("model", name)), run)
+        for key, name in product(states, trained):
+            run = _state_run(optimizer, trained[name], key)
+            leaves["optimizer"] += _leaves(casnap_path(("optimizer", key, name)), run)
+    return DividedLeaves(leaves)
+
+
+def _leaves(path: str, run: _Run) -> Iterator[Leaf]:
+    if 0 in run.shape:  # one rank stores it
+        if dist.get_rank() == 0:
+            yield describe(path, run.memory.new_empty(run.shape))
+    elif run.memory.numel():
+        boxes, tensors = zip(*run.parts(), strict=True)
+        yield describe_shards(path, Shards(run.shape, boxes, tensors, tensors[0]))
+
+
+def _flat_states(optimizer: Any) -> list[str]:
+    """Return the names of the states that each parameter has."""
+    for _, flat in _flat_groups(optimizer):
+        state = optimizer.optimizer.state.get(flat, {})
+        return [k for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape]
+    return []
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the settings of each group of parameters, and the states that it has but once."""
+    groups = [
+        {"settings": {k: v for k, v in group.items() if k != "params"}, "state": {}}
+        for group in optimizer.param_groups
+    ]
+    for number, flat in _flat_groups(optimizer):
+        state = optimizer.optimizer.state.get(flat, {})
+        groups[number]["state"] = {
+            k: v for k, v in state.items() if not torch.is_tensor(v) or v.shape != flat.shape
+        }
+    return groups
+
+
+def _counts(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    scheduler, optimizer = engine.lr_scheduler, engine.optimizer
+    loss_scaler = getattr(optimizer, "loss_scaler", None)
+    return {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "scaler": {name: getattr(optimizer, name, None) for name in _SCALER},
+        "loss_scaler": {} if loss_scaler is None else dict(vars(loss_scaler)),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "client_state": dict(client_state or {}),
+    }
+
+
+_SCALER = ("dynamic_loss_scale", "overflow")
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+
+def _fill(
+    engine: Any, snapshot: Snapshot, comm: Comm, states: list[str], *, with_frozen: bool
+) -> None:
+    """Read the parts of this rank into their memory, and the buffers of all ranks."""
+    loading, problems = Loading(snapshot.contents), []
+    trees = snapshot.contents.trees(comm.rank)
+    for object_path, shape, targets in _targets(engine, states, with_frozen):
+        path, key = casnap_path(object_path), str(object_path[0])
+        entry = trees[key].get(path.removeprefix(key))
+        if not isinstance(entry, TensorEntry):
+            problems.append(f"{path} is not in the snapshot")
+        elif entry.shape != shape:
+            problems.append(f"{path} is of shape {entry.shape} there, here {shape}")
+        else:
+            loading.add(path, entry, targets)
+    if problems:
+        raise MismatchError(
+            f"the engine does not fit {snapshot.path}; nothing was loaded: " + "; ".join(problems)
+        )
+    comm.all_gather(b"")  # no rank writes before all have compared
+    with without_torch_modes():
+        loading.load(fetch=partial(fetch_shared, comm, snapshot.contents.store))
+    comm.all_gather(b"")
+
+
+_Target: TypeAlias = tuple[ObjectPath, tuple[int, ...], list[tuple[Region, torch.Tensor]]]
+
+
+def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[_Target]:
+    """Yield path, shape and boxes of what this rank fills."""
+    module, optimizer = engine.module, engine.optimizer
+    kept_names = module.state_dict().keys()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if hasattr(tensor, "ds_tensor"):
+            run = _module_run(tensor)
+            shape, parts = run.shape, list(run.parts())
+        else:
+            shape = tuple(tensor.shape)
+            parts = [(Region.whole(shape), tensor.detach())]
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if name in kept_names and (with_frozen or not is_frozen):
+            yield ("model", name), shape, parts
+    trained = _trained(engine)
+    for key, name in product(states, trained):
+        run = _state_run(optimizer, trained[name], key)
+        if run.memory.numel():
+            yield ("optimizer", key, name), run.shape, list(run.parts())
+
+
+def _load_groups(engine: Any, snapshot: Snapshot, states: list[str]) -> None:
+    """Set the settings and the states of groups, and make room for those of parameters."""
+    optimizer, groups = engine.optimizer, snapshot.read_object("optimizer/groups")
+    if len(groups) != len(optimizer.param_groups):
+        raise MismatchError(
+            f"{snapshot.path} has {len(groups)} groups of parameters, and this optimizer has "
+            f"{len(optimizer.param_groups)}; nothing was loaded"
+        )
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        group.update(stored["settings"])
+    for number, flat in _flat_groups(optimizer):
+        state = optimizer.optimizer.state[flat]
+        for key in states:
+            if key != "fp32" and key not in state:
+                state[key] = torch.zeros_like(flat)
+        for key, value in groups[number]["state"].items():
+            state[key] = value.clone() if torch.is_tensor(value) else value
+    # ZeRO-1 and 2 look for the states of each parameter at their next step.
+    optimizer._hp_optimizer_states_linked = False
+
+
+def _load_scaler(optimizer: Any, stored: dict[str, Any]) -> None:
+    for name, value in stored["scaler"].items():
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, value)
+    if getattr(optimizer, "loss_scaler", None) is not None:
+        vars(optimizer.loss_scaler).update(stored["loss_scaler"])

@@ -1,0 +1,256 @@
+"""ZeRO's parts are named tensors in a snapshot: any stage and number of ranks goes on with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Snapshot, Store
+from casnap.errors import MismatchError, StateError, UnsupportedTypeError
+from tests.support.bitwise import assert_same
+from tests.support.launched import kill_all, launched
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+BASE = 400 * 300
+
+
+class Net(torch.nn.Module):
+    """A frozen layer, a buffer, tied weights, and shapes that no number of ranks divides."""
+
+    def __init__(self, hidden: int = 13) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(300, 400, bias=False).requires_grad_(requires_grad=False)
+        self.first = torch.nn.Linear(400, hidden)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.second = torch.nn.Linear(hidden, hidden)
+        self.tied = self.second
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        hidden = self.first(self.base(x)).relu() * self.scale
+        return self.tied(self.second(hidden))
+
+
+def engine_of(stage: int, dtype: str = "bf16", seed: int = 0, hidden: int = 13) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(seed)
+    net = Net(hidden)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:], "lr": 1e-3}])
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": dtype == "bf16"},
+        },
+    )
+    return engine
+
+
+def train(engine: Any, start: int, stop: int) -> None:
+    import torch.distributed as dist
+
+    for step in range(start, stop):
+        torch.manual_seed(100 * step + dist.get_rank())
+        dtype = next(engine.module.parameters()).dtype
+        loss = engine(torch.randn(2, 300, dtype=dtype)).square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def whole(engine: Any) -> dict[str, Any]:
+    """Return the whole of an engine, as DeepSpeed itself gathers it."""
+    import deepspeed
+
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # At the first step DeepSpeed does so too early for all groups but the first.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    state: dict[str, Any] = {"step": engine.global_steps}
+    state["groups"] = [
+        {"lr": group["lr"], "betas": group["betas"]} for group in engine.optimizer.param_groups
+    ]
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            state[f"model/{name}"] = parameter.detach().clone()
+        if parameter.requires_grad:
+            state[f"fp32/{name}"] = deepspeed.utils.safe_get_full_fp32_param(parameter).clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+                state[f"{key}/{name}"] = value.clone()
+    return state | {f"model/{name}": b.clone() for name, b in engine.module.named_buffers()}
+
+
+def on_ranks(size: int, work: Callable[[], object]) -> None:
+    assert launched(size, work) == [0] * size
+
+
+def put(state: Any, path: Path) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+
+
+def saved(folder: Path, size: int, stage: int, dtype: str = "bf16") -> dict[str, Any]:
+    """Train three steps, save, train on; return the whole state at the save."""
+
+    def work() -> None:
+        from casnap.integrations.deepspeed import save_checkpoint
+
+        engine = engine_of(stage, dtype)
+        train(engine, 0, 3)
+        put(whole(engine), folder / "saved")
+        save_checkpoint(engine, folder / "run", client_state={"epoch": 7})
+        train(engine, 3, 5)
+        put(whole(engine), folder / "end")
+
+    on_ranks(size, work)
+    state: dict[str, Any] = torch.load(folder / "saved", weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "dtype", "others"),
+    [
+        (2, 3, "bf16", [(2, 3), (3, 1), (1, 2)]),
+        (3, 1, "fp32", [(3, 1), (2, 3)]),
+    ],
+)
+def test_any_stage_and_number_of_ranks_goes_on(
+    tmp_path: Path, size: int, stage: int, dtype: str, others: list[tuple[int, int]]
+) -> None:
+    wanted = saved(tmp_path, size, stage, dtype)
+
+    for other_size, other_stage in others:
+
+        def work(stage_here: int = other_stage) -> None:
+            from casnap.integrations.deepspeed import load_checkpoint
+
+            engine = engine_of(stage_here, dtype, seed=1)
+            path, client_state = load_checkpoint(engine, tmp_path / "run")
+            assert path == str(tmp_path / "run/global_step3")
+            assert client_state == {"epoch": 7}
+            put(whole(engine), tmp_path / "loaded")
+            train(engine, 3, 5)
+            put(whole(engine), tmp_path / "goes-on")
+
+        on_ranks(other_size, work)
+        assert_same(torch.load(tmp_path / "loaded", weights_only=True), wanted)
+        if (other_size, other_stage) == (size, stage):
+            ends = [torch.load(tmp_path / n, weights_only=True) for n in ("goes-on", "end")]
+            assert_same(ends[0], ends[1])
+
+
+def test_a_plain_module_loads_and_exports_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    wanted = saved(tmp_path, 2, 3)
+    snapshot = Snapshot(str(tmp_path / "run/global_step3"))
+    net = Net()
+    for parameter in net.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    snapshot.load_into(net, "model")
+    for name, value in (*net.named_parameters(), *net.named_buffers()):
+        assert torch.equal(value, wanted[f"model/{name}"]), name
+    assert torch.equal(snapshot.read_object("optimizer/fp32/scale"), wanted["fp32/scale"])
+    snapshot.export(tmp_path / "weights.safetensors", path="model", tied=net)
+    assert torch.equal(load_file(tmp_path / "weights.safetensors")["base.weight"], net.base.weight)
+
+
+def run_on(folder: Path, end: Path, kill_at: int | None = None) -> None:
+    from casnap.integrations.deepspeed import async_save_checkpoint, load_checkpoint
+
+    engine = engine_of(2)
+    load_checkpoint(engine, folder)
+    pending = None
+    for step in range(engine.global_steps, 6):
+        train(engine, step, step + 1)
+        if step == kill_at:
+            kill_all()
+        pending = async_save_checkpoint(engine, folder, client_state={"step": step})
+    assert pending is not None
+    pending.wait()
+    put(whole(engine), end)
+
+
+def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
+    on_ranks(2, lambda: run_on(tmp_path / "whole", tmp_path / "whole-end"))
+    killed = launched(2, lambda: run_on(tmp_path / "run", tmp_path / "end", kill_at=4))
+    assert killed == [-9, -9]
+    on_ranks(2, lambda: run_on(tmp_path / "run", tmp_path / "end"))
+    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
+    assert_same(ends[0], ends[1])
+
+
+def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
+    def work() -> None:
+        from casnap.integrations.deepspeed import save_checkpoint
+
+        engine = engine_of(3)
+        for step in range(4):
+            train(engine, step, step + 1)
+            save_checkpoint(engine, tmp_path / "run")
+            engine.save_checkpoint(str(tmp_path / "own"))
+        save_checkpoint(engine, tmp_path / "run", "trained", exclude_frozen_parameters=True)
+
+    on_ranks(2, work)
+    first, *later, trained = Store(tmp_path / "run", create=False).snapshots()
+    assert first.stats.new_bytes > BASE * 2
+    assert all(s.stats.new_bytes < BASE for s in later)
+    own = sum(p.stat().st_size for p in (tmp_path / "own").rglob("*.pt"))
+    assert own > 4 * BASE * 2 > 3 * sum(s.stats.new_bytes for s in (first, *later))
+    assert "model/base.weight" not in trained
+    assert "model/first.weight" in trained
+
+
+def test_what_is_loaded_in_part_and_what_is_refused(tmp_path: Path) -> None:
+    wanted = saved(tmp_path, 2, 2)
+
+    def work() -> None:
+        from casnap.integrations.deepspeed import load_checkpoint, save_checkpoint
+
+        engine = engine_of(2, seed=1)
+        assert load_checkpoint(engine, tmp_path / "nothing") == (None, {})
+        with pytest.raises(KeyError, match=r"no snapshot at .*run/other"):
+            load_checkpoint(engine, tmp_path / "run", "other")
+        with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+            save_checkpoint(engine, tmp_path / "run", client_state={"value": Net})
+        load_checkpoint(engine, tmp_path / "run", load_module_only=True)
+        state = whole_module(engine)
+        for name, value in state.items():
+            assert torch.equal(value, wanted[f"model/{name}"]), name
+        assert engine.global_steps == 0
+        other = engine_of(2, hidden=14)
+        with pytest.raises(MismatchError, match=r"nothing was loaded: .*first.weight is of shape"):
+            load_checkpoint(other, tmp_path / "run")
+        Snapshot.take(tmp_path / "run/foreign", {"a": torch.nn.Linear(2, 2)})
+        with pytest.raises(StateError, match="was not saved by"):
+            load_checkpoint(engine, tmp_path / "run", "foreign")
+        with pytest.raises(StateError, match="does not support ZeRO-0"):
+            save_checkpoint(engine_of(0), tmp_path / "run")
+
+    on_ranks(2, work)
+
+
+def whole_module(engine: Any) -> dict[str, torch.Tensor]:
+    return {
+        **{name: p.detach() for name, p in engine.module.named_parameters()},
+        **dict(engine.module.named_buffers()),
+    }
