@@ -20,7 +20,14 @@ PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")
 LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 TRAINERS = {
     f"{name}.md"
-    for name in ("lightning", "transformers", "accelerate", "torch-checkpointing", "torchtitan")
+    for name in (
+        "lightning",
+        "transformers",
+        "accelerate",
+        "deepspeed",
+        "torch-checkpointing",
+        "torchtitan",
+    )
 }
 BUCKET = "s3://my-bucket"
 

@@ -381,7 +381,7 @@ def _state_of(
     states = ["fp32", *_flat_states(optimizer)]
     leaves: dict[str, list[Leaf]] = {"model": [], "optimizer": [], "engine": []}
     if dist.get_rank() == 0:
-        values = [("model", name) for name in names]
+        values: list[ObjectPath] = [("model", name) for name in names]
         values += [("optimizer", key, name) for key in states for name in trained]
         for key, containers in containers_above([*values, ("optimizer", "groups")]).items():
             leaves[key] += containers

@@ -9,7 +9,14 @@ import pytest
 
 from casnap.integrations.trainers import check_version
 
-FRAMEWORKS = ["lightning", "transformers", "accelerate", "torch_checkpointing", "torchtitan"]
+FRAMEWORKS = [
+    "lightning",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "torch_checkpointing",
+    "torchtitan",
+]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -18,7 +18,14 @@ from typing import Any
 
 from casnap.integrations import trainers
 
-TRAINERS = ("accelerate", "lightning", "torch_checkpointing", "torchtitan", "transformers")
+TRAINERS = (
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "torch_checkpointing",
+    "torchtitan",
+    "transformers",
+)
 
 
 class _Any(type):
