@@ -6,7 +6,6 @@ it what has not changed, and what deltas in the store stand on, even if its snap
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -116,7 +115,8 @@ class VersionRecord(Struct):
 
     def encode(self) -> bytes:
         """Return the file."""
-        return json.dumps(msgspec.to_builtins(self), indent=1).encode() + b"\n"
+        # What JSON has no number for, such as a loss that is not a number, becomes null.
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def changed_since(self, other: VersionRecord | None) -> list[str]:
         """Return the tensors that another version does not have, or not with these bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -118,6 +119,20 @@ def test_a_source_that_is_rolled_back(store: Store, live: Path) -> None:
     store.delete("step_1")
     report = next(events).report
     assert (report.snapshot, report.fetched_bytes) == ("step_0", 0)
+    assert_served(live, 0)
+
+
+def test_a_store_that_is_replaced_by_its_backup(store: Store, live: Path, tmp_path: Path) -> None:
+    shutil.copytree(store.uri, tmp_path / "backup")
+    events = follow(Store(store.uri), live)
+    next(events)
+    take(store, 1)
+    assert next(events).report.snapshot == "step_1"
+    shutil.rmtree(store.uri)
+    (tmp_path / "backup").rename(store.uri)
+    while (event := next(events)).event == "failed":
+        pass
+    assert event.report.snapshot == "step_0"
     assert_served(live, 0)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.errors import CasnapError, EntryNotFoundError, FileFormatError, SnapshotNotFoundError
-from casnap.serving import PullOptions, verify
+from casnap.serving import PullOptions, verify, writing
 from tests.support.faults import in_child
 from tests.support.served import (
     assert_served,
@@ -201,6 +201,51 @@ def test_what_safetensors_cannot_hold_is_told(store: Store, live: Path) -> None:
     with pytest.raises(FileFormatError, match="the same name 'x'"):
         store.pull(live, "step_0", options=PullOptions(rename=["s/.*/x/"]))
     assert tensors_in(live)["w"].tolist() == [1, 1, 1]
+
+
+def test_metadata_that_json_has_no_number_for(store: Store, live: Path) -> None:
+    metadata = {"loss": float("nan"), "é": [1, {"x": None}]}
+    store.take({"model": StateDict(w=torch.ones(3))}, "s", metadata=metadata)
+    store.pull(live)
+    record = json.loads((live / "casnap-version.json").read_text())
+    assert record["metadata"] == {"loss": None, "é": [1, {"x": None}]}
+    assert not store.pull(live).switched
+
+
+def test_blocks_that_a_file_system_shares(
+    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on XFS and Btrfs: only what has changed is written, and what is shared is verified."""
+
+    def ioctl(fd: int, request: int, source: int) -> None:
+        assert request == 0x40049409  # FICLONE
+        os.ftruncate(fd, os.fstat(source).st_size)
+        os.copy_file_range(source, fd, os.fstat(source).st_size, 0, 0)
+
+    written: list[int] = []
+
+    def write_at(fd: int, view: memoryview, offset: int) -> None:
+        written.append(len(view))
+        real(fd, view, offset)
+
+    store.pull(live)
+    monkeypatch.setattr(writing.fcntl, "ioctl", ioctl)
+    real = writing.write_at
+    monkeypatch.setattr(writing, "write_at", write_at)
+    for step in (1, 2):
+        take(store, step)
+        written.clear()
+        file = live.resolve() / "model.safetensors"
+        if step == 2:
+            info = file.stat()
+            with file.open("r+b") as f:
+                f.seek(200_000)
+                f.write(b"tampered")
+            os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+        report = store.pull(live)
+        assert_served(live, step)
+        assert report.fetched_bytes <= step * (64 << 10) + 20
+        assert sum(written) < 100_000 + step * (64 << 10)
 
 
 @pytest.mark.parametrize("rename", ["s/a/b", "y/a/b/", "s/(/x/", r"s/a/\1/", "sxaxbx"])
