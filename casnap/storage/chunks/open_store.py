@@ -34,6 +34,7 @@ from casnap.storage.chunks.chunk_reads import (
     DEFAULT_READ,
     WITHOUT_POOL,
     FailedRead,
+    Located,
     ReadOptions,
     Reason,
     Want,
@@ -352,9 +353,7 @@ class OpenStore:
 
     def _read_without_index(self, wants: list[Want], options: ReadOptions) -> list[Want]:
         """Read a few chunks by hints and parts of the index; return those that remain."""
-        by_digest: dict[Digest, list[Want]] = {}
-        for want in wants:
-            by_digest.setdefault(want.digest, []).append(want)
+        by_digest = _by_digest(wants)
         root = self.recent()
         for find in (partial(self._find_by_hints, root), partial(self.index.find_few, root)):
             places = find(list(by_digest))
@@ -404,11 +403,9 @@ class OpenStore:
 
     def _read_indexed(self, view: View, wants: list[Want], options: ReadOptions) -> list[_Failed]:
         """Read chunks where a view of the index has them; return those that failed everywhere."""
-        by_digest: dict[Digest, list[Want]] = {}
-        for want in wants:
-            by_digest.setdefault(want.digest, []).append(want)
+        by_digest = _by_digest(wants)
         failed: list[_Failed] = []
-        wanted_places: list[tuple[Place, list[Want]]] = []
+        wanted_places: list[Located] = []
         places = self.index.find(view, list(by_digest))
         for equal, place in zip(by_digest.values(), places, strict=True):
             if place is None:
@@ -430,9 +427,7 @@ class OpenStore:
                 attempts += bad
         return [_Failed(want, attempts) for want in unread.wants]
 
-    def _read_located(
-        self, wanted_places: list[tuple[Place, list[Want]]], options: ReadOptions
-    ) -> list[FailedRead]:
+    def _read_located(self, wanted_places: list[Located], options: ReadOptions) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""
         # Only of nodes the length is not known, and the host keeps those elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
@@ -444,7 +439,7 @@ class OpenStore:
         return self.read_places(wanted_places, options)
 
     def read_places(
-        self, places: list[tuple[Place, list[Want]]], options: ReadOptions = DEFAULT_READ
+        self, places: list[Located], options: ReadOptions = DEFAULT_READ
     ) -> list[FailedRead]:
         """Read the chunks at these places in the store; return those that failed, and why."""
         deltas = [each for each in places if each[0].codec == _DELTA]
@@ -500,6 +495,14 @@ def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | CasnapErro
         return look(backend)
     except (NotAStoreError, DamagedError) as e:
         return e
+
+
+def _by_digest(wants: Iterable[Want]) -> dict[Digest, list[Want]]:
+    """Return the wants for each chunk: equal chunks are read once."""
+    by_digest: dict[Digest, list[Want]] = {}
+    for want in wants:
+        by_digest.setdefault(want.digest, []).append(want)
+    return by_digest
 
 
 def _keep_copy(copies: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
