@@ -115,7 +115,12 @@ class Following:
             self._calls.note_failure(e)
             yield FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")
         else:
-            self._served.note_called(version)
-            self._calls.note_success()
             self._is_called = True
+            self._calls.note_success()
+            try:
+                self._served.note_called(version)
+            except OSError as e:
+                _log.warning(
+                    "the callback for %s is called again after a restart: %s", version.folder, e
+                )
             yield FollowEvent("called", self._report)

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from casnap.backends.file_io import read_run
-from casnap.files.safetensors_header import DTYPES, itemsize_of
+from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
@@ -96,6 +96,7 @@ class VersionRecord(Struct):
         left_out: The paths of what safetensors cannot hold.
         tensors: The tensors by name.
         files: The files by name.
+        digest: The BLAKE3 of all the above.
     """
 
     version: int
@@ -112,6 +113,11 @@ class VersionRecord(Struct):
     left_out: list[str]
     tensors: dict[str, VersionTensor]
     files: dict[str, VersionFile]
+    digest: str = ""
+
+    def own_digest(self) -> str:
+        """Return what ``digest`` must be."""
+        return digest_of(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hex()
 
     def encode(self) -> bytes:
         """Return the file."""
@@ -282,18 +288,14 @@ def read_record(path: Path) -> VersionRecord | None:
         record = json_decoder(VersionRecord).decode(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    dtypes = {t.dtype for t in record.tensors.values()} | {
-        t.cast_from for t in record.tensors.values() if t.cast_from
-    }
-    plain = all(name == Path(name).name for name in record.files)
-    known = all(tensor.file in record.files for tensor in record.tensors.values())
-    return record if record.version == 1 and dtypes <= DTYPES and plain and known else None
+    is_known = record.version == 1 and record.digest == record.own_digest()
+    return record if is_known else None
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
-    """Read the current version of a folder that :meth:`casnap.Store.pull` made; nothing is changed.
+    """Read and verify the current version of a folder that :meth:`casnap.Store.pull` made.
 
-    Files that are damaged get another time, so that the next pull makes them anew.
+    What is damaged stays as it is, with another time, so that the next pull makes it anew.
 
     Args:
         folder: The folder.

@@ -157,25 +157,30 @@ class _Writer:
             tensors=tensors,
             files=files,
         )
+        record.digest = record.own_digest()
         with output.file(RECORD) as fd:
             write_at(fd, memoryview(record.encode()), 0)
         return record
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
         """Link an equal file of the old version; return whether there is one."""
-        name = self._same[file.name]
+        name, cast_digests = self._same[file.name], list[tuple[_Piece, Digest]]()
         if self._old is None or not name:
             return False
+        for piece in _pieces(file):
+            if piece.tensor.cast:
+                before = self._old.cells.get((piece.cell.digest, piece.tensor.cast))
+                if before is None:
+                    return False
+                cast_digests.append((piece, before.digest))
         try:
             output.link(file.name, self._old.folder / name)
         except OSError as e:
             if e.errno in NO_SPACE:
                 raise
             return False  # a file system without hard links, or with no more to this file
-        for piece in _pieces(file):
-            if piece.tensor.cast:
-                before = self._old.cells[piece.cell.digest, piece.tensor.cast]
-                piece.tensor.cast_digests[piece.number] = before.digest
+        for piece, digest in cast_digests:
+            piece.tensor.cast_digests[piece.number] = digest
         self._report.linked_bytes += file.nbytes
         return True
 

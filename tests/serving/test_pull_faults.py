@@ -16,8 +16,13 @@ import pytest
 
 import casnap.transfer.follow
 from casnap import Store
-from casnap.errors import CasnapError, SnapshotNotFoundError, StorageFullError
-from casnap.serving import FollowEvent, PullOptions
+from casnap.errors import (
+    CasnapError,
+    FileFormatError,
+    SnapshotNotFoundError,
+    StorageFullError,
+)
+from casnap.serving import FollowEvent, PullOptions, verify
 from tests.support.faults import (
     backend_faults,
     disk_full,
@@ -208,11 +213,18 @@ def test_a_snapshot_that_is_collected_while_it_is_pulled(base: Path) -> None:
     assert outcomes == {0, 1}
 
 
+def flip(file: Path, at: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+
+
 def damages(folder: Path) -> Iterator[Callable[[], object]]:
     for file in sorted(folder.iterdir()):
         yield partial(os.truncate, file, file.stat().st_size // 2)
         yield file.unlink
         yield partial(file.write_bytes, b"{}")
+        yield partial(flip, file, file.stat().st_size // 2)
 
 
 def test_a_folder_that_was_tampered_with(base: Path) -> None:
@@ -220,7 +232,7 @@ def test_a_folder_that_was_tampered_with(base: Path) -> None:
         folder = copy_of(base, place / "f")
         live, store = folder / "live", Store(folder / "store")
         count = len(list(damages(live.resolve())))
-        assert count == 3 * len(inodes(live))
+        assert count == 4 * len(inodes(live))
         for number in range(count):
             list(damages(live.resolve()))[number]()
             # The newest snapshot, as it was.
@@ -235,6 +247,35 @@ def test_a_folder_that_was_tampered_with(base: Path) -> None:
         shutil.rmtree(live.resolve())
         store.pull(live, options=OPTIONS)
         assert_served(live, 1)
+
+
+def test_a_record_that_was_changed(base: Path) -> None:
+    """Each byte counts: of the metadata, say, which are served too."""
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        live, store = folder / "live", Store(folder / "store")
+        for at in range(0, (live / "casnap-version.json").stat().st_size, 37):
+            record = live.resolve() / "casnap-version.json"
+            text = record.read_bytes()
+            if not text[at : at + 1].isspace():
+                flip(record, at)
+                with pytest.raises(FileFormatError, match="nothing to compare"):
+                    verify(live)
+                record.write_bytes(text)
+        flip(record, text.index(b'"step": 0') + 8)
+        assert store.pull(live, "step_0", options=OPTIONS).switched
+        assert_served(live, 0)
+
+
+def test_casts_from_a_version_that_is_damaged(base: Path) -> None:
+    options = PullOptions(max_shard_size=250_000, dtype="float16")
+    with memory_folder() as place:
+        live, store = place / "live", Store(base / "store")
+        for pattern in ("casnap-chunks", "*.safetensors"):
+            store.pull(live, "step_0", options=options)
+            flip(sorted(live.resolve().glob(pattern))[-1], 10)
+            store.pull(live, "step_1", options=options)
+            assert verify(live) == []
 
 
 def test_a_bucket_that_goes_away(
