@@ -53,6 +53,28 @@ class _Transformer(torch.nn.Module):
         return logits
 
 
+def _train(
+    model: _Transformer, optimizer: torch.optim.Optimizer, steps: int, factor: int
+) -> Iterator[int]:
+    """Train for some steps; yield after each."""
+    for step in range(steps):
+        # A language that can be learned: the next token is a function of the one before.
+        tokens = torch.empty(8, _LENGTH + 1, dtype=torch.long)
+        tokens[:, 0] = torch.randint(0, _VOCABULARY, (8,))
+        for i in range(_LENGTH):
+            tokens[:, i + 1] = (tokens[:, i] * factor + 7) % _VOCABULARY
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield step
+
+
+def _bf16(model: torch.nn.Module) -> dict[str, Any]:
+    return {"model": StateDict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})}
+
+
 def training(*, as_bf16: bool, warm_up: int = 20) -> Callable[[int], Iterator[dict[str, Any]]]:
     """Return a run that trains with AdamW, and keeps bf16 weights, or fp32 ones and the moments."""
 
@@ -60,26 +82,35 @@ def training(*, as_bf16: bool, warm_up: int = 20) -> Callable[[int], Iterator[di
         torch.manual_seed(0)
         model = _Transformer()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        for step in range(warm_up + steps):
-            # A language that can be learned: the next token is a function of the one before.
-            tokens = torch.empty(8, _LENGTH + 1, dtype=torch.long)
-            tokens[:, 0] = torch.randint(0, _VOCABULARY, (8,))
-            for i in range(_LENGTH):
-                tokens[:, i + 1] = (tokens[:, i] * 31 + 7) % _VOCABULARY
-            logits = model(tokens[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step < warm_up:
-                continue
-            if as_bf16:
-                weights = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}
-                yield {"model": StateDict(weights)}
-            else:
-                yield {"model": model, "optimizer": optimizer}
+        for step in _train(model, optimizer, warm_up + steps, 31):
+            if step >= warm_up:
+                yield _bf16(model) if as_bf16 else {"model": model, "optimizer": optimizer}
 
     return run
+
+
+def measure_fine_tune(folder: Path, steps: int) -> list[str]:
+    """Take and copy a base of bf16 weights, and what a fine-tune makes of it; return a row."""
+    torch.manual_seed(0)
+    model = _Transformer()
+    for _ in _train(model, torch.optim.AdamW(model.parameters(), lr=3e-4), 200, 31):
+        pass
+    store = Store(folder / "run").make()
+    copy = Store(folder / "copy", codec="zstd").make()
+    store.take(_bf16(model), "models/base/1")
+    nbytes = _pack_bytes(store)
+    for _ in _train(model, torch.optim.AdamW(model.parameters(), lr=3e-5), steps, 17):
+        pass
+    store.take(_bf16(model), "models/tuned/1")
+    store.copy("models/base/1", to=copy)
+    sent = store.copy("models/tuned/1", to=copy).sent_bytes
+    for _ in range(2):
+        store.gc(grace=0, recode_after=0)
+    with_base = _pack_bytes(store)
+    store.delete("models/tuned/1")
+    for _ in range(2):
+        store.gc(grace=0, recode_after=0)
+    return [f"{(with_base - _pack_bytes(store)) / nbytes:.3f}", f"{sent / nbytes:.3f}"]
 
 
 RUNS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
@@ -145,6 +176,13 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| run | at rest | sent a step | first | recode GB/s | copy GB/s | slowest read GB/s |")
     print("|---|---|---|---|---|---|---|")
+    for steps in (10, 100):
+        name = f"fine-tuned for {steps} steps: bf16 weights"
+        if options.only is None or options.only in name:
+            with tempfile.TemporaryDirectory(dir=options.folder) as place:
+                print(
+                    f"| {name} | {' | '.join(measure_fine_tune(Path(place), steps))} |", flush=True
+                )
     for name, run in RUNS.items():
         if options.only is not None and options.only not in name:
             continue

@@ -19,7 +19,7 @@ from casnap.format.records import INTERNAL, Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
-from casnap.storage.catalog.cell_pairs import CellPair, cell_pairs, runs_of
+from casnap.storage.catalog.cell_pairs import CellPair, cell_pairs, runs_of, snapshot_before
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.references import MANIFEST, is_node, walk
 from casnap.storage.catalog.table import Table, snapshots_in
@@ -78,7 +78,8 @@ def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Rec
     table = store.table(root)
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
-    for run in runs_of(snapshots_in(table)):
+    snapshots = list(snapshots_in(table))
+    for run in runs_of(snapshots):
         older = [Contents(store, *each) for each in run[: max(0, len(run) - newest)]]
         kept += [row for _, row in run[len(older) :]]
         pairs = zip(older, [None, *older], strict=False)
@@ -90,7 +91,7 @@ def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Rec
     recoder = _Recoder(store, spared, recoding)
     for done, (contents, before) in enumerate(todo):
         progress("recoding", done, len(todo))
-        recoder.recode(contents, before)
+        recoder.recode(contents, before or snapshot_before(contents, snapshots))
         recoding.snapshots += 1
     return recoding
 

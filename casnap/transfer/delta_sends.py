@@ -8,9 +8,8 @@ from functools import cached_property
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import Row
 from casnap.runtime.threads import cores, mapped, works_in_background
-from casnap.storage.catalog.cell_pairs import cell_pairs
+from casnap.storage.catalog.cell_pairs import cell_pairs, snapshot_before
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.table import snapshots_in
 from casnap.storage.chunks.chunk_forms import ChunkForms, Form
@@ -29,8 +28,8 @@ Report = Callable[[Digest, int], None]
 class DeltaSender:
     """Sends the chunks of one snapshot.
 
-    The candidates for bases are the chunks of the same cells in the snapshot before it, in the same
-    folder of the source. Those that the destination has are used.
+    The candidates for bases are the chunks of the same cells in the snapshot before it. Those that
+    the destination has are used.
 
     Args:
         source: The store to read from.
@@ -49,17 +48,11 @@ class DeltaSender:
     @cached_property
     def _bases(self) -> dict[Digest, Digest]:
         """The candidate of each chunk that has one."""
-        job, folder = self._job, self._job.name.rpartition("/")[0]
-        before: tuple[str, Row] | None = None
-        for name, row in snapshots_in(self._source.table(self._source.recent())):
-            is_earlier = row.seq < job.row.seq and (before is None or row.seq > before[1].seq)
-            if is_earlier and name.rpartition("/")[0] == folder:
-                before = name, row
-        if before is None:
-            return {}
-        contents = Contents(self._source, job.name, job.row)
+        contents = Contents(self._source, self._job.name, self._job.row)
         try:
-            pairs = cell_pairs(contents, Contents(self._source, *before))
+            table = self._source.table(self._source.recent())
+            before = snapshot_before(contents, snapshots_in(table))
+            pairs = () if before is None else cell_pairs(contents, before)
             return {pair.digest: pair.base for pair in pairs if pair.base is not None}
         except DamagedError:
             # The one before may have been collected meanwhile. If this one is damaged, that shows.

@@ -492,3 +492,25 @@ def test_a_copy_out_of_a_pack_stands_on_nothing_that_stands_on_it(tmp_path: Path
         state = {"m": StateDict(w=torch.zeros_like(first))}
         Store(tmp_path / "s")[f"run/{step:03}"].restore(state)
         assert torch.equal(state["m"]["w"], tensor)
+
+
+def test_a_fine_tune_stands_on_its_base_in_another_folder(tmp_path: Path) -> None:
+    """The others have another shape, another path, or came later."""
+    store = new_store(tmp_path)
+    base, tuned = weights(), moved(weights(), 0.05, 1)
+    store.take({"m": StateDict(w=weights(7)[:1000])}, "others/1")
+    store.take({"m": StateDict(w=base)}, "models/base/1")
+    store.take({"m": StateDict(v=tuned)}, "others/2")
+    for step in range(2):
+        store.take({"m": StateDict(w=moved(tuned, 0.05, step))}, f"models/tuned/{step}")
+    store.take({"m": StateDict(w=weights(8))}, "later/1")
+    there = Store(tmp_path / "there", chunk_size=CHUNK, codec="zstd").make()
+    store.copy("models/base/1", to=there)
+    assert store.copy("models/tuned/0", to=there).sent_bytes < 0.2 * SIZE
+    assert store.gc(grace=0, recode_after=1).saved_bytes > 0.8 * SIZE
+    for each in (store, there):
+        each.delete("models/base/1")
+        for _ in range(2):
+            each.gc(grace=0)
+        assert torch.equal(each["models/tuned/0"].read_object("m/w"), moved(tuned, 0.05, 0))
+        assert each.check(data=True).ok

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from casnap.format.digest import Digest
+from casnap.format.entries import TensorEntry
 from casnap.format.records import Row
 from casnap.storage.catalog.contents import Contents
 
 # Shorter chunks take as much in the index as a smaller form would save.
 _LEAST_BYTES = 4096
+# So many other folders are looked at for what a snapshot may be a fine-tune of, and so much of it
+# must be alike.
+_OTHERS, _ALIKE = 8, 0.5
 
 
 class CellPair(NamedTuple):
@@ -33,6 +37,42 @@ def runs_of(snapshots: Iterable[tuple[str, Row]]) -> list[list[tuple[str, Row]]]
     for name, row in snapshots:
         runs.setdefault(name.rpartition("/")[0], []).append((name, row))
     return [sorted(run, key=lambda each: each[1].seq) for run in runs.values()]
+
+
+def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) -> Contents | None:
+    """Return the earlier snapshot that has the bases for the chunks of another one, if any.
+
+    It is the one before in the same folder. The first one of a folder may be a fine-tune: so of the
+    newest ones of other folders, it is the one with most bytes of the same path, dtype and shape.
+    """
+    newest: dict[str, Contents] = {}
+    for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
+        folder = name.rpartition("/")[0]
+        if row.seq < contents.row.seq and folder not in newest:
+            newest[folder] = Contents(contents.store, name, row)
+    folder = contents.name.rpartition("/")[0]
+    if folder in newest:
+        return newest[folder]
+    others = list(newest.values())[:_OTHERS]
+    likeness = [_alike_bytes(contents, other) for other in others]
+    most = max(likeness, default=0)
+    return (
+        others[likeness.index(most)] if most > _ALIKE * _alike_bytes(contents, contents) else None
+    )
+
+
+def _alike_bytes(contents: Contents, other: Contents) -> int:
+    """Return how many bytes the tensors have that another snapshot has in the same shape."""
+    nbytes = 0
+    for _, digest, digest_of_other in _subtrees(contents, other):
+        if digest_of_other is not None:
+            other_tree = other.tree(digest_of_other)
+            for path, entry in contents.tree(digest).items():
+                alike = other_tree.get(path)
+                if isinstance(entry, TensorEntry) and isinstance(alike, TensorEntry):
+                    is_alike = (entry.dtype, entry.shape) == (alike.dtype, alike.shape)
+                    nbytes += entry.data.nbytes * is_alike
+    return nbytes
 
 
 def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
