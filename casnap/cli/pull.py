@@ -39,7 +39,7 @@ Examples:
   casnap pull s3://bucket/run1 models/live                the newest snapshot
   casnap pull s3://bucket/run1 models/live --tag stable --follow
   casnap pull /ckpts models/live --match 'run1/*' --rename 's/^module\\.//'
-  casnap pull s3://bucket/run1 models/live --follow --exec 'curl -fsS -m 60 localhost:30000/reload'
+  casnap pull s3://bucket/run1 models/live --follow --exec 'curl -fsS -m 60 localhost:3000/reload'
   casnap pull s3://bucket/run1 models/live --verify       read what is there, and change nothing
 """
 

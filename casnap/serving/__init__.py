@@ -22,5 +22,6 @@ def __getattr__(name: str) -> Any:
     if name in ("AppliedVersion", "Follower"):
         from casnap.serving import follower
 
-        return getattr(follower, name)
+        value = globals()[name] = getattr(follower, name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import casnap.serving
 from casnap.integrations import trainers
 
 TRAINERS = (
@@ -83,5 +84,7 @@ def trainers_stood_in() -> Iterator[list[ModuleType]]:
 
 if __name__ == "__main__":
     del sys.argv[0]
+    # What is imported at its first use only, pdoc would not find.
+    assert all(hasattr(casnap.serving, name) for name in casnap.serving.__all__)
     with trainers_stood_in():
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
