@@ -364,7 +364,7 @@ class _Collector:
     def _marks(self, view: View) -> Marks | RecentMarks:
         if self._counts is not None and self._counts.is_known:
             try:
-                return RecentMarks(self._store, view, self._counts)
+                return RecentMarks(self._store, view, self._counts, self._progress)
             except DamagedError as e:
                 # What went was collected before this process counted it.
                 _log.debug("%s: all is counted anew: %s", self._backend.uri, e)

@@ -11,6 +11,7 @@ from casnap.format.records import PackId, Record, Root
 from casnap.maintenance.marks import PackUse, Placed
 from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.reference_counts import ReferenceCounts
+from casnap.runtime.progress import Progress
 from casnap.storage.chunks.index import PackSet, View
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack_lengths import GONE
@@ -28,6 +29,7 @@ class RecentMarks:
         store: The store.
         view: The view of its newest root.
         counts: How often each digest is referred to, brought up to that root here.
+        progress: Called now and then; what it raises ends this.
 
     Attributes:
         root: The root.
@@ -37,7 +39,10 @@ class RecentMarks:
         DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
     """
 
-    def __init__(self, store: OpenStore, view: View, counts: ReferenceCounts) -> None:
+    def __init__(
+        self, store: OpenStore, view: View, counts: ReferenceCounts, progress: Progress
+    ) -> None:
+        self._progress = progress
         self._store = store
         self._counts = counts
         self.root = view.root
@@ -47,7 +52,7 @@ class RecentMarks:
         # Others look for what is lost, or needed of condemned packs.
         self.missing = set[bytes](split_digests(view.root.lost))
         self.rescue: set[PackId] = set()
-        counts.advance(store, view.root)
+        counts.advance(store, view.root, progress)
         self._segments, self._dead = view.segments, frozenset(counts.dead)
         packs = {p for i, packs in view.segments.items() if i not in counts.segments for p in packs}
         packs = PackSet(counts.segments.values()).lacking(packs)
@@ -110,4 +115,4 @@ class RecentMarks:
             DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
         """
         self.root = root
-        return self._counts.advance(self._store, root)
+        return self._counts.advance(self._store, root, self._progress)

@@ -12,11 +12,12 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from casnap.format.codec import Codec
 from casnap.format.entries import MAX_LIST_DEPTH
 from casnap.format.records import PackId, Root, SegmentId, segment_records
+from casnap.runtime.progress import Progress
 from casnap.storage.catalog.references import (
     DATA,
     MANIFEST,
@@ -32,6 +33,8 @@ from casnap.storage.log.roots import DELTAS
 _BASE = int(Codec.BASE)
 _KINDS = (TABLE, MANIFEST, TREE, DATA, *(bytes([n + 1]) for n in range(MAX_LIST_DEPTH)))
 _TOGETHER = 64
+# So many are sorted at a time; this takes about 160 MB.
+_PART = 4 << 20
 
 
 class ReferenceCounts:
@@ -73,8 +76,13 @@ class ReferenceCounts:
         self._count_bases(store, root)
         self.is_known = True
 
-    def advance(self, store: OpenStore, root: Root) -> set[bytes]:
-        """Count for a newer root; return the digests that are needed since.
+    def advance(self, store: OpenStore, root: Root, progress: Progress) -> set[bytes]:
+        """Count for a newer root; return the digests that it refers to more often.
+
+        Args:
+            store: The store.
+            root: The root.
+            progress: Called now and then; what it raises ends this.
 
         Raises:
             DamagedError: A node cannot be read. Then nothing is known any more.
@@ -83,8 +91,8 @@ class ReferenceCounts:
         try:
             new = self._count_bases(store, root)
             if top != self._top:
-                new |= self._count_what_came(store, top)
-                self._discount_what_went(store, self._top)
+                new |= self._count_what_came(store, top, progress)
+                self._discount_what_went(store, self._top, progress)
                 self._top = top
         except BaseException:
             # Half of it is counted.
@@ -100,10 +108,13 @@ class ReferenceCounts:
         """Whether something refers to a digest as a node."""
         return any(kind + digest in self._nodes for kind in _KINDS)
 
-    def _count_what_came(self, store: OpenStore, top: bytes | None) -> set[bytes]:
+    def _count_what_came(
+        self, store: OpenStore, top: bytes | None, progress: Progress
+    ) -> set[bytes]:
         new: set[bytes] = set()
         pending = [] if top is None else [top]
         while pending:
+            progress("marking", 0, len(pending))
             group = []
             for node in pending[-_TOGETHER:]:
                 self._nodes[node] += 1
@@ -115,13 +126,15 @@ class ReferenceCounts:
                 children = references(store.node, node)
                 pending += [child for child in children if is_node(child)]
                 for digest in (digest_in(node), *(c for c in children if not is_node(c))):
-                    if self._tally.change(digest, 1) == 1:
-                        new.add(digest)
+                    self._tally.change(digest, 1)
+                    # Whatever its count was: another one that begins alike may have come too.
+                    new.add(digest)
         return new
 
-    def _discount_what_went(self, store: OpenStore, top: bytes | None) -> None:
+    def _discount_what_went(self, store: OpenStore, top: bytes | None, progress: Progress) -> None:
         pending = [] if top is None else [top]
         while pending:
+            progress("marking", 0, len(pending))
             node = pending.pop()
             self._nodes[node] -= 1
             if self._nodes[node]:
@@ -142,7 +155,8 @@ class ReferenceCounts:
             if ref.id not in self._with_bases:
                 _, records = segment_records(*store.index.sealed(ref))
                 for digest, _, _, _, _, codec in records:
-                    if codec == _BASE and self._tally.change(digest, 1) == 1:
+                    if codec == _BASE:
+                        self._tally.change(digest, 1)
                         new.add(digest)
         self._with_bases = frozenset(ref.id for ref in root.segments)
         return new
@@ -171,10 +185,14 @@ class _Tally:
         self._unsorted.extend([int.from_bytes(digest[:8], "big") for digest in digests])
 
     def sort(self) -> None:
-        """Make what was noted ready for questions."""
-        for beginning, run in groupby(sorted(self._unsorted)):
-            self._beginnings.append(beginning)
-            self._counts.append(sum(1 for _ in run))
+        """Make what was noted ready for questions, in parts, to bound memory."""
+        parts = 1 + len(self._unsorted) // _PART
+        bounds = [(part << 64) // parts for part in range(parts + 1)]
+        for low, end in pairwise(bounds):
+            part = (b for b in self._unsorted if low <= b < end)
+            for beginning, run in groupby(sorted(part)):
+                self._beginnings.append(beginning)
+                self._counts.append(sum(1 for _ in run))
         self._unsorted = array("Q")
 
     def _index(self, beginning: int) -> int | None:

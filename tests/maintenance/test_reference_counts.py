@@ -10,6 +10,7 @@ import torch
 
 from casnap import Retention, StateDict, Store
 from casnap.errors import DamagedError
+from casnap.maintenance import reference_counts
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.reference_counts import ReferenceCounts
@@ -34,7 +35,7 @@ def assert_as_counted_anew(store: Store, counts: ReferenceCounts) -> None:
     """Check that the counts are those of the newest root, whatever they went on from."""
     open_store = store.open_store
     root = open_store.newest()
-    counts.advance(open_store, root)
+    counts.advance(open_store, root, lambda *_: None)
     anew = ReferenceCounts()
     marks = Marks(open_store, root, lambda *_: None, counts=anew)
     assert counts._nodes == anew._nodes
@@ -108,7 +109,7 @@ def test_what_another_collector_freed_before_it_was_counted(
     forget_cache(cache_dir)
     store = Store(tmp_path / "store")
     with pytest.raises(DamagedError):
-        counts.advance(store.open_store, store.open_store.newest())
+        counts.advance(store.open_store, store.open_store.newest(), lambda *_: None)
     assert not counts.is_known
     gc(store, counts, grace=0)
     assert counts.is_known
@@ -138,6 +139,17 @@ def test_counts_that_were_cut_off_are_forgotten(
     assert_as_counted_anew(store, counts)
     assert store.check(data=True).ok
     assert_tidy(tmp_path / "store")
+
+
+def test_many_are_sorted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_counts, "_PART", 10)
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store.take({"s": chunks(*range(50))}, "one")
+    counts = ReferenceCounts()
+    gc(store, counts)
+    store.take({"s": chunks(*range(25, 75))}, "two")
+    store.delete("one")
+    assert_as_counted_anew(store, counts)
 
 
 def test_digests_that_begin_alike_share_a_count(tmp_path: Path) -> None:
