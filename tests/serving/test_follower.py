@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -462,6 +463,21 @@ def test_a_version_that_is_deleted_and_collected(store: Store) -> None:
         store.gc(grace=0)
     assert follower.update(), "what is left is the newest"
     assert net.values() == {0.0}
+
+
+def test_a_store_that_is_rolled_back(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.uri, tmp_path / "backup")
+    net = Net()
+    follower = following(store, net)
+    take(store, 1)
+    assert follower.update()
+    shutil.rmtree(store.uri)
+    shutil.copytree(tmp_path / "backup", store.uri)
+    assert follower.update()
+    assert net.values() == {0.0}
+    take(Store(store.uri), 2)
+    assert follower.update()
+    assert net.values() == {2.0}
 
 
 TRAINER = """
