@@ -25,9 +25,10 @@ from casnap.maintenance.usage import disk_usage, usage
 def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     """Show the disk usage of snapshots: logical, stored and unique bytes.
 
-    LOGICAL is the size of the state. STORED is everything in the store that the snapshot refers
-    to. UNIQUE is the part of it that no other snapshot refers to: what deleting it would free. The
-    last lines say what the whole store takes up, and what of that is garbage.
+    LOGICAL is the size of the state. STORED is everything in the store that the snapshot needs, the
+    bases of its deltas too. UNIQUE is the part of it that no other snapshot needs: what deleting it
+    would free. The last lines say what the whole store takes up, what deltas save, and what is
+    garbage.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
@@ -49,6 +50,8 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     total = f"{amount(len(snapshots), 'snapshot')} of {size(logical)}"
     say(f"{total}; {place.open_store.backend.uri} takes up {size(disk.nbytes)}")
+    if disk.saved_bytes:
+        say(f"deltas and compressed chunks take up {size(disk.saved_bytes)} less than whole ones")
     if disk.waiting_bytes:
         say(what_frees(place.open_store, f"{size(disk.waiting_bytes)} of it", condemned=True))
     if disk.orphaned_bytes:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
-from casnap.format.records import Row, pack_key, segment_key
+from casnap.format.records import DeltaPlace, Row, pack_key, segment_key, segment_records
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
@@ -31,8 +32,9 @@ class Usage:
     Attributes:
         name: Its name in the store, without the prefix of a view.
         logical_bytes: Bytes of its state.
-        stored_bytes: Stored bytes of all chunks and nodes that it refers to.
-        unique_bytes: How many of these no other snapshot of the store refers to.
+        stored_bytes: Stored bytes of all chunks and nodes that it refers to, and of the chunks that
+            these stand on as deltas.
+        unique_bytes: How many of these no other snapshot of the store needs.
     """
 
     name: str
@@ -83,11 +85,14 @@ class DiskUsage:
         kept_bytes: What the newest root names, but for condemned packs.
         waiting_bytes: Condemned packs, which a collector deletes later.
         orphaned_bytes: What the root does not name: takes that failed left it, or are writing it.
+        saved_bytes: How much less the chunks that are kept take up than their raw bytes, since they
+            are stored as deltas or compressed.
     """
 
     kept_bytes: int
     waiting_bytes: int
     orphaned_bytes: int
+    saved_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +109,21 @@ def disk_usage(store: OpenStore) -> DiskUsage:
         files.size_of([*map(pack_key, view.live), *segments]),
         files.size_of(map(pack_key, view.root.condemned)),
         files.size_of(files.unnamed(view)),
+        _saved_bytes(store, view),
     )
+
+
+def _saved_bytes(store: OpenStore, view: View) -> int:
+    saved = 0
+    for segment in view.root.segments:
+        packs, records = segment_records(*store.index.sealed_or_kept(segment))
+        is_live = [pack in view.live for pack in packs]
+        saved += sum(
+            raw_size - stored_size
+            for _, n, _, stored_size, raw_size, codec in records
+            if codec in (Codec.PLANES, Codec.DELTA) and is_live[n]
+        )
+    return saved
 
 
 def shared_bytes(
@@ -160,6 +179,8 @@ class _Walk:
         self._view = view
         self._numbers: dict[bytes, int] = {}
         self._nodes: dict[int, bytes] = {}
+        # The base of each chunk that is stored as a delta.
+        self._bases: dict[int, bytes] = {}
         self._stored = array("Q")
         self._owner = array("q")
         self._count = array("I")
@@ -196,6 +217,8 @@ class _Walk:
             number = self._numbers[reference] = len(self._numbers)
             if is_node(reference):
                 self._nodes[number] = reference
+            elif isinstance(place, DeltaPlace):
+                self._bases[number] = place.base
             self._stored.append(place.stored_size if place else 0)
             self._owner.append(_NO_OWNER)
             self._count.append(0)
@@ -216,8 +239,12 @@ class _Walk:
             self._owner[number] = self._step if owner == _NO_OWNER else _SHARED
             if number in self._nodes:
                 children = self._number(references(self._store.node, self._nodes[number]))
-                self._below[number] = children
-                pending += children
+            elif number in self._bases:
+                children = self._number([self._bases[number]])
+            else:
+                continue
+            self._below[number] = children
+            pending += children
 
     def _leave(self, top: int) -> None:
         """Take one reference away; if it was the last, do so for all below it too."""

@@ -92,6 +92,7 @@ def _cards(facts: Facts) -> Markup:
         (size(facts.logical_bytes), "in their states"),
         (size(stored), "on the disk"),
         (f"{saved:.1f} ×", "states to disk"),
+        (size(facts.disk.saved_bytes), "saved by deltas and compression"),
         (size(garbage), "garbage, and gaps in packs"),
     ]
     cards = (

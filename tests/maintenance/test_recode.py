@@ -14,6 +14,7 @@ from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS, encode_delta
 from casnap.format.digest import Digest
 from casnap.format.records import DeltaPlace, Place, pack_key
+from casnap.maintenance.usage import disk_usage
 from casnap.runtime.threads import Crew
 from casnap.storage.chunks.chunk_reads import Want
 from casnap.storage.chunks.copying import ChunkBuffer
@@ -514,3 +515,26 @@ def test_a_fine_tune_stands_on_its_base_in_another_folder(tmp_path: Path) -> Non
             each.gc(grace=0)
         assert torch.equal(each["models/tuned/0"].read_object("m/w"), moved(tuned, 0.05, 0))
         assert each.check(data=True).ok
+
+
+def test_usage_counts_what_deltas_stand_on_and_what_they_save(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    unique = {u.name: u.unique_bytes for u in store.usage()}
+    stored = {u.name: u.stored_bytes for u in store.usage()}
+    # All others of the chain stand on the first ones.
+    assert unique["run/000"] < 0.1 * SIZE
+    assert stored["run/001"] > 0.6 * SIZE
+    disk = disk_usage(store.open_store)
+    assert 0 < 5 * SIZE - disk.saved_bytes < disk.kept_bytes - 3 * SIZE
+    assert unique["run/007"] >= SIZE
+    for name in ("run/003", "run/004"):
+        before = disk.kept_bytes
+        store.delete(name)
+        for _ in range(2):
+            store.gc(grace=0, recode_after=None)
+        disk = disk_usage(store.open_store)
+        assert abs(before - disk.kept_bytes - unique[name]) < 0.05 * SIZE
+    check_all(store, states, [0, 1, 2, 5, 6, 7])
