@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from casnap.errors import DamagedError
+from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import PackId, Record, Root
+from casnap.format.records import PackId, Root, SegmentId, segment_records
 from casnap.maintenance.marks import PackUse, Placed
 from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.reference_counts import ReferenceCounts
@@ -17,6 +18,8 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack_lengths import GONE
 
 _log = logging.getLogger("casnap")
+_Contents = list[tuple[bytes, int]]
+"""The digests of a pack, each with its stored bytes there."""
 
 
 class RecentMarks:
@@ -56,41 +59,47 @@ class RecentMarks:
         self._segments, self._dead = view.segments, frozenset(counts.dead)
         packs = {p for i, packs in view.segments.items() if i not in counts.segments for p in packs}
         packs = PackSet(counts.segments.values()).lacking(packs)
-        self._records = dict(self._read_footers(p for p in packs if p in view.live))
-        listed = {digest for records in self._records.values() for digest, _ in records}
+        self._contents = self._read_segments({p for p in packs if p in view.live})
+        listed = {digest for held in self._contents.values() for digest, _ in held}
         for digest in self._dead:
             # What a pack holds beside it has mostly died with it, and need not be looked up.
             if digest not in listed and not counts.needs(digest):
                 places = store.index.find_all(view, Digest(digest))
                 packs = {PackId(p.pack) for p in places if p.pack in view.live}
-                self._records |= self._read_footers(packs - self._records.keys())
-                listed.update(d for pack in packs for d, _ in self._records.get(pack, ()))
-        self.uses = {pack: self._use_of(pack, view) for pack in self._records}
+                self._contents |= self._read_footers(packs - self._contents.keys())
+                listed.update(d for pack in packs for d, _ in self._contents.get(pack, ()))
+        self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
-    def _read_footers(self, packs: Iterable[PackId]) -> Iterator[tuple[PackId, list[Record]]]:
-        for pack, length in self._store.index.pack_lengths.of(list(packs), 0).items():
+    def _read_segments(self, new: Collection[PackId]) -> dict[PackId, _Contents]:
+        """Return what new packs hold, from the segments that are new too."""
+        contents: dict[PackId, _Contents] = {pack: [] for pack in new}
+        for ref in self.root.segments:
+            if SegmentId(ref.id) in self._counts.segments:
+                continue
+            packs, records = segment_records(*self._store.index.sealed(ref))
+            for digest, n, _, stored_size, _, codec in records:
+                if packs[n] in contents and codec != Codec.BASE:
+                    contents[packs[n]].append((digest, stored_size))
+        return contents
+
+    def _read_footers(self, packs: Collection[PackId]) -> Iterator[tuple[PackId, _Contents]]:
+        for pack, length in self._store.index.pack_lengths.of(packs, 0).items():
             try:
                 if length != GONE:
-                    yield pack, read_footer(self._store.backend, pack, length)
+                    records = read_footer(self._store.backend, pack, length)
+                    yield pack, [(digest, place.stored_size) for digest, place in records]
             except (FileNotFoundError, DamagedError) as e:
                 # It stays, until a collection goes through the whole index.
-                _log.debug(
-                    "%s: what pack %s holds is not known: %s",
-                    self._store.backend.uri,
-                    pack.hex(),
-                    e,
-                )
+                _log.debug("what pack %s holds is not known: %s", pack.hex(), e)
 
     def _use_of(self, pack: PackId, view: View) -> PackUse:
         use = PackUse()
-        for digest, place in self._records[pack]:
-            use.stored += place.stored_size
+        for digest, stored_size in self._contents[pack]:
+            use.stored += stored_size
             if self._counts.needs(digest):
                 use.needed += 1
-                places = self._store.index.find_all(view, digest)
-                use.live += place.stored_size * all(
-                    p.pack <= pack for p in places if p.pack in view.live
-                )
+                places = self._store.index.find_all(view, Digest(digest))
+                use.live += stored_size * all(p.pack <= pack for p in places if p.pack in view.live)
         return use
 
     def note_done(self) -> None:
@@ -101,8 +110,8 @@ class RecentMarks:
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
         """Yield the contents of some of these packs."""
         for pack in packs:
-            for digest, place in self._records[pack]:
-                yield digest, pack, place.stored_size
+            for digest, stored_size in self._contents[pack]:
+                yield digest, pack, stored_size
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
         """Return which of some digests are needed, and whether each is a node."""
