@@ -24,6 +24,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -101,9 +102,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, document: object) -> None:
         """Send a document."""
+        body = json.dumps(document).encode()
         self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(json.dumps(document).encode())
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -141,8 +144,8 @@ class Client(threading.Thread):
             try:
                 with urllib.request.urlopen(self.url, timeout=30) as response:
                     reply = json.load(response)
-            except OSError:
-                self.refused += 1  # the server is being started
+            except (OSError, HTTPException, ValueError):
+                self.refused += 1  # the server is being started, or was killed within the answer
                 time.sleep(0.05)
                 continue
             self.steps.append(reply["step"])
