@@ -906,7 +906,7 @@ class Store:
     def _pull_source(self, name: str | None) -> Source:
         from casnap.serving.pull import Source
 
-        return Source(self.open_store, self.prefix, self.folder(name and check_name(name)))
+        return Source(self.open_store, self.folder(name and check_name(name)))
 
     # --- maintenance ---
 

@@ -48,7 +48,9 @@ Examples:
 @click.argument("source", metavar="SOURCE")
 @click.argument("folder", metavar="DIR")
 @click.option("--tag", metavar="TAG", help="The newest snapshot with this tag.")
-@click.option("--match", metavar="GLOB", help="The newest snapshot whose name this matches.")
+@click.option(
+    "--match", metavar="GLOB", help="The newest snapshot whose name below SOURCE matches."
+)
 @click.option(
     "--path", default="model", metavar="PATH", help="What of the snapshot [model]; '' for all."
 )

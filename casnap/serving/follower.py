@@ -129,7 +129,7 @@ class Follower:
         self._looks = Backoff(f"following {place.backend.uri}")
         with self._join() as comm:
             store, _ = open_at(place, create=False, cache_bytes=cache_bytes)
-            self._source = Source(store, place.name, place.name)
+            self._source = Source(store, place.name)
             self._is_alone, self._leads = isinstance(comm, SingleProcess), comm.rank == 0
             newest = self._source.newest(self._options) if self._leads else None
             commit = bytes(comm.broadcast(newest.row.commit if newest is not None else b""))

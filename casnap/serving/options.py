@@ -18,7 +18,7 @@ class PullOptions:
 
     Args:
         tag: Only snapshots with this tag.
-        match: Only snapshots whose name, without the prefix of the store's view, this glob matches.
+        match: Only snapshots whose name, below the folder that is pulled from, this glob matches.
             ``*`` crosses ``/``.
         path: The part of the snapshot that holds the weights; None for all of it. The names of
             tensors are the keys below it, joined by dots.

@@ -25,12 +25,10 @@ class Source:
 
     Attributes:
         store: The store.
-        prefix: The prefix of the view that names are told in; "" for the whole store.
         name: The full name of a snapshot, or of a folder of them; "" for all.
     """
 
     store: OpenStore
-    prefix: str = ""
     name: str = ""
 
     def newest(self, options: PullOptions) -> Contents:
@@ -56,10 +54,9 @@ class Source:
         return Contents(self.store, *max(rows, key=lambda each: each[1].seq))
 
     def _is_meant(self, name: str, row: Row, options: PullOptions) -> bool:
-        inner = name[len(self.prefix) + 1 :] if self.prefix else name
-        return (options.tag is None or options.tag in row.user_tags) and (
-            options.match is None or fnmatchcase(inner, options.match)
-        )
+        below = name[len(self.name) + 1 :] if self.name else name
+        matches = options.match is None or not below or fnmatchcase(below, options.match)
+        return matches and (options.tag is None or options.tag in row.user_tags)
 
 
 def pull(

@@ -104,6 +104,8 @@ def test_which_snapshot(store: Store, live: Path) -> None:
     assert pulled(store, match="run2/*") == "run2/a"
     assert pulled(store, match="*/a") == "run2/a"
     assert pulled(store, "run1") == "run1/b"
+    assert pulled(store, "run1", match="[a]") == "run1/a"
+    assert pulled(store, "run1/b", match="a") == "run1/b"
     assert pulled(store, "run1/a") == "run1/a"
     assert pulled(Store(Path(store.uri) / "run1"), match="a") == "run1/a"
     assert_served(live, 1)
