@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from casnap.storage.chunks.copying import ChunkBuffer
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log import roots
+from tests.support.ranks import World
+from tests.support.servers import Bucket
 
 CHUNK = 64 << 10
 SIZE = 4 * CHUNK
@@ -538,3 +541,77 @@ def test_usage_counts_what_deltas_stand_on_and_what_they_save(tmp_path: Path) ->
         disk = disk_usage(store.open_store)
         assert abs(before - disk.kept_bytes - unique[name]) < 0.05 * SIZE
     check_all(store, states, [0, 1, 2, 5, 6, 7])
+
+
+def test_a_mirror_that_lost_its_bases_gets_chunks_that_stand_on_none(tmp_path: Path) -> None:
+    there = Store(tmp_path / "there", chunk_size=CHUNK, codec="zstd").make()
+    store = new_store(tmp_path)
+    states = taken(store, 5)
+    for step in range(3):
+        store.copy(f"run/{step:03}", to=there)
+    assert Codec.DELTA in codecs_in(there, "run/002")
+    for place in places(there, "run/001"):
+        pack = tmp_path / "there/casnap-store" / pack_key(place.pack)
+        pack.unlink(missing_ok=True)
+    again = Store(tmp_path / "there")
+    for step in (3, 4):
+        store.copy(f"run/{step:03}", to=again)
+    for step in (0, 3, 4):
+        name = f"run/{step:03}"
+        assert torch.equal(restored(again, name).view(torch.int16), states[step].view(torch.int16))
+    assert codecs_in(again, "run/004") == {Codec.DELTA}
+    hurt = {h.snapshot for damage in again.check(data=True).damages for h in damage.hurts}
+    assert hurt == {"run/001", "run/002"}
+
+
+@pytest.mark.parametrize("lost", ["footers", "deltas"])
+def test_a_repair_where_deltas_are_lost(tmp_path: Path, lost: str) -> None:
+    """Footers are written anew; chunks that are lost come from a copy, with all below them."""
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    store.copy(to=tmp_path / "copy")
+    for place in places(store, "run/002"):
+        pack = tmp_path / "s/casnap-store" / pack_key(place.pack)
+        content = bytearray(pack.read_bytes())
+        if lost == "footers":
+            content[-40:] = bytes(40)
+        else:
+            content[place.offset + 40] ^= 255
+        pack.chmod(0o600)
+        pack.write_bytes(content)
+    again = Store(tmp_path / "s")
+    assert not again.check(data=True).ok
+    again.repair(sources=[tmp_path / "copy"])
+    check_all(Store(tmp_path / "s"), states)
+
+
+def read_by_ranks(path: str) -> torch.Tensor:
+    state = {"m": StateDict(w=torch.zeros(SIZE // 2, dtype=torch.bfloat16), step=-1)}
+    Store(path)["run/004"].restore(state, read_once=True)
+    tensor: torch.Tensor = state["m"]["w"]
+    return tensor
+
+
+def test_ranks_read_deltas_once(tmp_path: Path, world: Callable[[int], World]) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 8)
+    for _ in range(2):
+        store.gc(grace=0)
+    for tensor in world(2).run(read_by_ranks, str(tmp_path / "s")):
+        assert torch.equal(tensor.view(torch.int16), states[4].view(torch.int16))
+
+
+@pytest.mark.servers
+def test_deltas_in_a_bucket(tmp_path: Path, bucket: Bucket) -> None:
+    store = new_store(tmp_path)
+    states = taken(store, 6)
+    there = Store(bucket.uri, storage_options=bucket.storage_options, chunk_size=CHUNK).make()
+    for step in range(6):
+        store.copy(f"run/{step:03}", to=there)
+    assert codecs_in(there, "run/005") == {Codec.DELTA}
+    there.delete("run/002")
+    for _ in range(2):
+        there.gc(grace=0)
+    check_all(there, states, [0, 1, 3, 4, 5])

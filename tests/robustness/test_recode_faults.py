@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,7 @@ def test_a_disk_that_is_full_from_any_call_on(base: Path, work: Callable[[Path],
 
 
 def meanwhile(path: Path) -> None:
-    """Do what undercuts chains: delete, take anew, take what is old, and collect twice."""
+    """Do what undercuts chains: delete, take anew, take what is old, collect twice, and copy."""
     store = Store(path)
     for name in ("run/0", "run/2", "run/4"):
         store.delete(name)
@@ -148,18 +149,25 @@ def meanwhile(path: Path) -> None:
     store.delete("run/1")
     store.gc(grace=0, recode_after=0, repack=1.0)
     take(store, 0, "again/0")
+    there = Store(path.with_name("there"), chunk_size=CHUNK, codec="zstd").make()
+    for name in ("run/3", "run/5"):
+        store.copy(name, to=there)
 
 
-def test_held_up_at_any_call_while_others_delete_take_and_collect(base: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_held_up_at_any_call_while_others_delete_take_and_collect(
+    base: Path, end: signal.Signals
+) -> None:
     for k in sweep(times=4):
         copy = fresh(base)
         stopped, ended = while_stopped(
-            partial(collect, copy), backend_faults(k, stop), partial(meanwhile, copy)
+            partial(collect, copy), backend_faults(k, stop), partial(meanwhile, copy), end
         )
-        assert ended == 0
+        assert ended == (-end if stopped and end == signal.SIGKILL else 0)
         if not stopped:
             assert k > 0
             return
+        assert_holds(copy.with_name("there"), {"run/3": 3, "run/5": 5})
         kept = {"run/3": 3, "run/5": 5, "again/2": 2, "again/0": 0}
         assert_holds(copy, kept)
         for repack in (0.5, 1.0):

@@ -203,6 +203,7 @@ def while_stopped(
     work: Callable[[], object],
     calls: AbstractContextManager[Calls],
     meanwhile: Callable[[], object],
+    end: signal.Signals = signal.SIGCONT,
 ) -> tuple[bool, int]:
     """Do some work in a child that stops itself at a call (see :func:`stop`), then let it go on.
 
@@ -210,6 +211,7 @@ def while_stopped(
         work: What the child does.
         calls: Makes it stop.
         meanwhile: What is done while it stands still.
+        end: What it gets then; SIGKILL if it is not to go on.
 
     Returns:
         Whether it stopped at all, and how it ended.
@@ -226,7 +228,7 @@ def while_stopped(
     try:
         meanwhile()
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, end)
         ended = wait(pid)
     return True, ended
 
