@@ -46,6 +46,9 @@ from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
 _log = logging.getLogger("casnap")
 DAY = 86400.0
 _SKEW = 60.0
+# A collection that goes on from counts copies what is needed of packs where that frees so much.
+# What it leaves is for the next one that goes through the whole store.
+_WORTH_A_COMMIT = 256 << 10
 
 
 def _is_number(value: object) -> bool:
@@ -331,6 +334,9 @@ class _Collector:
         report.live_bytes = marks.nbytes
         doomed = {p for p, use in marks.uses.items() if not use.needed and p in view.live}
         sparse = sparse_packs(marks, view, self._options.repack)
+        garbage = sum(marks.uses[pack].stored - marks.uses[pack].live for pack in sparse)
+        if not self._is_whole and garbage < _WORTH_A_COMMIT:
+            sparse = []
         if self._options.dry_run:
             report.repacked_packs = len(sparse)
             report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)

@@ -565,8 +565,10 @@ def test_children_of_a_take_that_was_killed_hold_no_collector_up(tmp_path: Path)
 
     def announce() -> None:
         os.close(lives)
+        begun, begins = os.pipe()
         with store.open_store.backend.announced(1):
-            start(lambda: os.read(waits, 1))
+            start(lambda: os.write(begins, b"1") and os.read(waits, 1))
+            os.read(begun, 1)
             os.kill(os.getpid(), 9)
 
     assert wait(start(announce)) == -9
