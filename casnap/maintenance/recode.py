@@ -3,7 +3,8 @@
 The newest snapshots stay as they were taken, so that they are read at full speed. The chunks that
 only older ones need become chains: each chunk a delta against that of the same cell in the snapshot
 before, until the chain is too long to be read quickly; then one is stored compressed, and begins
-the next chain. Recoding only adds places. The collection after it frees the old ones.
+the next chain. Recoding only adds places. The collection after it frees the old ones. A chunk that
+deltas stand on is no longer made a delta itself: all their chains would become longer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import INTERNAL, Root, Row
+from casnap.format.records import INTERNAL, Root, Row, SegmentRef
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
@@ -29,6 +30,7 @@ from casnap.storage.chunks.index import View
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
+from casnap.storage.log.roots import DELTAS
 
 RECODED = f"{INTERNAL}recoded"
 """The tag of a snapshot whose chunks were recoded."""
@@ -86,6 +88,8 @@ def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Rec
         todo += [pair for pair in pairs if RECODED not in pair[0].row.tags]
     if not todo:
         return recoding
+    # What is a delta of a snapshot in another folder comes after that one.
+    todo.sort(key=lambda pair: pair[0].row.seq)
     tops = [MANIFEST + row.manifest.digest for row in kept]
     spared = {d for _, below in walk(store, tops, set()) for d in below if not is_node(d)}
     recoder = _Recoder(store, spared, recoding)
@@ -111,6 +115,9 @@ class _Recoder:
         self._recoding = recoding
         self._buffer = ChunkBuffer(_BUFFER_BYTES)
         self._forms = ChunkForms(lambda d: store.index.newest_chain(store.recent_view(), d))
+        # The chunks that deltas stand on, and the segments of these deltas.
+        self._bases: set[bytes] = set()
+        self._with_bases: frozenset[SegmentRef] = frozenset()
 
     def recode(self, contents: Contents, before: Contents | None) -> None:
         """Recode a snapshot, against the one before, if there is one."""
@@ -141,12 +148,19 @@ class _Recoder:
 
     def _recode_some(self, transaction: Transaction, groups: Iterator[list[CellPair]]) -> bool:
         """Recode some chunks, into new packs; return whether they were the last ones."""
+        self._learn_bases(transaction.base.root)
         nbytes = 0
         for group in groups:
             nbytes += self._recode_group(transaction, group)
             if nbytes >= _COMMIT_BYTES:
                 return False
         return True
+
+    def _learn_bases(self, root: Root) -> None:
+        segments = frozenset(root.segments if DELTAS in root.read_features else ())
+        for ref in segments - self._with_bases:
+            self._bases.update(self._store.index.bases_in(ref))
+        self._with_bases = segments
 
     def _recode_group(self, transaction: Transaction, group: list[CellPair]) -> int:
         """Recode some chunks; return how many bytes were read."""
@@ -160,10 +174,13 @@ class _Recoder:
         self._buffer.clear()
         raws = self._buffer.read(self._store, chunks)
         for digest, base, nbytes in todo:
-            base_raw = None if base is None else raws.get(base)
+            # The chains that end in a chunk must not become longer.
+            base_raw = None if base is None or digest in self._bases else raws.get(base)
             form = self._forms.choose(digest, raws[digest], base, base_raw)
             if form is not None and len(form.content) < _WORTH * sizes[digest]:
                 self._forms.write(transaction.new_packs, digest, nbytes, form)
+                if form.base is not None:
+                    self._bases.add(form.base)
                 self._recoding.chunks += 1
                 self._recoding.before_bytes += sizes[digest]
                 self._recoding.after_bytes += len(form.content)

@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
 
-from casnap.format.codec import Codec
 from casnap.format.entries import MAX_LIST_DEPTH
-from casnap.format.records import PackId, Root, SegmentId, segment_records
+from casnap.format.records import PackId, Root, SegmentId
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.references import (
     DATA,
@@ -30,7 +29,6 @@ from casnap.storage.catalog.references import (
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import DELTAS
 
-_BASE = int(Codec.BASE)
 _KINDS = (TABLE, MANIFEST, TREE, DATA, *(bytes([n + 1]) for n in range(MAX_LIST_DEPTH)))
 _TOGETHER = 64
 # So many are sorted at a time; this takes about 160 MB.
@@ -153,11 +151,9 @@ class ReferenceCounts:
         new: set[bytes] = set()
         for ref in root.segments:
             if ref.id not in self._with_bases:
-                _, records = segment_records(*store.index.sealed(ref))
-                for digest, _, _, _, _, codec in records:
-                    if codec == _BASE:
-                        self._tally.change(digest, 1)
-                        new.add(digest)
+                for digest in store.index.bases_in(ref):
+                    self._tally.change(digest, 1)
+                    new.add(digest)
         self._with_bases = frozenset(ref.id for ref in root.segments)
         return new
 

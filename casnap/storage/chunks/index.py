@@ -37,6 +37,7 @@ from casnap.format.records import (
     max_segment_bytes,
     segment_count,
     segment_key,
+    segment_records,
 )
 from casnap.runtime.threads import mapped
 from casnap.storage.chunks.index_cache import IndexCache, LmdbCache, MemoryCache, open_cache
@@ -45,6 +46,7 @@ from casnap.storage.chunks.segment_search import search, window_bytes
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
+_BASE = int(Codec.BASE)
 # A cache has some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
 # A larger cache is made anew once it has so many times the records of the store.
@@ -359,6 +361,15 @@ class Index:
                 f"the index segment {name} has {count} records, not {ref.count}; see `casnap check`"
             )
         return data, name
+
+    def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
+        """Yield the bases of the deltas in a segment, once for each delta.
+
+        Raises:
+            DamagedError: The segment is missing or damaged.
+        """
+        _, records = segment_records(*self.sealed(ref))
+        return (digest for digest, _, _, _, _, codec in records if codec == _BASE)
 
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
         """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
