@@ -7,7 +7,9 @@ of all snapshots but the newest three, and sent by a copy of each step into a st
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -123,9 +125,12 @@ RUNS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
 }
 
 
+def _bytes_below(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def _pack_bytes(store: Store) -> int:
-    packs = Path(store.uri) / "casnap-store/packs"
-    return sum(file.stat().st_size for file in packs.rglob("*") if file.is_file())
+    return _bytes_below(Path(store.uri) / "casnap-store/packs")
 
 
 def measure(run: Callable[[int], Iterator[dict[str, Any]]], steps: int, folder: Path) -> list[str]:
@@ -165,11 +170,53 @@ def measure(run: Callable[[int], Iterator[dict[str, Any]]], steps: int, folder: 
     ]
 
 
+def beside(run: Callable[[int], Iterator[dict[str, Any]]], steps: int, folder: Path) -> list[str]:
+    """Have restic and borg back up the files of ``torch.save``, where they are installed.
+
+    Returns:
+        What each takes up a step but the first, as a share of a file; with their compression.
+    """
+    files, repository = folder / "files", folder / "repository"
+    files.mkdir()
+    password = {**os.environ, "RESTIC_PASSWORD": "none", "BORG_PASSPHRASE": "none"}
+    commands = {
+        "restic": (
+            ["restic", "init", "--repo", str(repository / "restic")],
+            ["restic", "backup", "--compression", "max", "--repo", str(repository / "restic")],
+        ),
+        "borg": (
+            [
+                "borg",
+                "init",
+                "--encryption",
+                "none",
+                "--make-parent-dirs",
+                str(repository / "borg"),
+            ],
+            ["borg", "create", "--compression", "zstd", str(repository / "borg") + "::{utcnow}"],
+        ),
+    }
+    tools = {name: each for name, each in commands.items() if shutil.which(name) is not None}
+    sizes: dict[str, list[int]] = {name: [] for name in tools}
+    for init, _ in tools.values():
+        subprocess.run(init, env=password, check=True, capture_output=True)
+    for state in run(steps):
+        plain = {key: dict(part.state_dict()) for key, part in state.items()}
+        torch.save(plain, files / "state.pt")
+        for name, (_, backup) in tools.items():
+            subprocess.run([*backup, str(files)], env=password, check=True, capture_output=True)
+            sizes[name].append(_bytes_below(repository / name))
+    nbytes = (files / "state.pt").stat().st_size
+    shares = {name: (s[-1] - s[0]) / (steps - 1) / nbytes for name, s in sizes.items()}
+    return [f"{name}: {share:.2f}" for name, share in shares.items()]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", help="rows whose name has this text")
+    parser.add_argument("--beside", action="store_true", help="measure restic and borg, not casnap")
     parser.add_argument("--folder", type=Path, help="where to put the stores")
     options = parser.parse_args()
     # Threads of torch that wait for the next kernel would count as processor time.
@@ -178,7 +225,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for steps in (10, 100):
         name = f"fine-tuned for {steps} steps: bf16 weights"
-        if options.only is None or options.only in name:
+        if not options.beside and (options.only is None or options.only in name):
             with tempfile.TemporaryDirectory(dir=options.folder) as place:
                 print(
                     f"| {name} | {' | '.join(measure_fine_tune(Path(place), steps))} |", flush=True
@@ -188,7 +235,7 @@ def main() -> None:
             continue
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
-            cells = measure(run, options.steps, folder)
+            cells = (beside if options.beside else measure)(run, options.steps, folder)
         finally:
             shutil.rmtree(folder)
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
