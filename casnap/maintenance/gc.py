@@ -346,26 +346,39 @@ class _Collector:
             return
         # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
         self._delete_orphans(view)
-        copied_to: dict[bytes, PackId] = {}
-        if sparse:
-            total = sum(marks.uses[pack].live for pack in sparse)
-            counter = ProgressCounter(self._progress, "copying", total)
-            try:
-                for copies in repack(self._store, marks, view, sparse, counter.add):
-                    copied_to |= copies
-            except StorageFullError:
-                # Packs that are wholly dead can still be condemned.
-                self._lacks_space = True
-            finally:
-                report.copied_bytes += counter.done
-            # The copies came with new segments, which may be merged away again.
-            self._list_files(self._store.recent())
-        self._condemn_and_free(marks, doomed, set(sparse), copied_to)
+        copied_to = self._copy_out(marks, view, sparse) if sparse else {}
+        try:
+            self._condemn_and_free(marks, doomed, set(sparse), copied_to)
+        except DamagedError as e:
+            newest = self._store.newest()
+            if marks.root == root or set(marks.root.segments) <= set(newest.segments):
+                raise
+            # Another collector has moved what was read of a root after the one at hand.
+            raise FencedError(e.what) from e
         if isinstance(marks, RecentMarks):
             if not self._lacks_space:
                 marks.note_done()
         elif self._counts is not None:
             self._counts.segments = view.segments
+
+    def _copy_out(
+        self, marks: Marks | RecentMarks, view: View, sparse: list[PackId]
+    ) -> dict[bytes, PackId]:
+        """Copy what is needed of some packs; return its digests, each with a pack that holds it."""
+        copied_to: dict[bytes, PackId] = {}
+        total = sum(marks.uses[pack].live for pack in sparse)
+        counter = ProgressCounter(self._progress, "copying", total)
+        try:
+            for copies in repack(self._store, marks, view, sparse, counter.add):
+                copied_to |= copies
+        except StorageFullError:
+            # Packs that are wholly dead can still be condemned.
+            self._lacks_space = True
+        finally:
+            self.report.copied_bytes += counter.done
+        # The copies came with new segments, which may be merged away again.
+        self._list_files(self._store.recent())
+        return copied_to
 
     def _marks(self, view: View) -> Marks | RecentMarks:
         if self._counts is not None and self._counts.is_known:

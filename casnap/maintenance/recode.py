@@ -148,7 +148,7 @@ class _Recoder:
 
     def _recode_some(self, transaction: Transaction, groups: Iterator[list[CellPair]]) -> bool:
         """Recode some chunks, into new packs; return whether they were the last ones."""
-        self._learn_bases(transaction.base.root)
+        self._store.read_at_newest(self._learn_bases)
         nbytes = 0
         for group in groups:
             nbytes += self._recode_group(transaction, group)

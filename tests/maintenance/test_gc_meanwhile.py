@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,34 @@ def test_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
             assert report.repacked_packs >= COPIED
     for store in stores:
         assert store.check(data=True).ok
+
+
+def test_what_came_and_went_while_a_collector_went_on_is_no_damage(path: Path) -> None:
+    """The segment of a newer root is gone, but all of the root that was marked are there."""
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    other = Store(path)
+
+    def come_and_go() -> None:
+        other.delete("step_1")
+        other.gc(grace=0, repack=0)
+
+    due: list[tuple[str, Callable[[], object]]] = [
+        ("reading the index", lambda: take(other, 1)),
+        ("marking", lambda: None),
+        ("reading the index", come_and_go),
+    ]
+
+    def progress(phase: str, _done: int, _total: int) -> None:
+        if due and phase == due[0][0]:
+            with ThreadPoolExecutor() as pool:
+                pool.submit(due.pop(0)[1]).result()
+
+    store.gc(grace=0, progress=progress)
+    assert not due
+    assert store.check(data=True).ok
+    assert_holds(store["step_0"], 0)
+    assert_tidy(path)
 
 
 def test_takes_deletes_and_collectors_at_once(path: Path) -> None:
