@@ -203,7 +203,7 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
     def work() -> None:
         from casnap.integrations.deepspeed import save_checkpoint
 
-        engine = engine_of(3)
+        engine = engine_of(3, hidden=4)
         for step in range(4):
             train(engine, step, step + 1)
             save_checkpoint(engine, tmp_path / "run")
@@ -215,7 +215,7 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
     assert first.stats.new_bytes > BASE * 2
     assert all(s.stats.new_bytes < BASE for s in later)
     own = sum(p.stat().st_size for p in (tmp_path / "own").rglob("*.pt"))
-    assert own > 4 * BASE * 2 > 3 * sum(s.stats.new_bytes for s in (first, *later))
+    assert own > 2 * sum(s.stats.new_bytes for s in (first, *later))
     assert "model/base.weight" not in trained
     assert "model/first.weight" in trained
 
