@@ -18,6 +18,8 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack_lengths import GONE
 
 _log = logging.getLogger("casnap")
+# To read a footer takes as long as so many records of a segment.
+_RECORDS_A_FOOTER = 512
 _Contents = list[tuple[bytes, int]]
 """The digests of a pack, each with its stored bytes there."""
 
@@ -59,7 +61,7 @@ class RecentMarks:
         self._segments, self._dead = view.segments, frozenset(counts.dead)
         packs = {p for i, packs in view.segments.items() if i not in counts.segments for p in packs}
         packs = PackSet(counts.segments.values()).lacking(packs)
-        self._contents = self._read_segments({p for p in packs if p in view.live})
+        self._contents = self._read_new({p for p in packs if p in view.live}, view)
         listed = {digest for held in self._contents.values() for digest, _ in held}
         for digest in self._dead:
             # What a pack holds beside it has mostly died with it, and need not be looked up.
@@ -70,17 +72,24 @@ class RecentMarks:
                 listed.update(d for pack in packs for d, _ in self._contents.get(pack, ()))
         self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
-    def _read_segments(self, new: Collection[PackId]) -> dict[PackId, _Contents]:
-        """Return what new packs hold, from the segments that are new too."""
-        contents: dict[PackId, _Contents] = {pack: [] for pack in new}
-        for ref in self.root.segments:
-            if SegmentId(ref.id) in self._counts.segments:
-                continue
-            packs, records = segment_records(*self._store.index.sealed(ref))
-            for digest, n, _, stored_size, _, codec in records:
-                if packs[n] in contents and codec != Codec.BASE:
-                    contents[packs[n]].append((digest, stored_size))
-        return contents
+    def _read_new(self, new: Collection[PackId], view: View) -> dict[PackId, _Contents]:
+        """Return what new packs hold, from the segments that are new too, or from their footers."""
+        contents: dict[PackId, _Contents] = {}
+        in_large: set[PackId] = set()
+        for ref in view.root.segments:
+            listed = view.segments[SegmentId(ref.id)].intersection(new)
+            if ref.count > _RECORDS_A_FOOTER * len(listed):
+                in_large |= listed
+            elif listed:
+                for pack in listed:
+                    contents.setdefault(pack, [])
+                packs, records = segment_records(*self._store.index.sealed(ref))
+                for digest, n, _, stored_size, _, codec in records:
+                    if packs[n] in listed and codec != Codec.BASE:
+                        contents[packs[n]].append((digest, stored_size))
+        # What cannot be read is left out: it must not seem to hold nothing.
+        known = {pack: held for pack, held in contents.items() if pack not in in_large}
+        return known | dict(self._read_footers(in_large))
 
     def _read_footers(self, packs: Collection[PackId]) -> Iterator[tuple[PackId, _Contents]]:
         for pack, length in self._store.index.pack_lengths.of(packs, 0).items():

@@ -10,7 +10,8 @@ import torch
 
 from casnap import Retention, StateDict, Store
 from casnap.errors import DamagedError
-from casnap.maintenance import reference_counts
+from casnap.format.records import pack_key
+from casnap.maintenance import recent_marks, reference_counts
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.reference_counts import ReferenceCounts
@@ -139,6 +140,31 @@ def test_counts_that_were_cut_off_are_forgotten(
     assert_as_counted_anew(store, counts)
     assert store.check(data=True).ok
     assert_tidy(tmp_path / "store")
+
+
+@pytest.mark.parametrize("records_a_footer", [0, 512])
+def test_packs_whose_footers_cannot_be_read_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records_a_footer: int
+) -> None:
+    """In large segments, footers say what new packs hold."""
+    monkeypatch.setattr(recent_marks, "_RECORDS_A_FOOTER", records_a_footer)
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    store.take({"s": chunks(1)}, "kept")
+    gc(store, counts)
+    store.take({"s": chunks(2, 3)}, "gone")
+    store.delete("gone")
+    store.take({"s": chunks(4, 5)}, "new")
+    old = set(store.open_store.view().live)
+    for pack in store.open_store.view().live:
+        file = tmp_path / "store/casnap-store" / pack_key(pack)
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    gc(store, counts, grace=0)
+    assert store["new"].read_object("s/w1")[0] == 5
+    left = set(store.open_store.view().packs) & old
+    assert left == old if records_a_footer == 0 else left < old
 
 
 def test_many_are_sorted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
