@@ -270,6 +270,9 @@ class _Collector:
         except StorageFullError:
             release_reserve(self._backend)
             self._options = replace(self._options, repack=0)
+            if self._counts is not None:
+                # So that this time too all packs are listed: what dead takes have left may be most.
+                self._counts.clear()
             self._collect()
         if self._lacks_space and self.report.freed_bytes:
             # Something was deleted, so there may be space for the copies now.
@@ -355,9 +358,11 @@ class _Collector:
                 raise
             # Another collector has moved what was read of a root after the one at hand.
             raise FencedError(e.what) from e
+        if self._lacks_space:
+            # What was not copied is looked at again.
+            return
         if isinstance(marks, RecentMarks):
-            if not self._lacks_space:
-                marks.note_done()
+            marks.note_done()
         elif self._counts is not None:
             self._counts.segments = view.segments
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from casnap import Retention, StateDict, Store
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, StorageFullError
 from casnap.format.records import pack_key
 from casnap.maintenance import recent_marks, reference_counts
 from casnap.maintenance.gc import GcOptions, GcReport, collect
@@ -17,6 +17,7 @@ from casnap.maintenance.marks import Marks
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.storage.chunks.open_store import OpenStore
 from tests.support.damaged import forget_cache
+from tests.support.faults import backend_faults, held, littered_store
 from tests.support.garbage import assert_tidy
 
 pytestmark = pytest.mark.usefixtures("collected_by_hand")
@@ -190,3 +191,34 @@ def test_digests_that_begin_alike_share_a_count(tmp_path: Path) -> None:
     assert counts._tally.change(like, 1) == 2
     assert counts._tally.change(digest, -1) == 1
     assert counts.needs(like)
+
+
+def fill() -> None:
+    raise StorageFullError("no space is left")
+
+
+def test_a_full_disk_and_what_dead_takes_left(tmp_path: Path) -> None:
+    """The collection that begins again lists all packs again: counts alone do not know of those."""
+    path = littered_store(tmp_path / "store")
+    with backend_faults(0, fill, names=["put_if_absent"]) as calls:
+        gc(Store(path), ReferenceCounts(), grace=0, repack=0)
+    assert calls.struck
+    assert held(path) == {"step_3": 3, "step_4": 4}
+    assert_tidy(path)
+
+
+def test_what_found_no_space_is_copied_later(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store.take({"s": chunks(*range(16))}, "whole")
+    store.take({"s": chunks(1)}, "part")
+    store.take({"s": chunks(100)}, "dead")
+    store.delete("whole")
+    store.delete("dead")
+    counts = ReferenceCounts()
+    with backend_faults(0, fill, names=["write"]) as calls:
+        report = gc(store, counts, grace=0)
+    assert calls.struck
+    assert report.repacked_packs > 0
+    assert gc(store, counts, grace=0).waiting_packs == 0
+    assert store.gc(grace=0).deleted_packs == 0
+    assert store.check(data=True).ok
