@@ -165,10 +165,16 @@ def test_hostile_deltas(forger: Forger, case: object) -> None:
     assert in_child(work) == 0
 
 
-def test_a_circle_that_ends_elsewhere_is_whole(forger: Forger) -> None:
-    """Of two chunks that stand on each other, one is stored as it is too."""
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_a_circle_that_ends_elsewhere_is_whole(forger: Forger, is_delta: bool) -> None:
+    """Of two chunks that stand on each other, one is also stored as it is, or upon another one."""
     a_circle(forger)
-    forger.add(RAW)
+    if is_delta:
+        other = change(RAW, 9)
+        forger.add(other)
+        forger.delta(digest_of(RAW), digest_of(other), delta_of(RAW, other), SIZE)
+    else:
+        forger.add(RAW)
     publish(forger, digest_of(change(RAW, 1)))
     store = Store(forger.folder)
     assert store.check(data=True).ok

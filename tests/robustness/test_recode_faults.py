@@ -104,7 +104,7 @@ def end(path: Path, work: Callable[[Path], None]) -> None:
 def test_killed_at_any_call(
     base: Path, work: Callable[[Path], None], faults: Callable[..., object]
 ) -> None:
-    for k in sweep(times=4):
+    for k in sweep(times=8):
         copy = fresh(base)
 
         def killed(k: int = k, copy: Path = copy) -> None:
@@ -122,7 +122,7 @@ def test_killed_at_any_call(
 @WORKS
 def test_a_disk_that_is_full_from_any_call_on(base: Path, work: Callable[[Path], None]) -> None:
     names = ["write", "writev", "pwrite", "pwritev", "posix_fallocate", "fsync", "fdatasync"]
-    for k in sweep(times=4):
+    for k in sweep(times=8):
         copy = fresh(base)
         with system_faults(k, disk_full, names, lasting=True) as calls:
             try:
@@ -158,7 +158,7 @@ def meanwhile(path: Path) -> None:
 def test_held_up_at_any_call_while_others_delete_take_and_collect(
     base: Path, end: signal.Signals
 ) -> None:
-    for k in sweep(times=4):
+    for k in sweep(times=8):
         copy = fresh(base)
         stopped, ended = while_stopped(
             partial(collect, copy), backend_faults(k, stop), partial(meanwhile, copy), end
