@@ -163,10 +163,14 @@ def load_checkpoint(
         kept = snapshot.read_object("engine", allow_pickle=allow_pickle)
         with _Partitioned(engine), torch.no_grad(), snapshot.contents.reading():
             states = kept["states"] if with_states else []
+            groups = snapshot.read_object("optimizer/groups") if with_states else []
             if with_states:
-                _load_groups(engine, snapshot, states)
+                _check_groups(engine, snapshot, groups)
+                _make_room(engine.optimizer, states)
             _fill(engine, snapshot, comm, states, with_frozen=kept["has_frozen"])
-            if not with_states:
+            if with_states:
+                _load_groups(engine.optimizer, groups)
+            else:
                 engine.optimizer.refresh_fp32_params()
     if not load_module_only:
         engine.global_steps, engine.global_samples = kept["global_steps"], kept["global_samples"]
@@ -372,9 +376,10 @@ def _state_of(
 ) -> DividedLeaves:
     """Return what this rank stores."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    module_state = engine.module.state_dict()
     names = [
         name
-        for name in engine.module.state_dict()
+        for name in module_state
         if name not in parameters or parameters[name].requires_grad or not without_frozen
     ]
     optimizer, trained = engine.optimizer, _trained(engine)
@@ -389,7 +394,7 @@ def _state_of(
         counts = _counts(engine, client_state)
         counts |= {"states": states, "has_frozen": not without_frozen}
         leaves["engine"] += flatten(counts, "engine")
-        for name, value in engine.module.state_dict().items():
+        for name, value in module_state.items():
             if name not in parameters:
                 leaves["model"] += flatten(value, casnap_path(("model", name)))
     with without_torch_modes():
@@ -503,25 +508,33 @@ def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[_Tar
             yield ("optimizer", key, name), run.shape, list(run.parts())
 
 
-def _load_groups(engine: Any, snapshot: Snapshot, states: list[str]) -> None:
-    """Set the settings and the states of groups, and make room for those of parameters."""
-    optimizer, groups = engine.optimizer, snapshot.read_object("optimizer/groups")
-    if len(groups) != len(optimizer.param_groups):
+def _check_groups(engine: Any, snapshot: Snapshot, groups: list[dict[str, Any]]) -> None:
+    if len(groups) != len(engine.optimizer.param_groups):
         raise MismatchError(
             f"{snapshot.path} has {len(groups)} groups of parameters, and this optimizer has "
-            f"{len(optimizer.param_groups)}; nothing was loaded"
+            f"{len(engine.optimizer.param_groups)}; nothing was loaded"
         )
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        group.update(stored["settings"])
-    for number, flat in _flat_groups(optimizer):
+
+
+def _make_room(optimizer: Any, states: list[str]) -> None:
+    """Give each parameter the states that are to be filled; before its first step it has none."""
+    for _, flat in _flat_groups(optimizer):
         state = optimizer.optimizer.state[flat]
         for key in states:
             if key != "fp32" and key not in state:
                 state[key] = torch.zeros_like(flat)
-        for key, value in groups[number]["state"].items():
-            state[key] = value.clone() if torch.is_tensor(value) else value
     # ZeRO-1 and 2 look for the states of each parameter at their next step.
     optimizer._hp_optimizer_states_linked = False
+
+
+def _load_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Set the settings of groups, and the states that each has but once."""
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        group.update(stored["settings"])
+    for number, flat in _flat_groups(optimizer):
+        for key, value in groups[number]["state"].items():
+            held = value.clone() if torch.is_tensor(value) else value
+            optimizer.optimizer.state[flat][key] = held
 
 
 def _load_scaler(optimizer: Any, stored: dict[str, Any]) -> None:

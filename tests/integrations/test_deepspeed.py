@@ -238,8 +238,10 @@ def test_what_is_loaded_in_part_and_what_is_refused(tmp_path: Path) -> None:
             assert torch.equal(value, wanted[f"model/{name}"]), name
         assert engine.global_steps == 0
         other = engine_of(2, hidden=14)
+        rates = [group["lr"] for group in other.optimizer.param_groups]
         with pytest.raises(MismatchError, match=r"nothing was loaded: .*first.weight is of shape"):
             load_checkpoint(other, tmp_path / "run")
+        assert [group["lr"] for group in other.optimizer.param_groups] == rates
         Snapshot.take(tmp_path / "run/foreign", {"a": torch.nn.Linear(2, 2)})
         with pytest.raises(StateError, match="was not saved by"):
             load_checkpoint(engine, tmp_path / "run", "foreign")
