@@ -19,25 +19,13 @@ from casnap import Store
 from casnap.errors import FileFormatError, NotAStoreError
 from casnap.serving import FollowEvent, PullOptions
 from tests.support.cli_calls import COMMAND
-from tests.support.served import assert_served, store_at, take, versions_of
+from tests.support.served import assert_served, take, versions_of
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
     monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = store_at(tmp_path / "store")
-    take(store, 0)
-    return store
-
-
-@pytest.fixture
-def live(tmp_path: Path) -> Path:
-    return tmp_path / "live"
 
 
 def follow(store: Store, live: Path, **options: Any) -> Iterator[FollowEvent]:

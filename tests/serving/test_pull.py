@@ -16,7 +16,6 @@ from tests.support.faults import in_child
 from tests.support.served import (
     assert_served,
     inodes,
-    store_at,
     take,
     tensors_in,
     versions_of,
@@ -24,18 +23,6 @@ from tests.support.served import (
 )
 
 SHARDS = PullOptions(max_shard_size=250_000)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = store_at(tmp_path / "store")
-    take(store, 0)
-    return store
-
-
-@pytest.fixture
-def live(tmp_path: Path) -> Path:
-    return tmp_path / "live"
 
 
 def test_a_pull(store: Store, live: Path) -> None:

@@ -89,11 +89,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Path:
-    return tmp_path / "live"
-
-
 def test_a_pull_reads_the_deltas_alone(run: Run, host: Host, live: Path) -> None:
     run.step()
     host.pull()
