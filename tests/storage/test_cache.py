@@ -102,6 +102,23 @@ def test_a_cache_deleted_while_it_is_open(store: Path, cache_dir: Path) -> None:
     assert in_child(work) == 0
 
 
+def test_an_open_store_opens_a_cache_in_place_of_one_that_others_deleted(
+    store: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others delete a cache that has outgrown its store, or that a process died writing."""
+    opened = Store(store)
+    take(opened, 3)
+    shutil.rmtree(data_of(cache_dir).parent)
+    use(store, 4)
+    with caplog.at_level(logging.WARNING, "casnap"):
+        # This process learns what the other one took, so it writes to the cache.
+        assert_holds(opened["step_4"], 4)
+    assert not caplog.records
+    cache = opened.open_store.index.cache
+    assert isinstance(cache, LmdbCache)
+    assert not cache.is_deleted()
+
+
 def test_a_truncated_cache(store: Path, cache_dir: Path) -> None:
     size = data_of(cache_dir).stat().st_size
     for step, keep in enumerate([0, 1, 4096, 8192, size // 2, size - 4096, size - 1], start=3):

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import lmdb
@@ -310,18 +311,32 @@ class Index:
     def _ask(
         self, cache: IndexCache, root: Root, ask: Callable[[IndexCache], T]
     ) -> tuple[IndexCache, T]:
-        """Ask a cache; if it fails, ask a new one in memory; return the one that answered too."""
+        """Ask a cache; if it fails, ask a new one; return the one that answered too."""
         try:
             return cache, ask(cache)
         except (lmdb.Error, OSError) as e:
             if not isinstance(cache, LmdbCache) or isinstance(e, TimeoutError):
                 raise
+            if cache.is_deleted():
+                # By another thread or process, since it had outgrown the store, say.
+                return self._ask(self._reopen(cache), root, partial(self._learn_and_ask, root, ask))
             _log.warning("the cache %s failed (%s); the index is kept in memory", cache.folder, e)
             # Out of file descriptors or memory, or busy: that says nothing about the cache.
             if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {errno.EWOULDBLOCK}:
                 cache.delete()
         cache = self._replace(cache, root)
         return cache, ask(cache)
+
+    def _learn_and_ask(self, root: Root, ask: Callable[[IndexCache], T], cache: IndexCache) -> T:
+        self._learn_all(cache, root)
+        return ask(cache)
+
+    def _reopen(self, deleted: IndexCache) -> IndexCache:
+        """Return a cache in place of a deleted one. It may hold nothing yet."""
+        with self._replacing:
+            if self._cache is deleted:
+                self._cache = None
+        return self.cache
 
     def _replace(self, failed: IndexCache, root: Root) -> IndexCache:
         """Return a cache in memory that holds all segments of a root."""

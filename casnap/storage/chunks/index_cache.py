@@ -246,8 +246,12 @@ class LmdbCache(IndexCache):
         """
         with contextlib.suppress(ValueError):
             _recent.remove(self)
-        if inode(self.folder) == self._inode:
+        if not self.is_deleted():
             remove(self.folder)
+
+    def is_deleted(self) -> bool:
+        """Whether its files are gone, or those of a later cache."""
+        return inode(self.folder) != self._inode
 
     @override
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
@@ -525,7 +529,7 @@ def open_cache(name: str, uri: str) -> IndexCache:
     with _open_lock.value:
         cache = _open.get(folder)
         # A cache whose files were deleted stays open, since other threads may be using it.
-        if cache is None or not (folder / "data.mdb").exists():
+        if cache is None or cache.is_deleted():
             try:
                 cache = _open_folder(base, folder, uri)
             except (lmdb.Error, OSError) as e:
