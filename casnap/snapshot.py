@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, retold
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of
 from casnap.format.records import Root, Row, Stats, StoreConfig
@@ -22,6 +22,7 @@ from casnap.storage.catalog.location import locate_snapshot, locate_store
 from casnap.storage.catalog.mirror_notes import note_restored
 from casnap.storage.catalog.opening import open_at
 from casnap.storage.catalog.table import only_marker_error
+from casnap.storage.catalog.uris import joined
 from casnap.store import Store, store_of
 from casnap.version import __version__
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from casnap.restore.restore_report import RestoreReport
     from casnap.state.stateful import Stateful
     from casnap.storage.catalog.retention import Retention
+    from casnap.take.attempts import OnError
     from casnap.take.pending import PendingTake
 
 
@@ -139,10 +141,16 @@ class Snapshot:
         cache_bytes: For a remote store: how many bytes of chunks this host keeps, as
             :class:`casnap.Store` takes it.
 
+    Attributes:
+        error: Why the snapshot is not stored, if a take with ``on_error="warn"`` returned it; else
+            None.
+
     Raises:
         SnapshotNotFoundError: There is no snapshot of this name.
         NotAStoreError: There is no store above the path.
     """
+
+    error: CasnapError | None = None
 
     @python_gc_paused()
     def __init__(
@@ -226,6 +234,7 @@ class Snapshot:
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
+        on_error: OnError = "raise",
     ) -> Snapshot:
         """Take a snapshot; return when it is durable.
 
@@ -262,6 +271,13 @@ class Snapshot:
                 a disk, so that as many cores are left to others. By default one a core (up to
                 eight) hashes, and up to three write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+            on_error: With "warn", a fault of the storage does not end the program: no space, no
+                answer, damage, a collector that was faster. It is logged as a warning, on all
+                ranks, with the path and the cause. The snapshot that is returned then has it as
+                :attr:`error`, and raises it when anything but that and ``path`` is used. Once a
+                take of the run is stored again, another warning says how many failed, and since
+                when. Any other error is raised: a wrong state, name or store, a rank that died or
+                hangs, Ctrl-C. The same on all ranks.
 
         Raises:
             StateError: A value of the state cannot be taken, or the ranks contradict each other.
@@ -271,6 +287,7 @@ class Snapshot:
         """
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
+        from casnap.take.attempts import Attempt
         from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
@@ -285,10 +302,15 @@ class Snapshot:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
+            attempt=Attempt(_path_in(store, path), on_error),
         )
         comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
-        opened_store, name = find_store_together(path, storage_options, store, comm)
-        return opened_store.take_from(comm, lambda: LiveState(app_state), name, options, pg)
+
+        def take() -> Snapshot:
+            opened_store, name = find_store_together(path, storage_options, store, comm)
+            return opened_store.take_from(comm, lambda: LiveState(app_state), name, options, pg)
+
+        return options.attempt.run(take, NotStored)
 
     @classmethod
     def async_take(
@@ -310,6 +332,7 @@ class Snapshot:
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
+        on_error: OnError = "raise",
     ) -> PendingSnapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
 
@@ -326,9 +349,13 @@ class Snapshot:
         While there are as many, this blocks. Each is stored, and committed, once the one before it
         has ended; if one fails, the others go on. A name that a pending take has is then refused
         not here, but by :meth:`PendingSnapshot.wait`.
+
+        With ``on_error="warn"``, neither ``wait()`` nor a later take raises a fault of the storage;
+        :attr:`PendingSnapshot.error` has it.
         """
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
+        from casnap.take.attempts import Attempt
         from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
@@ -345,10 +372,15 @@ class Snapshot:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
+            attempt=Attempt(_path_in(store, path), on_error),
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
-        opened_store, name = find_store_together(path, storage_options, store, comm)
-        return opened_store.begin_take(comm, LiveState(app_state), name, options, pg)
+
+        def begin() -> PendingSnapshot:
+            opened_store, name = find_store_together(path, storage_options, store, comm)
+            return opened_store.begin_take(comm, LiveState(app_state), name, options, pg)
+
+        return options.attempt.run(begin, NotBegun)
 
     # --- restoring ---
 
@@ -734,6 +766,35 @@ class Snapshot:
         return Snapshot.of, (self._store, self.name, self.row, None, *measured)
 
 
+class NotStored(Snapshot):
+    """What stands for a snapshot whose take failed: the error, raised when anything is used.
+
+    Args:
+        path: The path that the snapshot would have.
+        error: Why it is not stored.
+    """
+
+    def __init__(self, path: str, error: CasnapError) -> None:
+        self._path = path
+        self.error = error
+
+    @property
+    def path(self) -> str:
+        """The path that the snapshot would have."""
+        return self._path
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what a snapshot has, and this lacks. Python asks for names like __deepcopy__.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        error = self.error
+        assert error is not None
+        raise retold(error, f"the snapshot {self._path} was NOT stored: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotStored, (self._path, self.error)
+
+
 class PendingSnapshot:
     """A snapshot that is being stored in the background."""
 
@@ -752,20 +813,72 @@ class PendingSnapshot:
         """Whether the take has ended, with success or with an error."""
         return self._take.done()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the take has ended with; None while it is pending, and if it succeeded.
+
+        Looking at it does not count as raising it: without ``on_error="warn"``, ``wait()`` or a
+        later take still does.
+        """
+        return self._take.error
+
     def wait(self) -> Snapshot:
         """Wait until the snapshot is durable, and return it.
+
+        If the take was called with ``on_error="warn"``, and failed, what is returned has the error
+        as :attr:`Snapshot.error`.
 
         Raises:
             CasnapError: The take failed; nothing was committed. Or this snapshot is durable, but an
                 earlier take of the store failed, and no call has raised that yet: call again.
         """
+        self._take.wait_for_end()
+        if self._take.tolerated is not None:
+            return NotStored(self.path, self._take.tolerated)
         result = self._take.wait()
         return Snapshot.of(
             self._store, self._name, result.row, self._pg, result.requests, result.freed_bytes
         )
 
 
+class NotBegun(PendingSnapshot):
+    """What stands for a pending snapshot if the call that was to begin it failed.
+
+    Args:
+        path: The path that the snapshot would have.
+        error: Why it is not stored.
+    """
+
+    def __init__(self, path: str, error: CasnapError) -> None:
+        self._not_stored = NotStored(path, error)
+
+    @property
+    def path(self) -> str:
+        """The path that the snapshot would have."""
+        return self._not_stored.path
+
+    def done(self) -> bool:
+        """Whether the take has ended: it has."""
+        return True
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the snapshot is not stored."""
+        return self._not_stored.error
+
+    def wait(self) -> Snapshot:
+        """Return what has the error."""
+        return self._not_stored
+
+
 # --- the store of a path ---
+
+
+def _path_in(store: Store | str | os.PathLike[str] | None, path: str | os.PathLike[str]) -> str:
+    """Return the path of a snapshot whose store may be given."""
+    if store is None:
+        return os.fspath(path)
+    return joined(store.uri if isinstance(store, Store) else str(store), os.fspath(path))
 
 
 def store_above(

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from casnap.serving.pull import Source
     from casnap.snapshot import PendingSnapshot, Snapshot
     from casnap.state.stateful import Stateful
+    from casnap.take.attempts import OnError
     from casnap.take.capture import StateSource
     from casnap.take.options import TakeOptions
     from casnap.transfer.copy_jobs import CopyReport
@@ -367,10 +368,13 @@ class Store:
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
+        on_error: OnError = "raise",
     ) -> Snapshot:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
         from casnap.ranks.joining import join
+        from casnap.snapshot import NotStored
         from casnap.state.stateful import check_order
+        from casnap.take.attempts import Attempt
         from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
@@ -385,11 +389,16 @@ class Store:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
+            attempt=Attempt(self.path_of(name), on_error),
         )
         comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
-        with comm.reporting_errors():
-            self.make()
-        return self.take_from(comm, lambda: LiveState(app_state), name, options, pg)
+
+        def take() -> Snapshot:
+            with comm.reporting_errors():
+                self.make()
+            return self.take_from(comm, lambda: LiveState(app_state), name, options, pg)
+
+        return options.attempt.run(take, NotStored)
 
     def async_take(
         self,
@@ -408,10 +417,13 @@ class Store:
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
+        on_error: OnError = "raise",
     ) -> PendingSnapshot:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.joining import join
+        from casnap.snapshot import NotBegun
         from casnap.state.stateful import check_order
+        from casnap.take.attempts import Attempt
         from casnap.take.capture import LiveState
         from casnap.take.options import TakeOptions
 
@@ -428,11 +440,16 @@ class Store:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
+            attempt=Attempt(self.path_of(name), on_error),
         )
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
-        with comm.reporting_errors():
-            self.make()
-        return self.begin_take(comm, LiveState(app_state), name, options, pg)
+
+        def begin() -> PendingSnapshot:
+            with comm.reporting_errors():
+                self.make()
+            return self.begin_take(comm, LiveState(app_state), name, options, pg)
+
+        return options.attempt.run(begin, NotBegun)
 
     def take_from(
         self,

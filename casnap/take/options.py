@@ -22,6 +22,7 @@ from casnap.storage.catalog.settings import codec_of
 from casnap.storage.catalog.table import check_free, check_path_is_free
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
+from casnap.take.attempts import Attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class TakeOptions:
         forget: The commits of snapshots that the same root forgets, by their full names; those that
             are tagged, or not mirrored yet, stay. What rank 0 has counts.
         hooks: Called on the rank that commits.
+        attempt: What becomes of an error.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -46,6 +48,7 @@ class TakeOptions:
     threads: int | None = None
     forget: Mapping[str, bytes] = field(default_factory=dict)
     hooks: CommitHooks = field(default_factory=CommitHooks)
+    attempt: Attempt = field(default_factory=Attempt)
 
     def __post_init__(self) -> None:
         if self.retention is not None:
@@ -116,6 +119,7 @@ def agree_on_request(
             "allow_pickle": str(options.allow_pickle),
             "max_pending": str(options.max_pending),
             "retention": repr(options.retention),
+            "on_error": options.attempt.on_error,
         },
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from casnap.errors import StateError, retold
+from casnap.errors import CasnapError, StateError, retold
 from casnap.runtime.threads import Worker
+from casnap.take.attempts import Attempt
+from casnap.take.options import TakeOptions
 from casnap.take.rank_commit import TakeResult
 
 _log = logging.getLogger("casnap")
@@ -39,23 +41,27 @@ def _pending() -> list[PendingTake]:
     return [take for take in list(_takes) if not take.done()]
 
 
-def wait_for_room(store_id: str, name: str, max_pending: int, *, is_alone: bool) -> None:
+def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
-    On many ranks, all do this alike: a take that may still be pending on another rank is left out.
+    A take whose own errors are only logged raises none: they would be taken for its own. On many
+    ranks, all do this alike: a take that may still be pending on another rank is left out.
 
     Args:
         store_id: The id of the store. Errors of its takes are raised.
         name: The name of the take that is about to begin.
-        max_pending: How many takes may be pending, together with that one.
+        options: How it is taken.
         is_alone: Whether this process takes alone, so that each take that has ended counts.
 
     Raises:
         CasnapError: An earlier take failed.
     """
-    _wait_for_others(max_pending - 1)
-    last_count = _count if is_alone else _count - (max_pending - 1)
-    _raise_unseen(store_id, last_count, f"the take of {name!r} has not begun: call again for it")
+    before = options.max_pending - 1
+    _wait_for_others(before)
+    if options.attempt.on_error == "raise":
+        last_count = _count if is_alone else _count - before
+        so = f"the take of {name!r} has not begun: call again for it"
+        _raise_unseen(store_id, last_count, so)
 
 
 def _wait_for_others(most: int) -> None:
@@ -93,19 +99,29 @@ class PendingTake:
         store_id: The id of the store.
         name: The name of the snapshot.
         finish: Does the rest of the take.
+        attempt: What becomes of its error.
 
     Attributes:
         number: Its place among all takes of this process that were started, from 1 on.
         error: The error that it has ended with; None if there is none yet.
         error_seen: Whether the caller has got its error, or gets it from the call that began it.
+        tolerated: That error, if the run goes on after it.
     """
 
-    def __init__(self, store_id: str, name: str, finish: Callable[[], TakeResult]) -> None:
+    def __init__(
+        self,
+        store_id: str,
+        name: str,
+        finish: Callable[[], TakeResult],
+        attempt: Attempt | None = None,
+    ) -> None:
         self.store_id = store_id
         self.name = name
         self.number = 0
         self.error: BaseException | None = None
         self.error_seen = False
+        self.tolerated: CasnapError | None = None
+        self._attempt = attempt or Attempt()
         self._finish: Callable[[], TakeResult] | None = finish
         self._result: TakeResult | None = None
         self._lock = threading.Lock()
@@ -155,9 +171,13 @@ class PendingTake:
                 self._before.wait_for_end()
             self._result = self._finish()
         except BaseException as e:  # noqa: BLE001 - raised by wait, or by the next take
+            if isinstance(e, CasnapError) and self._attempt.tolerates(e):
+                self.tolerated, self.error_seen = e, True
             self.error = e
             if not self.error_seen:
                 _log.error("%s", self.what_failed)
+        else:
+            self._attempt.note_stored()
         finally:
             # These refer to descriptions of states, which need not live as long as this object.
             self._finish = self._before = None

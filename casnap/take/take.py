@@ -49,9 +49,11 @@ def take(
     """
     work = _Take(open_store, name, options, comm)
     with background.turn:
-        background.wait_for_room(open_store.config.store_id, name, 1, is_alone=comm.size == 1)
+        background.wait_for_room(open_store.config.store_id, name, options, is_alone=comm.size == 1)
         work.begin(source)
-        return work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
+        result = work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
+    options.attempt.note_stored()
+    return result
 
 
 def async_take(
@@ -68,12 +70,14 @@ def async_take(
     pending: PendingTake | None = None
     try:
         with background.turn:
-            store_id, most = open_store.config.store_id, options.max_pending
-            background.wait_for_room(store_id, name, most, is_alone=comm.size == 1)
+            store_id = open_store.config.store_id
+            background.wait_for_room(store_id, name, options, is_alone=comm.size == 1)
             work.begin(source)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
             in_call = work.requests()
-            pending = PendingTake(store_id, name, lambda: work.store_copies(copies, in_call))
+            pending = PendingTake(
+                store_id, name, lambda: work.store_copies(copies, in_call), options.attempt
+            )
             try:
                 if options.max_pending > 1:
                     comm.leave()

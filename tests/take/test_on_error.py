@@ -1,0 +1,302 @@
+"""on_error="warn": a fault of the storage is a warning, and the run goes on; no other error is."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import (
+    CasnapError,
+    DamagedError,
+    FencedError,
+    InvalidNameError,
+    RankError,
+    SnapshotExistsError,
+    StorageFullError,
+    UnavailableError,
+    UnsupportedTypeError,
+)
+from tests.support.gates import Gate
+from tests.support.mounts import tmpfs
+from tests.support.ranks import World
+
+MB = 1 << 20
+
+
+def state(number: int, nbytes: int = MB) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(number)
+    return {"s": StateDict(x=torch.rand(nbytes // 4, generator=generator), number=number)}
+
+
+def sync(store: Store, *args: Any, **options: Any) -> Snapshot:
+    return store.take(*args, on_error="warn", **options)
+
+
+def in_background(store: Store, *args: Any, **options: Any) -> Snapshot:
+    pending = store.async_take(*args, on_error="warn", **options)
+    snapshot = pending.wait()
+    assert pending.done()
+    assert pending.error is snapshot.error
+    assert pending.path == snapshot.path
+    return snapshot
+
+
+HOW = pytest.mark.parametrize("how", [sync, in_background])
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return what returns the warnings since it was called last; no error may be logged."""
+
+    def since() -> list[str]:
+        texts = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert all(r.levelno <= logging.WARNING for r in caplog.records)
+        caplog.clear()
+        return texts
+
+    return since
+
+
+def broken(store: Store, error: BaseException) -> Callable[[], None]:
+    """Have all writes of a store fail; return what mends it."""
+    backend = store.open_store.backend
+    gate = Gate(store, repeat(error))  # type: ignore[arg-type]
+    gate.open.set()
+
+    def mend() -> None:
+        del backend.write
+
+    return mend
+
+
+@HOW
+def test_a_loop_on_a_full_disk_goes_on(tmp_path: Path, how: Any, warnings: Any) -> None:
+    with tmpfs(tmp_path / "disk", "12m") as disk:
+        store = Store(disk / "run")
+        assert how(store, state(0), "step_0").error is None
+        assert warnings() == []
+        full = disk / "full"
+        with full.open("wb", buffering=0) as f, suppress(OSError):
+            while True:
+                f.write(bytes(64 << 10))
+        for step in (1, 2):
+            snapshot = how(store, state(step), f"step_{step}")
+            assert isinstance(snapshot.error, StorageFullError)
+            [text] = warnings()
+            assert text.startswith(f"the snapshot {store.uri}/step_{step} was NOT stored; ")
+            assert str(snapshot.error) in text
+        full.unlink()
+        snapshot = how(store, state(3), "step_3")
+        assert snapshot.error is None
+        [text] = warnings()
+        assert f"{store.uri}/step_3 is stored; 2 before it failed since 20" in text
+        assert "the last with StorageFullError: " in text
+        how(store, state(4), "step_4")
+        assert warnings() == []
+        assert [s.name for s in store.snapshots()] == ["step_0", "step_3", "step_4"]
+        assert snapshot.read_object("s/number") == 3
+
+
+@HOW
+@pytest.mark.parametrize(
+    "error",
+    [UnavailableError("away", "unreachable"), DamagedError("rotten"), FencedError("faster")],
+    ids=lambda error: type(error).__name__,
+)
+def test_faults_of_the_storage(tmp_path: Path, how: Any, error: CasnapError, warnings: Any) -> None:
+    store = Store(tmp_path / "run").make()
+    mend = broken(store, error)
+    snapshot = how(store, state(1), "step_1")
+    assert type(snapshot.error) is type(error)
+    mend()
+    assert len(warnings()) == 1
+    assert how(store, state(1), "step_1").error is None
+    assert "1 before it failed" in warnings()[0]
+
+
+@HOW
+def test_what_stands_for_a_snapshot_that_is_not_stored(tmp_path: Path, how: Any) -> None:
+    """It has its path, and raises the error of the take when it is used as a snapshot."""
+    store = Store(tmp_path / "run").make()
+    mend = broken(store, UnavailableError("away", "unreachable"))
+    snapshot = how(store, state(1), "step_1")
+    mend()
+    assert snapshot.path == store.path_of("step_1")
+    assert repr(snapshot) == f"Snapshot({snapshot.path!r})"
+    for use in (
+        lambda: snapshot.stats,
+        lambda: snapshot.name,
+        lambda: snapshot.commit_id,
+        lambda: snapshot["s/x"],
+        lambda: snapshot.restore(state(1)),
+        lambda: snapshot.metadata,
+    ):
+        with pytest.raises(UnavailableError, match="step_1 was NOT stored: away") as e:
+            use()
+        assert e.value.reason == "unreachable"
+    assert str(pickle.loads(pickle.dumps(snapshot)).error) == "away"
+    assert "step_1" not in store
+
+
+def test_by_a_path(tmp_path: Path, warnings: Any) -> None:
+    """Snapshot.take opens the store at each call, so that is a part of the take."""
+    with tmpfs(tmp_path / "disk", "4m") as disk:
+        full = disk / "full"
+        with full.open("wb", buffering=0) as f, suppress(OSError):
+            while True:
+                f.write(bytes(4 << 10))
+        pending = Snapshot.async_take(disk / "run/step_1", state(1), on_error="warn")
+        assert isinstance(pending.error, StorageFullError)
+        assert pending.done()
+        assert pending.wait().error is pending.error
+        assert pending.path == str(disk / "run/step_1")
+        snapshot = Snapshot.take("step_2", state(2), store=disk / "run", on_error="warn")
+        assert isinstance(snapshot.error, StorageFullError)
+        assert len(warnings()) == 2
+        full.unlink()
+        assert Snapshot.take(disk / "run/step_3", state(3), on_error="warn").error is None
+        assert "2 before it failed" in warnings()[0]
+
+
+@HOW
+def test_errors_of_the_program_are_raised(tmp_path: Path, how: Any) -> None:
+    store = Store(tmp_path / "run")
+    with pytest.raises(UnsupportedTypeError):
+        how(store, {"s": StateDict(x=object())}, "step_1")
+    with pytest.raises(InvalidNameError):
+        how(store, state(1), "a//b")
+    how(store, state(1), "step_1")
+    with pytest.raises(SnapshotExistsError):
+        how(store, state(1), "step_1")
+    with pytest.raises(ValueError, match="on_error= is 'raise' or 'warn', not 'ignore'"):
+        store.take(state(1), "step_2", on_error="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@HOW
+def test_interrupts_are_raised(tmp_path: Path, how: Any, interrupt: Any) -> None:
+    store = Store(tmp_path / "run").make()
+    mend = broken(store, interrupt())
+    with pytest.raises(interrupt):
+        how(store, state(1), "step_1")
+    mend()
+    assert how(store, state(1), "step_1").error is None
+
+
+def test_an_error_that_is_to_be_raised_stays_so(tmp_path: Path, warnings: Any) -> None:
+    """A take with on_error="warn" does not swallow that of an earlier one without."""
+    store = Store(tmp_path / "run").make()
+    mend = broken(store, UnavailableError("away"))
+    strict = store.async_take(state(1), "step_1")
+    while not strict.done():
+        pass
+    mend()
+    assert store.take(state(2), "step_2", on_error="warn").error is None
+    assert isinstance(strict.error, UnavailableError)
+    with pytest.raises(UnavailableError, match="earlier, the snapshot 'step_1' was NOT stored"):
+        store.take(state(3), "step_3")
+    with pytest.raises(UnavailableError, match="away"):
+        strict.wait()
+
+
+def test_two_pending_takes(tmp_path: Path, warnings: Any) -> None:
+    store = Store(tmp_path / "run").make()
+    gate = Gate(store, [UnavailableError("away")])
+    first = store.async_take(state(1), "step_1", max_pending=2, on_error="warn")
+    second = store.async_take(state(2), "step_2", max_pending=2, on_error="warn")
+    assert first.error is None
+    gate.open.set()
+    assert second.wait().error is None
+    assert isinstance(first.wait().error, UnavailableError)
+    assert ["was NOT stored" in text for text in warnings()] == [True, False]
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings of casnap on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def heard() -> Iterator[Heard]:
+    handler = Heard()
+    logging.getLogger("casnap").addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logging.getLogger("casnap").removeHandler(handler)
+
+
+def loop_of_a_rank(folder: str, how: Any, failing: int) -> tuple[list[str | None], list[str]]:
+    """Take three times; the storage of one rank fails in the second take, one that writes."""
+    store = Store(folder, chunk_size=64 << 10).make()
+    rank, errors = dist.get_rank(), list[str | None]()
+    with heard() as handler:
+        for step in range(3):
+            mend = None
+            if rank == failing and step == 1:
+                mend = broken(store, UnavailableError("away", "unreachable"))
+            live = {"s": StateDict(x=torch.rand(MB), rank=rank)}
+            error = how(store, live, f"step_{step}").error
+            errors.append(None if error is None else f"{type(error).__name__} {error}")
+            if mend is not None:
+                mend()
+    return errors, handler.texts
+
+
+@HOW
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_agree(tmp_path: Path, world: Callable[[int], World], how: Any, failing: int) -> None:
+    """Where the storage of one rank fails, each rank warns, and all go on."""
+    folder = str(tmp_path / "run")
+    results = world(2).run(loop_of_a_rank, folder, how, failing)
+    for rank, (errors, texts) in enumerate(results):
+        prefix = "" if rank == failing else f"rank {failing}: "
+        assert errors == [None, f"UnavailableError {prefix}away", None]
+        assert [t.split(" ")[2] for t in texts] == [f"{folder}/step_1", f"{folder}/step_2"]
+        assert "1 before it failed" in texts[1]
+    assert [s.name for s in Store(folder).snapshots()] == ["step_0", "step_2"]
+
+
+def interrupted_rank(folder: str) -> None:
+    store = Store(folder, chunk_size=64 << 10).make()
+    if dist.get_rank() == 1:
+        broken(store, KeyboardInterrupt())
+    live = {"s": StateDict(x=torch.rand(MB), rank=dist.get_rank())}
+    store.take(live, "step_1", on_error="warn")
+
+
+def test_an_interrupt_on_one_rank_is_raised_on_all(
+    tmp_path: Path, world: Callable[[int], World]
+) -> None:
+    outcomes = world(2).run(interrupted_rank, str(tmp_path / "run"), expect_errors=True)
+    assert [type(outcome) for outcome in outcomes] == [RankError, KeyboardInterrupt]
+    assert "rank 1 failed: KeyboardInterrupt" in str(outcomes[0])
+
+
+def differing_rank(folder: str) -> None:
+    how: Any = ["raise", "warn"][dist.get_rank()]
+    Store(folder).take({"s": StateDict(x=1)}, "step_1", on_error=how)
+
+
+def test_ranks_ask_for_the_same(tmp_path: Path, world: Callable[[int], World]) -> None:
+    outcomes = world(2).run(differing_rank, str(tmp_path / "run"), expect_errors=True)
+    assert all("option on_error= must be the same on all ranks" in str(o) for o in outcomes)
