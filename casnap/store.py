@@ -369,6 +369,7 @@ class Store:
         threads: int | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
+        warn_unchanged: bool = True,
     ) -> Snapshot:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
         from casnap.ranks.joining import join
@@ -389,6 +390,7 @@ class Store:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
+            warn_unchanged=warn_unchanged,
             attempt=Attempt(self.path_of(name), on_error),
         )
         comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
@@ -418,6 +420,7 @@ class Store:
         threads: int | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
+        warn_unchanged: bool = True,
     ) -> PendingSnapshot:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.joining import join
@@ -440,6 +443,7 @@ class Store:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
+            warn_unchanged=warn_unchanged,
             attempt=Attempt(self.path_of(name), on_error),
         )
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")

@@ -46,6 +46,7 @@ class TakeOptions:
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
+    warn_unchanged: bool = True
     forget: Mapping[str, bytes] = field(default_factory=dict)
     hooks: CommitHooks = field(default_factory=CommitHooks)
     attempt: Attempt = field(default_factory=Attempt)

@@ -28,6 +28,7 @@ from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_
 from casnap.storage.commits.transaction import Transaction
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions
+from casnap.take.unchanged import note_weights
 
 _log = logging.getLogger("casnap")
 # The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
@@ -105,6 +106,9 @@ class TakeCommit:
             if not comm.ended and not transaction.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
             raise
+        if self.options.warn_unchanged:
+            digest = result.row.manifest.digest
+            note_weights(self.store.config.store_id, self.name, summary, digest)
         try:
             comm.broadcast_message(_Instruction(result=result), _Instruction)
         except RankError as e:
