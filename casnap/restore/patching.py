@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ from casnap.state.devices import synchronize_devices
 from casnap.state.sharded import Shards
 from casnap.state.tensors import carrier_dtype, is_its_memory
 from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.chunk_reads import ReadOptions, Want
+from casnap.storage.chunks.chunk_reads import Fill, ReadOptions, Want, fill_from
 
 
 class _Held(NamedTuple):
@@ -249,12 +250,13 @@ def _note_bases(
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
     """Read all, by deltas upon what the tensors hold, where the store has such."""
 
-    def base(digest: Digest) -> bytearray | None:
-        if digest not in bases:
-            return None
+    def fill(digest: Digest, memory: memoryview) -> bool:
         tensor, part = bases[digest]
         flat = tensor[part].detach().to("cpu").contiguous().reshape(-1)
-        return bytearray(flat.view(torch.uint8).numpy().data)
+        return fill_from(flat.view(torch.uint8).numpy().data, memory)
+
+    def base(digest: Digest) -> Fill | None:
+        return partial(fill, digest) if digest in bases else None
 
     def fetch(wants: Iterable[Want], options: ReadOptions) -> None:
         contents.store.fetch(wants, options._replace(base=base))

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
 from casnap.runtime.threads import cores, mapped
+from casnap.storage.chunks.chunk_reads import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The file that says what a version is, and that of the digests of its chunks."""
@@ -220,16 +221,20 @@ class Version:
     def read(self, cell: StoredCell) -> bytearray | None:
         """Return the bytes of a chunk, which are not verified; None if they cannot be read."""
         raw = bytearray(cell.nbytes)
-        try:
-            nbytes = read_run(self.open(cell.file), memoryview(raw), cell.start)
-        except OSError:
-            return None
-        return raw if nbytes == len(raw) else None
+        return raw if self._fill(cell, memoryview(raw)) else None
 
-    def base(self, digest: Digest) -> bytearray | None:
-        """Return a chunk of the store, not verified; None if it is not here."""
+    def _fill(self, cell: StoredCell, memory: memoryview) -> bool:
+        if len(memory) != cell.nbytes:
+            return False
+        try:
+            return read_run(self.open(cell.file), memory, cell.start) == cell.nbytes
+        except OSError:
+            return False
+
+    def base(self, digest: Digest) -> Fill | None:
+        """Return what reads a chunk of the store, which is not verified; None if it is not here."""
         cell = self.cells.get((digest, ""))
-        return None if cell is None else self.read(cell)
+        return None if cell is None else partial(self._fill, cell)
 
     def open(self, file: str) -> int:
         """Return an open file, for reading; it is closed by :meth:`close`."""

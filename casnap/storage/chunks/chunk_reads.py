@@ -34,6 +34,10 @@ _MAX_OFFSET = 1 << 62
 
 Sink = Callable[[memoryview], None]
 """Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
+Fill = Callable[[memoryview], bool]
+"""Fills memory with a chunk that the caller has; returns False if it has not as many bytes."""
+FindBase = Callable[[Digest], "Fill | None"]
+"""Returns what reads a chunk that the caller has; None for one that it has not."""
 
 
 class Want(NamedTuple):
@@ -74,8 +78,8 @@ class ReadOptions(NamedTuple):
         keep: Called with what was whole: the pack, and runs of it, each with where it begins.
         room: Returns room for a run of so many bytes and chunks; None for none. Large raw chunks
             are read and kept there as they are, and then handed to their sinks; nodes are not.
-        base: Returns the bytes of a chunk that the caller has, for deltas upon it; None for those
-            that it has not. They need not be verified: the chunk that comes of them is.
+        base: Finds chunks that the caller has, for deltas upon them. Their bytes need not be
+            verified: the chunk that comes of them is.
     """
 
     budget: int | None = None
@@ -83,7 +87,15 @@ class ReadOptions(NamedTuple):
     readers: int = SLOTS
     keep: Callable[[bytes, Sequence[Target]], None] = lambda pack, runs: None
     room: Callable[[int, int], Room | None] | None = None
-    base: Callable[[Digest], bytearray | None] = lambda digest: None
+    base: FindBase = lambda digest: None
+
+
+def fill_from(raw: memoryview | bytes, memory: memoryview) -> bool:
+    """Fill memory with some bytes; return False if there are not as many."""
+    if len(raw) != len(memory):
+        return False
+    memory[:] = raw
+    return True
 
 
 DEFAULT_READ = ReadOptions()

@@ -18,7 +18,15 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import mapped
-from casnap.storage.chunks.chunk_reads import FailedRead, Failure, Located, Reason, Want
+from casnap.storage.chunks.chunk_reads import (
+    FailedRead,
+    Failure,
+    Fill,
+    FindBase,
+    Located,
+    Reason,
+    Want,
+)
 
 # So many bytes of chunks are read together, by each thread.
 _GROUP_BYTES = 8 << 20
@@ -29,8 +37,6 @@ FindPlaces = Callable[[list[Digest]], "list[Place | None]"]
 """Returns a place, or None, for each digest."""
 FindAll = Callable[[Digest], list[Place]]
 """Returns all places of a digest."""
-FindBytes = Callable[[Digest], "bytearray | None"]
-"""Returns the bytes of a chunk that the caller has, or None."""
 
 
 @dataclass(eq=False)
@@ -43,6 +49,7 @@ class _Chain:
         next: The next link: where it lies, and its digest.
         deltas: The deltas that were read.
         raw: What the chain begins with, then the chunk.
+        fill: Reads what the chain begins with, if the caller has it.
         failure: Why it cannot be read.
     """
 
@@ -51,6 +58,7 @@ class _Chain:
     next: tuple[Place, Digest]
     deltas: list[bytes] = field(default_factory=list)
     raw: bytearray | memoryview = field(default_factory=bytearray)
+    fill: Fill | None = None
     failure: Failure | None = None
 
     def keep(self, stored_form: memoryview) -> None:
@@ -67,8 +75,17 @@ class _Chain:
             # What was decompressed lies in memory of its own.
             self.raw = bytearray(raw) if place.codec == Codec.RAW else raw
 
-    def apply(self) -> None:
-        """Make the chunk, and prove it."""
+    def apply(self, memory: memoryview) -> None:
+        """Make the chunk, and prove it.
+
+        Args:
+            memory: Where to make it, if the caller has what the chain begins with.
+        """
+        if self.fill is not None:
+            self.raw = memory[: self.place.raw_size]
+            if not self.fill(self.raw):
+                self.failure = Failure(Reason.CHANGED)
+                return
         try:
             for stored_form in reversed(self.deltas):
                 apply_delta(memoryview(stored_form), self.raw)
@@ -86,16 +103,16 @@ class DeltaReader:
         read: Reads what lies at some places, as it is stored.
         find: Finds the bases of deltas; what is no delta is preferred.
         find_all: Finds all places of a base.
-        find_bytes: Finds a base that the caller has. There the reading of a chain ends.
+        find_own: Finds a base that the caller has. There the reading of a chain ends.
     """
 
     def __init__(
-        self, read: ReadPlaces, find: FindPlaces, find_all: FindAll, find_bytes: FindBytes
+        self, read: ReadPlaces, find: FindPlaces, find_all: FindAll, find_own: FindBase
     ) -> None:
         self._read_places = read
         self._find = find
         self._find_all = find_all
-        self._find_bytes = find_bytes
+        self._find_own = find_own
 
     def read(self, wanted_places: list[Located], at_once: int) -> list[FailedRead]:
         """Read chunks at places of deltas, and hand them to their sinks; return those that failed.
@@ -115,9 +132,12 @@ class DeltaReader:
         chains = [_Chain(p, wants, (p, wants[0].digest)) for p, wants in wanted_places]
         self._read_chains(chains)
         failures = []
+        # One chunk after the other: it stays in the cache of the core until its sink has it.
+        own = [c.place.raw_size for c in chains if c.fill is not None and c.failure is None]
+        memory = memoryview(bytearray(max(own, default=0)))
         for chain in chains:
             if chain.failure is None:
-                chain.apply()
+                chain.apply(memory)
             raw: bytes | bytearray | memoryview | None = chain.raw
             if chain.failure is not None:
                 raw = self._resolve_at(chain.wants[0].digest, chain.place, {})
@@ -167,11 +187,9 @@ class DeltaReader:
             except DamagedError as e:
                 chain.failure = Failure(Reason.CHANGED, str(e))
                 continue
-            raw = self._find_bytes(base)
-            if raw is None or len(raw) != chain.place.raw_size:
+            chain.fill = self._find_own(base)
+            if chain.fill is None:
                 bases[chain] = base
-            else:
-                chain.raw = raw
         digests = list(dict.fromkeys(bases.values()))
         places = dict(zip(digests, self._find(digests), strict=True))
         for chain, base in bases.items():

@@ -34,10 +34,12 @@ from casnap.storage.chunks.chunk_reads import (
     DEFAULT_READ,
     WITHOUT_POOL,
     FailedRead,
+    Fill,
     Located,
     ReadOptions,
     Reason,
     Want,
+    fill_from,
     read_places,
 )
 from casnap.storage.chunks.delta_reads import DeltaReader
@@ -480,8 +482,8 @@ class OpenStore:
             known: Some chunks, on which it may stand as a delta.
         """
 
-        def find_base(base: Digest) -> bytearray | None:
-            return bytearray(known[base]) if base in known else None
+        def find_base(base: Digest) -> Fill | None:
+            return partial(fill_from, known[base]) if base in known else None
 
         raws: dict[Digest, bytes] = {}
         want = Want(digest, -1, partial(_keep_copy, raws, digest), "")
