@@ -951,11 +951,13 @@ class Store:
 
         Args:
             source: A safetensors file, the index or the folder of its shards, a file of
-                ``torch.save``, or a folder of ``torch.distributed.checkpoint`` or TorchSnapshot.
+                ``torch.save``, or a folder of ``torch.distributed.checkpoint``, TorchSnapshot or
+                torch_checkpointing.
             name: The snapshot's name.
             key: The key of the snapshot to import under. By default ``model``; but a dict of
                 ``torch.save`` that holds more than tensors, and folders, keep keys of their own.
-            rank: For a TorchSnapshot folder of many ranks: the rank whose state to import.
+            rank: For a folder of TorchSnapshot or torch_checkpointing, of many ranks: the rank
+                whose state to import.
             metadata: Kept with the snapshot, beside the ``__metadata__`` of safetensors.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             dry_run: Only report what would be imported.

@@ -31,7 +31,9 @@ Examples:
     "--key", metavar="KEY", help="The snapshot's key to import under [model, or the file's keys]."
 )
 @click.option(
-    "--rank", type=click.IntRange(min=0), help="The rank whose TorchSnapshot state to import."
+    "--rank",
+    type=click.IntRange(min=0),
+    help="The rank whose state to import, of TorchSnapshot or torch_checkpointing.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a snapshot of this name.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be imported.")
@@ -45,7 +47,7 @@ def import_(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Import safetensors, torch.save, DCP or TorchSnapshot files as a snapshot.
+    """Import safetensors, torch.save, DCP, TorchSnapshot or torch_checkpointing as a snapshot.
 
     The store is found, or made, as for a take. Chunks that it has are not stored again. No code in
     a file runs: a file that needs pickle is refused.

@@ -24,7 +24,7 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
         FileFormatError: It is damaged, or more than weights: it needs pickle.
         UnsupportedTypeError: A value in it cannot be stored.
     """
-    state = _loaded(path)
+    state = load_torch(path)
     states = {key or MODEL: state}
     if key is None and _has_keys(state):
         states = dict(state)
@@ -40,7 +40,12 @@ def _has_keys(state: Any) -> bool:
     return not all(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def _loaded(path: Path) -> Any:
+def load_torch(path: Path) -> Any:
+    """Load a file of ``torch.save``. Its tensors are views of the file.
+
+    Raises:
+        FileFormatError: As for :func:`read_torch`.
+    """
     with path.open("rb") as stream:
         if stream.read(4) != b"PK\3\4":
             raise FileFormatError(

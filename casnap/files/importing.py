@@ -12,6 +12,11 @@ from casnap.files.export_output import check_local
 from casnap.files.file_reports import ImportReport
 from casnap.files.from_safetensors import read_safetensors
 from casnap.files.from_torch import read_torch
+from casnap.files.from_torch_checkpointing import (
+    METADATA,
+    files_of_items,
+    read_torch_checkpointing,
+)
 from casnap.files.from_torchsnapshot import read_torchsnapshot
 from casnap.files.sources import MODEL, SourceFiles, check_regular
 from casnap.format.names import STORE_FOLDER
@@ -37,7 +42,7 @@ def import_files(
         name: The snapshot's name, for the report.
         take: Takes it; None to only look.
         key: The key to import it under, or None for keys of its own.
-        rank: The rank of a TorchSnapshot folder whose state to import.
+        rank: The rank of a folder of several ranks whose state to import.
         metadata: Goes into the snapshot's metadata, before what the files say.
 
     Raises:
@@ -71,7 +76,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     Args:
         path: The file or folder.
         key: The key to import it under, or None for keys of its own.
-        rank: The rank of a TorchSnapshot folder whose state to import.
+        rank: The rank of a folder of several ranks whose state to import.
 
     Raises:
         FileFormatError: It is in no format that can be imported, or is malformed.
@@ -84,8 +89,12 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
         kind, file = _format_of_folder(path)
     if kind == "torchsnapshot":
         return read_torchsnapshot(path, key, rank)
+    if kind == "torch_checkpointing":
+        return read_torch_checkpointing(path, key, rank)
     if rank is not None:
-        raise FileFormatError(f"{path}: rank= is for folders of TorchSnapshot of several ranks")
+        raise FileFormatError(
+            f"{path}: rank= is for folders of TorchSnapshot and torch_checkpointing"
+        )
     if kind == "safetensors":
         return read_safetensors(file, key or MODEL)
     if kind == "torch":
@@ -109,7 +118,8 @@ def _format_of(file: Path) -> str:
         return "torch"
     raise FileFormatError(
         f"{file} is neither a safetensors file nor one of torch.save; casnap imports these, and "
-        "folders of safetensors shards, of torch.distributed.checkpoint and of TorchSnapshot"
+        "folders of safetensors shards, of torch.distributed.checkpoint, of TorchSnapshot and of "
+        "torch_checkpointing"
     )
 
 
@@ -124,10 +134,13 @@ def _format_of_folder(folder: Path) -> tuple[str, Path]:
     files = indices or sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
         return "safetensors", files[0]
+    if not files and ((folder / METADATA).is_file() or files_of_items(folder)):
+        return "torch_checkpointing", folder
     if not files:
         raise FileFormatError(
-            f"{folder} holds no safetensors file, no .metadata of torch.distributed.checkpoint and "
-            "no .snapshot_metadata of TorchSnapshot; to import a file of torch.save, name it"
+            f"{folder} holds no safetensors file, no .metadata of torch.distributed.checkpoint, no "
+            ".snapshot_metadata of TorchSnapshot and no model_0.pt or the like of "
+            "torch_checkpointing; to import a file of torch.save, name it"
         )
     names = ", ".join(file.name for file in files[:4])
     raise FileFormatError(f"{folder} holds {names}: name the one to import, or its index")

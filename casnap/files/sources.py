@@ -217,15 +217,25 @@ def joined_leaf(
     Raises:
         FileFormatError: The boxes do not cover the tensor once.
     """
+    return joined(path, _entry(path, dtype, shape), parts)
+
+
+def joined(path: str, entry: TensorEntry, parts: Sequence[tuple[Region, torch.Tensor]]) -> Leaf:
+    """Return a tensor with an entry, as :func:`joined_leaf` does.
+
+    Raises:
+        FileFormatError: The boxes do not cover the tensor once.
+    """
+    shape = entry.shape
     parts = [(box, content) for box, content in parts if box.numel]
     if [box for box, _ in parts] == [Region.whole(shape)]:
-        return file_leaf(path, dtype, shape, parts[0][1])
+        return Leaf(path, entry, parts[0][1])
     if not prod(shape) and not parts:
-        return file_leaf(path, dtype, shape, torch.empty(0, dtype=torch.uint8))
+        return Leaf(path, entry, torch.empty(0, dtype=torch.uint8))
     if not cover_once(shape, [box for box, _ in parts]):
         raise FileFormatError(f"{path}: its parts do not make up a tensor of shape {list(shape)}")
     boxes, contents = zip(*parts, strict=True)
-    return Leaf(path, _entry(path, dtype, shape), Shards(shape, boxes, contents, contents[0]))
+    return Leaf(path, entry, Shards(shape, boxes, contents, contents[0]))
 
 
 def _check_shape(shape: Sequence[int], label: str) -> None:

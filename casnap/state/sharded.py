@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -139,10 +140,29 @@ def _shards(value: torch.Tensor, parts: Sequence[tuple[Region, torch.Tensor]]) -
 
 # --- DTensor ------------------------------------------------------------------------------------
 
+# The rank that held a DTensor that was loaded from its file, without a process group.
+_on_behalf_of: ContextVar[int | None] = ContextVar("_on_behalf_of", default=None)
+
+
+@contextmanager
+def on_behalf_of(rank: int) -> Iterator[None]:
+    """Have DTensors that were loaded from a file of a rank say what that rank held."""
+    token = _on_behalf_of.set(rank)
+    try:
+        yield
+    finally:
+        _on_behalf_of.reset(token)
+
+
+def _coordinate_of(mesh: Any, rank: int) -> list[int] | None:
+    places = (mesh.mesh == rank).nonzero().tolist()
+    return places[0] if places else None
+
 
 def _of_dtensor(path: str, value: Any) -> Shards:
     shape, mesh = tuple(value.shape), value.device_mesh
-    coordinate = mesh.get_coordinate()
+    rank = _on_behalf_of.get()
+    coordinate = mesh.get_coordinate() if rank is None else _coordinate_of(mesh, rank)
     splits = _splits(path, value, coordinate)
     if coordinate is None:
         return _shards(value, [])
@@ -181,7 +201,11 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
                 f"{path}: a DTensor with the placement {placement} cannot be stored; "
                 "redistribute it to Shard or Replicate first"
             )
-        if coordinate is not None and value.device_mesh.get_local_rank(i) != coordinate[i]:
+        if (
+            coordinate is not None
+            and _on_behalf_of.get() is None
+            and value.device_mesh.get_local_rank(i) != coordinate[i]
+        ):
             raise UnsupportedTypeError(
                 f"{path}: the mesh of this DTensor, {value.device_mesh}, has its ranks in another "
                 "order than their group, so torch contradicts itself about which rank holds what; "

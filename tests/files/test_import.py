@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 from casnap import RNGState, StateDict, Store
 from casnap.errors import FileFormatError
 from tests.support.bitwise import assert_same, noise
+from tests.support.ranks import World
 from tests.support.torchsnapshots import (
     SEED,
     app_of_every_kind,
@@ -266,3 +269,69 @@ def test_torchsnapshots_of_many_ranks(store: Store, tmp_path: Path) -> None:
         store.import_file(folder, "own")
     store.import_file(folder, "own", rank=1)
     assert_same(store["own"].read_object("app"), {"s": value, "r": 3, "o": 1})
+
+
+# --- torch_checkpointing --------------------------------------------------------------------------
+
+
+def write_with_torch_checkpointing(folder: str) -> None:
+    """Write what its default layout writes: a file for each item and rank, DTensors whole."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(WEIGHT, mesh, [Shard(0)])
+    model = {"rows": rows, "columns": distribute_tensor(WEIGHT, mesh, [Shard(1)])}
+    model |= {"whole": distribute_tensor(WEIGHT, mesh, [Replicate()]), "nan": WEIGHT / 0}
+    for item, state in {"model": model, "step": 7, "data": {"seen": [rank, 2]}}.items():
+        torch.save(state, Path(folder, f"{item}_{rank}.pt"))
+
+
+WEIGHT = torch.arange(2000.0).reshape(500, 4)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(world: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("step_7")
+    world(2).run(write_with_torch_checkpointing, str(folder))
+    return folder
+
+
+def test_ranks_of_torch_checkpointing(store: Store, of_two_ranks: Path) -> None:
+    with pytest.raises(FileFormatError, match=r"ranks 0 and 1 .*data/seen.*rank=0 \(--rank 0\)"):
+        store.import_file(of_two_ranks, "a")
+    report = store.import_file(of_two_ranks, "a", rank=1)
+    assert (report.format, report.files, report.tensors) == ("torch_checkpointing", 6, 4)
+    assert report.keys == ["data", "model", "step"]
+    model = store["a"].get_state_dict_for_key("model")
+    for name in ("rows", "columns", "whole"):
+        assert_same(model[name], WEIGHT)
+    assert_same(model["nan"], WEIGHT / 0)
+    assert store["a"].read_object("step") == 7
+    assert store["a"].get_state_dict_for_key("data") == {"seen": [1, 2]}
+
+
+def test_a_folder_of_torch_checkpointing_that_lacks_something(
+    store: Store, of_two_ranks: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step_8"
+    shutil.copytree(of_two_ranks, folder)
+    (folder / "model_1.pt").unlink()
+    with pytest.raises(FileFormatError, match="model/rows: its parts do not make up a tensor"):
+        store.import_file(folder, "a", rank=0)
+    with pytest.raises(FileFormatError, match="has model of rank 0, not of rank 1"):
+        store.import_file(folder, "a", rank=1)
+    with pytest.raises(FileFormatError, match="keys of its own"):
+        store.import_file(folder, "a", key="k")
+    torch.save({"rows": torch.optim.SGD([WEIGHT])}, folder / "model_1.pt")
+    with pytest.raises(FileFormatError, match=r"model_1.pt is not read: .* weights_only"):
+        store.import_file(folder, "a", rank=0)
+    folder = folder.rename(tmp_path / "tmp_step_8")
+    with pytest.raises(FileFormatError, match="has not finished"):
+        store.import_file(folder, "a", rank=0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/metadata.pkl").write_bytes(b"")
+    with pytest.raises(FileFormatError, match=r"no file such as model_0.pt.*CheckpointManager"):
+        store.import_file(tmp_path / "other", "a")
+    assert list(store.snapshots()) == []

@@ -232,6 +232,44 @@ def test_ranks_load_in_another_sharding(world: Callable[[int], World], tmp_path:
     assert torch.equal(whole["w"], torch.arange(40.0).reshape(10, 4))
 
 
+def save_its_own(path: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(torch.arange(40.0).reshape(10, 4), mesh, [Shard(0)])
+    config = CheckpointManager.Config.with_sync_save()
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    own = CheckpointManager(config)
+    own.save(path, {"model": {"w": weight}, "step": 7})
+    own.close()
+
+
+def test_its_folders_are_imported(world: Callable[[int], World], tmp_path: Path) -> None:
+    """Of one process and of two ranks; a manager of casnap's goes on from the snapshot."""
+    from torch_checkpointing import CheckpointManager
+
+    store = Store(tmp_path / "store")
+    world(2).run(save_its_own, str(tmp_path / "own_2"))
+    store.import_file(tmp_path / "own_2", "sharded")
+    weight = store["sharded"].read_object("model/w")
+    assert torch.equal(weight, torch.arange(40.0).reshape(10, 4))
+
+    model, optimizer = trained()
+    own = CheckpointManager(CheckpointManager.Config.with_sync_save())
+    own.save(str(tmp_path / "own_1"), items(model, optimizer, 7))
+    report = store.import_file(tmp_path / "own_1", "step_7")
+    assert (report.format, report.keys) == ("torch_checkpointing", ["model", "optimizer", "step"])
+    into = {"model": None, "optimizer": None, "step": 0}
+    loaded = manager("sync").load(store.path_of("step_7"), into=into, strict=True)
+    assert_same(dict(loaded["model"]), dict(model.state_dict()))
+    assert_same(loaded["optimizer"], optimizer.state_dict())
+    assert loaded["step"] == 7
+
+
 # --- what goes wrong --------------------------------------------------------------------------
 
 

@@ -1,0 +1,145 @@
+"""Importing a checkpoint of torch_checkpointing: a file of ``torch.save`` for each item and rank.
+
+Its DTensors were pickled whole, so their files say which rank of which mesh held what; its
+``metadata.pkl``, which is only there for items with a resharder, says nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap.errors import FileFormatError, UnsupportedTypeError
+from casnap.files.from_torch import load_torch
+from casnap.files.sources import SourceFiles, joined
+from casnap.format.entries import TensorEntry
+from casnap.format.names import component_of, rank_names
+from casnap.format.region import Region
+from casnap.runtime.threads import python_gc_paused
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.flatten import flatten
+from casnap.state.sharded import Shards, on_behalf_of
+from casnap.state.tensors import Leaf
+
+METADATA = "metadata.pkl"
+# It is renamed when all ranks have written their files.
+_UNFINISHED = "tmp_"
+_FILE = re.compile(r"(.+)_(0|[1-9][0-9]{0,8})\.pt", re.DOTALL)
+
+
+def files_of_items(folder: Path) -> dict[str, dict[int, Path]]:
+    """Return the files of each item, by rank; none if a folder is no such checkpoint."""
+    items: dict[str, dict[int, Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if (match := _FILE.fullmatch(file.name)) is not None:
+            items.setdefault(match[1], {})[int(match[2])] = file
+    return items
+
+
+def read_torch_checkpointing(folder: Path, key: str | None, rank: int | None) -> SourceFiles:
+    """Return what a checkpoint holds: DTensors whole, and what else the ranks have.
+
+    Args:
+        folder: The checkpoint.
+        key: Must be None: its items are the keys.
+        rank: Whose values to import where the ranks have different ones.
+
+    Raises:
+        FileFormatError: A file is missing, damaged or needs pickle, or the ranks have different
+            values, and ``rank`` is None.
+    """
+    if key is not None:
+        raise FileFormatError(f"{folder} has keys of its own; leave key= out")
+    if folder.name.startswith(_UNFINISHED):
+        raise FileFormatError(
+            f"{folder} is a checkpoint that torch_checkpointing has not finished: it begins with "
+            f"{_UNFINISHED}"
+        )
+    items = files_of_items(folder)
+    if not items:
+        raise FileFormatError(
+            f"{folder} has {METADATA} of torch_checkpointing, but no file such as model_0.pt, as "
+            "its default layout names them; load it with its CheckpointManager, and save it with "
+            "casnap.integrations.torch_checkpointing.CasnapCheckpointManager"
+        )
+    leaves = {item: _leaves(folder, item, files, rank) for item, files in items.items()}
+    return SourceFiles("torch_checkpointing", sum(map(len, items.values())), leaves)
+
+
+def _leaves(folder: Path, item: str, files: Mapping[int, Path], rank: int | None) -> list[Leaf]:
+    """Return the leaves of an item, as one rank has it; DTensors of all ranks."""
+    of_rank = min(files) if rank is None else rank
+    if of_rank not in files:
+        raise FileFormatError(f"{folder} has {item} of {rank_names([*files])}, not of rank {rank}")
+    by_rank = {number: _leaves_of_file(file, item, number) for number, file in files.items()}
+    leaves = []
+    for path, leaf in by_rank[of_rank].items():
+        of_ranks = {n: other[path] for n, other in by_rank.items() if path in other}
+        if isinstance(leaf.content, Shards) and isinstance(leaf.entry, TensorEntry):
+            leaf = joined(path, leaf.entry, _parts(folder, leaf, of_ranks))
+        leaves.append(leaf)
+    if rank is None:
+        _check_equal(folder, by_rank)
+    return leaves
+
+
+def _leaves_of_file(file: Path, item: str, rank: int) -> dict[str, Leaf]:
+    import torch.distributed.tensor  # noqa: F401 - torch.load then knows DTensors
+
+    # It says that the groups of a mesh are not there, which nobody asks for.
+    log = logging.getLogger("torch.distributed.device_mesh")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        state = load_torch(file)
+        with without_torch_modes(), python_gc_paused(), on_behalf_of(rank):
+            return {leaf.path: leaf for leaf in flatten(state, component_of(item))}
+    except UnsupportedTypeError as e:
+        raise FileFormatError(f"{file} cannot be imported: {e}") from e
+    finally:
+        log.setLevel(level)
+
+
+def _parts(
+    folder: Path, leaf: Leaf, of_ranks: Mapping[int, Leaf]
+) -> list[tuple[Region, torch.Tensor]]:
+    """Return the boxes of a DTensor that the ranks had, each once."""
+    parts: dict[Region, torch.Tensor] = {}
+    for other in of_ranks.values():
+        if not isinstance(other.content, Shards) or other.entry != leaf.entry:
+            raise FileFormatError(f"{folder}: {leaf.path} is another tensor on another rank")
+        # Replicas are the same box.
+        parts |= zip(other.content.boxes, other.content.tensors, strict=True)
+    return list(parts.items())
+
+
+def _check_equal(folder: Path, by_rank: Mapping[int, Mapping[str, Leaf]]) -> None:
+    """Check that all ranks have the same, but for parts of DTensors."""
+    (first, wanted), *others = by_rank.items()
+    for rank, leaves in others:
+        for path in dict.fromkeys([*wanted, *leaves]):
+            if path not in wanted or path not in leaves or not _same(wanted[path], leaves[path]):
+                raise FileFormatError(
+                    f"{folder}: the ranks {first} and {rank} have different values of {path}; say "
+                    "which rank to import with rank=0 (--rank 0). DTensors are imported whole"
+                )
+
+
+def _same(one: Leaf, other: Leaf) -> bool:
+    if one.entry != other.entry:
+        return False
+    a: Any = one.content
+    b: Any = other.content
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        # The bits, so that NaN is the same.
+        return torch.equal(_bits(a), _bits(b))
+    return isinstance(a, Shards) or a == b
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
