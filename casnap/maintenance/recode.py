@@ -114,7 +114,7 @@ class _Recoder:
         self._spared = spared
         self._recoding = recoding
         self._buffer = ChunkBuffer(_BUFFER_BYTES)
-        self._forms = ChunkForms(lambda d: store.index.newest_chain(store.recent_view(), d))
+        self._forms = ChunkForms(store.index)
         # The chunks that deltas stand on, and the segments of these deltas.
         self._bases: set[bytes] = set()
         self._with_bases: frozenset[SegmentRef] = frozenset()
@@ -176,7 +176,7 @@ class _Recoder:
         for digest, base, nbytes in todo:
             # The chains that end in a chunk must not become longer.
             base_raw = None if base is None or digest in self._bases else raws.get(base)
-            form = self._forms.choose(digest, raws[digest], base, base_raw)
+            form = self._forms.choose(transaction.base, digest, raws[digest], base, base_raw)
             if form is not None and len(form.content) < _WORTH * sizes[digest]:
                 self._forms.write(transaction.new_packs, digest, nbytes, form)
                 if form.base is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property, partial
 
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
@@ -18,8 +19,11 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.copy_jobs import CopyJob
 
-# So many chunks are held while they are encoded, and their bases too.
-_AT_ONCE = 16
+# So many chunks are held by a thread while they are encoded, and their bases too: what stays in the
+# cache of a core, or more if each read is a request.
+_AT_ONCE, _AT_ONCE_FAR = 4, 16
+# More would wait for Python's lock.
+_MOST_THREADS = 8
 
 Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was sent."""
@@ -40,10 +44,9 @@ class DeltaSender:
     def __init__(self, source: OpenStore, destination: OpenStore, job: CopyJob) -> None:
         self._source = source
         self._job = job
-        self._buffer = ChunkBuffer(2 * _AT_ONCE << 20)
-        self._forms = ChunkForms(
-            lambda d: destination.index.newest_chain(destination.recent_view(), d)
-        )
+        self._at_once = _AT_ONCE_FAR if source.backend.costly_requests else _AT_ONCE
+        self._buffers: list[ChunkBuffer] = []
+        self._forms = ChunkForms(destination.index)
 
     @cached_property
     def _bases(self) -> dict[Digest, Digest]:
@@ -65,26 +68,33 @@ class DeltaSender:
             DamagedError: Some are nowhere whole in the source.
             BackendError: Some cannot be read, and may be whole.
         """
-        for at in range(0, len(digests), _AT_ONCE):
-            self._send_some(transaction, digests[at : at + _AT_ONCE], report)
-
-    def _send_some(self, transaction: Transaction, digests: list[Digest], report: Report) -> None:
         bases = self._usable_bases(transaction, digests)
-        self._buffer.clear()
-        raws = self._buffer.read(self._source, digests)
-        raws_of_bases = self._read_if_whole(set(bases.values()) - raws.keys()) | raws
+        groups = [digests[at : at + self._at_once] for at in range(0, len(digests), self._at_once)]
+        send = partial(self._send_some, transaction, bases, report)
+        # A mirror leaves most cores to the training that it runs beside.
+        threads = max(1, cores() // 4) if works_in_background() else cores()
+        for _ in mapped(send, groups, min(threads, _MOST_THREADS)):
+            continue
 
-        def choose(digest: Digest) -> Form:
+    def _send_some(
+        self,
+        transaction: Transaction,
+        bases: Mapping[Digest, Digest],
+        report: Report,
+        digests: list[Digest],
+    ) -> None:
+        buffer = self._buffers.pop() if self._buffers else ChunkBuffer(2 * self._at_once << 20)
+        raws = self._read(buffer, digests, {bases[d] for d in digests if d in bases})
+        for digest in digests:
             raw, base = raws[digest], bases.get(digest)
-            base_raw = None if base is None else raws_of_bases.get(base)
-            form = self._forms.choose(digest, raw, base, base_raw)
-            return form or Form(raw, Codec.RAW, None)
-
-        # A mirror leaves the cores to the training that it runs beside.
-        at_once = 1 if works_in_background() else cores()
-        for digest, form in mapped(choose, digests, at_once):
-            self._forms.write(transaction.new_packs, digest, len(raws[digest]), form)
-            report(digest, len(raws[digest]))
+            base_raw = None if base is None else raws.get(base)
+            form = self._forms.choose(transaction.base, digest, raw, base, base_raw)
+            self._forms.write(
+                transaction.new_packs, digest, len(raw), form or Form(raw, Codec.RAW, None)
+            )
+            report(digest, len(raw))
+        buffer.clear()
+        self._buffers.append(buffer)
 
     def _usable_bases(
         self, transaction: Transaction, digests: Iterable[Digest]
@@ -96,9 +106,16 @@ class DeltaSender:
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 
-    def _read_if_whole(self, digests: Iterable[Digest]) -> dict[Digest, memoryview]:
-        """Read candidates; those that are not whole in the source are not needed."""
+    def _read(
+        self, buffer: ChunkBuffer, digests: list[Digest], bases: set[Digest]
+    ) -> dict[Digest, memoryview]:
+        """Return some chunks, and the candidates for their bases that are whole in the source."""
         try:
-            return self._buffer.read(self._source, digests)
+            return buffer.read(self._source, dict.fromkeys([*digests, *bases]))
         except DamagedError:
-            return {}
+            buffer.clear()
+        raws = buffer.read(self._source, digests)
+        for base in bases - raws.keys():
+            with suppress(DamagedError):
+                raws |= buffer.read(self._source, [base])
+        return raws

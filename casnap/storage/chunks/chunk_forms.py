@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from casnap.format.codec import Codec, compress
 from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
 from casnap.format.digest import Digest
-from casnap.format.records import Record
+from casnap.storage.chunks.index import Index, View
 from casnap.storage.chunks.new_packs import NewPacks
 
 # A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one.
@@ -36,11 +35,11 @@ class ChunkForms:
     """Chooses forms for new chunks of one store.
 
     Args:
-        newest_chain: Returns a chunk of the store and all bases below it, each at its newest place.
+        index: The index of that store.
     """
 
-    def __init__(self, newest_chain: Callable[[Digest], list[Record]]) -> None:
-        self._newest_chain = newest_chain
+    def __init__(self, index: Index) -> None:
+        self._index = index
         # What was written since: the base of each, or None, and its stored bytes.
         self._written: dict[Digest, tuple[Digest | None, int]] = {}
 
@@ -49,17 +48,23 @@ class ChunkForms:
         return digest in self._written
 
     def choose(
-        self, digest: Digest, raw: memoryview, base: Digest | None, base_raw: memoryview | None
+        self,
+        view: View,
+        digest: Digest,
+        raw: memoryview,
+        base: Digest | None,
+        base_raw: memoryview | None,
     ) -> Form | None:
         """Return the smallest form of a chunk; None if none is smaller. Several threads may ask.
 
         Args:
+            view: The index as the change sees it that writes the chunk.
             digest: Its digest.
             raw: The chunk.
             base: Another chunk of the store, of the same length, that it may be like.
             base_raw: That chunk.
         """
-        delta, sizes = None, {} if base is None else self._sizes_below(base)
+        delta, sizes = None, {} if base is None else self._sizes_below(view, base)
         has_room = _is_affordable([0, *sizes.values()], len(raw))
         if base is not None and base_raw is not None and sizes and digest not in sizes and has_room:
             delta = encode_delta(raw, base_raw, base)
@@ -77,7 +82,7 @@ class ChunkForms:
         self._written[digest] = form.base, len(form.content)
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
-    def _sizes_below(self, digest: Digest) -> dict[Digest, int]:
+    def _sizes_below(self, view: View, digest: Digest) -> dict[Digest, int]:
         """Return the stored bytes of a chunk and of all bases below it; nothing without an end."""
         sizes: dict[Digest, int] = {}
         base: Digest | None = digest
@@ -86,7 +91,7 @@ class ChunkForms:
             base, sizes[digest] = self._written[digest]
         if base is None:
             return sizes
-        base_chain = self._newest_chain(base)
+        base_chain = self._index.newest_chain(view, base)
         return {**sizes, **{d: place.stored_size for d, place in base_chain}} if base_chain else {}
 
 
