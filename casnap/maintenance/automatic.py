@@ -36,9 +36,10 @@ _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
 # counts, up to so many seconds: so they keep up where a run begins with many small takes.
 _SHARE, _SAVED = 40.0, 2.0
-# Those that go through the whole store are rarer. They find what no process has let go: what takes
-# have left that failed, and what was let go by processes that ended.
-_WHOLE_SHARE = 100.0
+# Those that go through the whole store find what no process has let go: what takes have left that
+# failed, and what was let go by processes that ended. They are rarer, unless they cost less, as
+# where little is kept. So that this shows, what the others cost counts for less each time.
+_WHOLE_SHARE, _FORGETTING = 100.0, 0.9
 # But on a local disk no more than so many states are let go without one, if that is so many bytes.
 _MOST_STATES, _LITTLE = 3, 16 << 20
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
@@ -77,6 +78,9 @@ class AutomaticCollector:
         # What a collection need not count anew.
         self._counts = ReferenceCounts()
         self._whole_at = 0.0
+        # The processor time of the last one through the whole store, and of those from counts.
+        self._whole_cost = math.inf
+        self._counted_cost = 0.0
         # The bytes that it condemned, for the next one to free.
         self._waiting = 0
         # The bytes of the last state that was let go, and of one that is taken.
@@ -222,7 +226,8 @@ class AutomaticCollector:
                 # States wait for the first one. What others have left to copy is for a later one.
                 is_hurried = self._is_large and self.last_report is None
                 options = GcOptions(condemned_until=until, repack=0.0 if is_hurried else _REPACK)
-                if time.process_time() >= self._whole_at:
+                is_cheaper = self._whole_cost < self._counted_cost
+                if time.process_time() >= self._whole_at or is_cheaper:
                     self._counts.clear()
                 report = self._collect(store, options, progress)
         except _ExitError:
@@ -279,13 +284,18 @@ class AutomaticCollector:
             raise
         with self._lock:
             self._freed += report.freed_bytes
+        cost, now = report.processor_seconds, time.process_time()
+        since = max(self._processor_ready_at, now - _SAVED)
         if is_whole and counts is not None:
-            # What it costs says nothing of those that go on from its counts.
-            self._whole_at = time.process_time() + _WHOLE_SHARE * report.processor_seconds
-            self._processor_ready_at = 0.0
+            if self.last_report is None:
+                since = now - _SAVED
+            self._whole_at, self._whole_cost = now + _WHOLE_SHARE * cost, cost
+            # It has a share of its own, as far as one from counts would have cost less.
+            cost = min(cost, self._counted_cost)
+            self._counted_cost *= _FORGETTING
         else:
-            since = max(self._processor_ready_at, time.process_time() - _SAVED)
-            self._processor_ready_at = since + _SHARE * report.processor_seconds
+            self._counted_cost = cost
+        self._processor_ready_at = since + _SHARE * cost
         self._needed, self._waiting = report.live_bytes, report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report

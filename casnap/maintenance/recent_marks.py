@@ -62,10 +62,12 @@ class RecentMarks:
         packs = {p for i, packs in view.segments.items() if i not in counts.segments for p in packs}
         packs = PackSet(counts.segments.values()).lacking(packs)
         self._contents = self._read_new({p for p in packs if p in view.live}, view)
-        listed = {digest for held in self._contents.values() for digest, _ in held}
-        for digest in self._dead:
+        # The newest of the new packs that hold a digest: none that was looked at before is newer.
+        self._newest_new = {d: p for p in sorted(self._contents) for d, _ in self._contents[p]}
+        listed = set(self._newest_new)
+        for digest in self._dead - counts.needed_of(self._dead):
             # What a pack holds beside it has mostly died with it, and need not be looked up.
-            if digest not in listed and not counts.needs(digest):
+            if digest not in listed:
                 places = store.index.find_all(view, Digest(digest))
                 packs = {PackId(p.pack) for p in places if p.pack in view.live}
                 self._contents |= self._read_footers(packs - self._contents.keys())
@@ -102,14 +104,21 @@ class RecentMarks:
                 _log.debug("what pack %s holds is not known: %s", pack.hex(), e)
 
     def _use_of(self, pack: PackId, view: View) -> PackUse:
-        use = PackUse()
-        for digest, stored_size in self._contents[pack]:
+        contents, use = self._contents[pack], PackUse()
+        needed = self._counts.needed_of([digest for digest, _ in contents])
+        for digest, stored_size in contents:
             use.stored += stored_size
-            if self._counts.needs(digest):
+            if digest in needed:
                 use.needed += 1
-                places = self._store.index.find_all(view, Digest(digest))
-                use.live += stored_size * all(p.pack <= pack for p in places if p.pack in view.live)
+                use.live += stored_size * (pack >= self._newest_pack(digest, view))
         return use
+
+    def _newest_pack(self, digest: bytes, view: View) -> bytes:
+        newest: bytes | None = self._newest_new.get(digest)
+        if newest is None:
+            places = self._store.index.find_all(view, Digest(digest))
+            newest = max((p.pack for p in places if p.pack in view.live), default=b"")
+        return newest
 
     def note_done(self) -> None:
         """Have the next collection not look at the same packs again, unless more of them dies."""
@@ -124,7 +133,7 @@ class RecentMarks:
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
         """Return which of some digests are needed, and whether each is a node."""
-        return {d: self._counts.names_node(d) for d in digests if self._counts.needs(d)}
+        return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:
         """Move on to a newer root; return the digests that are needed since.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby, pairwise
 
 from casnap.format.entries import MAX_LIST_DEPTH
@@ -98,9 +98,10 @@ class ReferenceCounts:
             raise
         return new
 
-    def needs(self, digest: bytes) -> bool:
-        """Whether something refers to a digest, or to one with the same beginning."""
-        return self._tally.of(digest) > 0
+    def needed_of(self, digests: Collection[bytes]) -> set[bytes]:
+        """Return the digests that something refers to, or to one with the same beginning."""
+        counts = self._tally.change(digests)
+        return {digest for digest, count in zip(digests, counts, strict=True) if count}
 
     def names_node(self, digest: bytes) -> bool:
         """Whether something refers to a digest as a node."""
@@ -123,10 +124,10 @@ class ReferenceCounts:
             for node in group:
                 children = references(store.node, node)
                 pending += [child for child in children if is_node(child)]
-                for digest in (digest_in(node), *(c for c in children if not is_node(c))):
-                    self._tally.change(digest, 1)
-                    # Whatever its count was: another one that begins alike may have come too.
-                    new.add(digest)
+                came = [digest_in(node), *(c for c in children if not is_node(c))]
+                self._tally.change(came, 1)
+                # Whatever their counts were: others that begin alike may have come too.
+                new.update(came)
         return new
 
     def _discount_what_went(self, store: OpenStore, top: bytes | None, progress: Progress) -> None:
@@ -140,9 +141,9 @@ class ReferenceCounts:
             del self._nodes[node]
             children = references(store.node, node)
             pending += [child for child in children if is_node(child)]
-            for digest in (digest_in(node), *(c for c in children if not is_node(c))):
-                if self._tally.change(digest, -1) == 0:
-                    self.dead.add(digest)
+            went = [digest_in(node), *(c for c in children if not is_node(c))]
+            counts = self._tally.change(went, -1)
+            self.dead.update(d for d, count in zip(went, counts, strict=True) if not count)
 
     def _count_bases(self, store: OpenStore, root: Root) -> set[bytes]:
         """Count the bases of all deltas in segments that were not read; they are not discounted."""
@@ -151,9 +152,9 @@ class ReferenceCounts:
         new: set[bytes] = set()
         for ref in root.segments:
             if ref.id not in self._with_bases:
-                for digest in store.index.bases_in(ref):
-                    self._tally.change(digest, 1)
-                    new.add(digest)
+                bases = list(store.index.bases_in(ref))
+                self._tally.change(bases, 1)
+                new.update(bases)
         self._with_bases = frozenset(ref.id for ref in root.segments)
         return new
 
@@ -191,24 +192,24 @@ class _Tally:
                 self._counts.append(sum(1 for _ in run))
         self._unsorted = array("Q")
 
-    def _index(self, beginning: int) -> int | None:
-        i = bisect_left(self._beginnings, beginning)
-        return i if i < len(self._beginnings) and self._beginnings[i] == beginning else None
+    def change(self, digests: Collection[bytes], by: int = 0) -> list[int]:
+        """Change the counts of some digests; return the new ones.
 
-    def of(self, digest: bytes) -> int:
-        """Return the count of a digest."""
-        beginning = int.from_bytes(digest[:8], "big")
-        i = self._index(beginning)
-        return self._more.get(beginning, 0) if i is None else self._counts[i]
-
-    def change(self, digest: bytes, by: int) -> int:
-        """Change the count of a digest; return the new one."""
-        beginning = int.from_bytes(digest[:8], "big")
-        i = self._index(beginning)
-        if i is not None:
-            self._counts[i] += by
-            return self._counts[i]
-        count = self._more.pop(beginning, 0) + by
-        if count:
-            self._more[beginning] = count
-        return count
+        One call for many digests, since this takes most of the time of a collection.
+        """
+        beginnings, counts, more = self._beginnings, self._counts, self._more
+        changed: list[int] = []
+        for digest in digests:
+            beginning = int.from_bytes(digest[:8], "big")
+            i = bisect_left(beginnings, beginning)
+            if i < len(beginnings) and beginnings[i] == beginning:
+                counts[i] += by
+                changed.append(counts[i])
+                continue
+            count = more.get(beginning, 0) + by
+            changed.append(count)
+            if count:
+                more[beginning] = count
+            else:
+                more.pop(beginning, None)
+        return changed

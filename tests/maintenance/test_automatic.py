@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import math
 import os
 import random
 import re
@@ -28,6 +29,7 @@ from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.garbage import show_what_waits
 from casnap.errors import BackendError, SnapshotNotFoundError, StorageFullError
+from casnap.format.records import pack_key
 from casnap.maintenance import automatic
 from casnap.storage.chunks.open_store import OpenStore
 from tests.support.cli_calls import document, invoke
@@ -354,6 +356,27 @@ def test_beside_many_snapshots_of_another_run(
     assert statistics.median(nodes) < 150
     assert nbytes_of(tmp_path / "store") <= 5.1 * STATE
     assert store.check(data=True).ok
+
+
+def test_where_little_is_kept_collections_look_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That costs less than to count what came and went; and so they find what a dead take left."""
+    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    monkeypatch.setattr(automatic, "_WHOLE_SHARE", math.inf)
+    store = Store(tmp_path / "store", chunk_size=64 << 10)
+    keep = Retention(keep_last=1)
+    orphan = tmp_path / "store/casnap-store" / pack_key(bytes(16))
+    for step in range(60):
+        state = {"s": StateDict(w=dense(step, 4 * STATE))}
+        store.take(state, f"step_{step}", retention=keep)
+        wait_for_collectors()
+        if step == 2:
+            orphan.parent.mkdir(exist_ok=True)
+            orphan.write_bytes(b"what a dead take left")
+        elif step > 2 and not orphan.exists():
+            return
+    pytest.fail("no collection has looked at all")
 
 
 def test_collectors_of_many_stores(tmp_path: Path) -> None:

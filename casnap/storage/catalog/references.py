@@ -96,7 +96,7 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
     if not 0 <= depth <= MAX_LIST_DEPTH or odd or n > LIST_DIGESTS:
         raise DamagedError(f"tree node {node.hex()} holds a malformed list of digests")
     if depth == 0:
-        return list[bytes](split_digests(digests))
+        return [digests] if n == 1 else list[bytes](split_digests(digests))
     return [bytes([depth]) + digest for digest in split_digests(digests)]
 
 
