@@ -109,7 +109,7 @@ $(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt
 $(DEEPSPEED_STAMP): $(STAMP) Makefile
 	$(call over_venv,$(DEEPSPEED))
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-build-isolation -c constraints.txt 'deepspeed>=0.19,<0.20'
+		--no-build-isolation -c constraints.txt 'deepspeed>=0.19,<0.20' accelerate transformers
 	@touch $@
 
 # Which build of torch that is, is pip's to choose, as in constraints.txt; PyPI's bring CUDA along.
@@ -133,9 +133,11 @@ test-servers: $(STAMP) $(SERVERS_STAMP)
 test-integrations: export HF_HUB_OFFLINE = 1
 test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP)
 	$(TRAINERS)/bin/python -m pytest -m integrations $(ON_ALL_CORES) --dist loadfile \
-		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_deepspeed.py tests/integrations
+		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_deepspeed.py \
+		--ignore tests/integrations/test_trainers_deepspeed.py tests/integrations
 	$(TITAN)/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
-	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/integrations/test_deepspeed.py
+	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/integrations/test_deepspeed.py \
+		tests/integrations/test_trainers_deepspeed.py
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

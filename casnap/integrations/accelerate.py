@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
+from casnap.take.options import TakeOptions
 
 check_version("accelerate", "1.15", "1.16")
 
@@ -47,6 +48,8 @@ _NOTICE = (
 )
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
 """The kinds of worlds in which each process has the whole model."""
+_OF_ENGINE = ("model", "optimizer", "engine")
+"""The keys of what an engine of DeepSpeed has."""
 
 
 def save_state(
@@ -83,25 +86,30 @@ def save_state(
             + automatic
             * "; accelerator.project_configuration.iteration is the next number"
         )
+    engine = _engine(accelerator)
     state = dict(_parts(accelerator))
-    weights = [model.state_dict() for model in _models(accelerator)]
+    weights = [] if engine else [model.state_dict() for model in _models(accelerator)]
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, weights, os.fspath(output_dir))
     state |= {_numbered("model", i): Value(w) for i, w in enumerate(weights)}
     state |= {"step": Value(accelerator.step), "rng": RNGState()}
-    snapshot = Snapshot.take(
-        _absolute(output_dir),
-        state,
-        overwrite=not automatic,
-        allow_pickle=allow_pickle,
-        per_rank=["dataloader*"],
-        metadata={"step": accelerator.step},
-    )
-    if accelerator.is_main_process:
+    options: dict[str, Any] = {
+        "overwrite": not automatic,
+        "allow_pickle": allow_pickle,
+        "per_rank": ["dataloader*"],
+        "metadata": {"step": accelerator.step},
+    }
+    if engine is None:
+        snapshot = Snapshot.take(_absolute(output_dir), state, **options)
+    else:
+        from casnap.integrations.deepspeed import take_with
+
+        snapshot = take_with(engine, _absolute(output_dir), state, TakeOptions(**options))
+    if own_rank() == 0:
         put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
     if automatic:
         limit = accelerator.project_configuration.total_limit
-        if limit is not None and accelerator.is_main_process:
+        if limit is not None and own_rank() == 0:
             own_paths = [
                 path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)
             ]
@@ -164,10 +172,29 @@ def load_state(
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))
-    unwrapped = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
-    state: dict[str, Stateful] = {_numbered("model", i): m for i, m in enumerate(unwrapped)}
+    _load(accelerator, models, snapshot, _absolute(input_dir), allow_pickle=allow_pickle)
+
+
+def _load(
+    accelerator: Accelerator,
+    models: list[Any],
+    snapshot: Snapshot,
+    path: StrPath,
+    *,
+    allow_pickle: bool,
+) -> None:
+    """Load a snapshot, which is at a path, into what was prepared: of the models, into these."""
+    engine, state = _engine(accelerator), dict[str, Stateful]()
+    if engine is None:
+        unwrapped = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
+        state |= {_numbered("model", i): model for i, model in enumerate(unwrapped)}
     state |= _parts(accelerator)
-    _check_keys(snapshot, state)
+    _check_keys(snapshot, state, () if engine is None else _OF_ENGINE)
+    if engine is not None:
+        from casnap.integrations.deepspeed import load_checkpoint
+
+        folder, _, name = os.fspath(path).rpartition("/")
+        load_checkpoint(engine, folder, name, allow_pickle=allow_pickle)
     loader_keys = [key for key in state if key.startswith("dataloader")]
     snapshot.restore(
         {key: value for key, value in state.items() if key not in loader_keys},
@@ -181,12 +208,24 @@ def load_state(
 
 def _check_supported(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
-    if kind not in [DistributedType(name) for name in _ONE_COPY]:
+    if kind is DistributedType.DEEPSPEED:
+        if len(accelerator._models) != 1:
+            raise StateError(
+                f"{len(accelerator._models)} models are prepared; with DeepSpeed, save_state and "
+                "load_state support one"
+            )
+    elif kind not in [DistributedType(name) for name in _ONE_COPY]:
         raise StateError(
             f"save_state and load_state do not support {kind.value}; for FSDP, use the "
             "Accelerator's own after casnap.integrations.dcp.install(folder), with a folder above "
             "all checkpoints"
         )
+
+
+def _engine(accelerator: Accelerator) -> Any:
+    """Return the engine of DeepSpeed; None without it."""
+    is_one = accelerator.distributed_type is DistributedType.DEEPSPEED
+    return accelerator._models[0] if is_one else None
 
 
 def _models(accelerator: Accelerator) -> list[Any]:
@@ -195,10 +234,16 @@ def _models(accelerator: Accelerator) -> list[Any]:
 
 
 def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:
-    """Yield key and value of what has a state, besides the models."""
+    """Yield key and value of what has a state, besides the models and what an engine has."""
+    optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
+    if _engine(accelerator) is not None:
+        from accelerate.utils import DeepSpeedSchedulerWrapper  # there only beside DeepSpeed
+
+        optimizers = []
+        schedulers = [s for s in schedulers if not isinstance(s, DeepSpeedSchedulerWrapper)]
     for name, values in (
-        ("optimizer", accelerator._optimizers),
-        ("scheduler", accelerator._schedulers),
+        ("optimizer", optimizers),
+        ("scheduler", schedulers),
         ("dataloader", accelerator._dataloaders),
     ):
         for i, value in enumerate(values):
@@ -214,14 +259,16 @@ def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
-def _check_keys(snapshot: Snapshot, state: dict[str, Stateful]) -> None:
-    """Check that the snapshot has just what was prepared.
+def _check_keys(
+    snapshot: Snapshot, state: dict[str, Stateful], other_keys: Collection[str]
+) -> None:
+    """Check that the snapshot has just what was prepared, besides some other keys.
 
     Raises:
         EntryNotFoundError: It was thinned, and lacks something.
         StateError: It has more, or less.
     """
-    stored_keys = snapshot.contents.trees(own_rank()).keys() - {"step", "rng"}
+    stored_keys = snapshot.contents.trees(own_rank()).keys() - {"step", "rng", *other_keys}
     missing_keys, extra_keys = (
         sorted(state.keys() - stored_keys),
         sorted(stored_keys - state.keys()),

@@ -15,7 +15,7 @@ the number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
@@ -39,10 +39,11 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
+from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe, describe_shards
 from casnap.storage.catalog.retention import Retention
 from casnap.store import Store
-from casnap.take.capture import DividedLeaves
+from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 from casnap.take.options import TakeOptions
 
 check_version("deepspeed", "0.19", "0.20")
@@ -85,7 +86,7 @@ def save_checkpoint(
         StateError: The engine splits the model in a way that this does not support.
         CasnapError: This rank or another one failed; nothing was committed.
     """
-    begin = _Beginning(engine, save_dir, tag, retention, allow_pickle, timeout)
+    begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
     with _Partitioned(engine):
         state = partial(_state_of, engine, client_state, exclude_frozen_parameters)
         return begin.store.take_from(begin.comm, state, begin.name, begin.options)
@@ -107,7 +108,7 @@ def async_save_checkpoint(
     The arguments and errors are the same. ``wait()`` of what this returns, or the next save, raises
     what went wrong in the background.
     """
-    begin = _Beginning(engine, save_dir, tag, retention, allow_pickle, timeout)
+    begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
     with _Partitioned(engine):
         state = _state_of(engine, client_state, exclude_frozen_parameters)
         return begin.store.begin_take(begin.comm, state, begin.name, begin.options)
@@ -181,29 +182,90 @@ def load_checkpoint(
     return path, kept["client_state"]
 
 
+def take_with(
+    engine: Any,
+    path: StrPath,
+    others: Mapping[str, Stateful],
+    options: TakeOptions,
+    *,
+    exclude_frozen_parameters: bool = False,
+) -> Snapshot:
+    """Take a snapshot of an engine and of other values, for trainers that have an engine.
+
+    :func:`load_checkpoint` loads the engine's part.
+
+    Args:
+        engine: The engine.
+        path: The path of the snapshot.
+        others: Key → a value; none of the keys is one of the engine's.
+        options: How to take it.
+        exclude_frozen_parameters: As for :func:`save_checkpoint`.
+    """
+    begin = _Beginning(engine, os.fspath(path), options, None)
+    with _Partitioned(engine):
+
+        def state() -> _WithOthers:
+            of_engine = _state_of(engine, None, exclude_frozen_parameters)
+            return _WithOthers(of_engine, LiveState(others))
+
+        return begin.store.take_from(begin.comm, state, begin.name, options)
+
+
+class _WithOthers:
+    """The state of an engine, which its ranks divide, and other values of each rank."""
+
+    def __init__(self, of_engine: DividedLeaves, others: LiveState) -> None:
+        self.values = others.values
+        self._of_engine = of_engine
+        self._others = others
+
+    def keys(self) -> list[str]:
+        return [*self._others.keys(), *self._of_engine.keys()]
+
+    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
+        others = self._others.capture(
+            [key for key in keys if key in self.values], chunk_size, allow_pickle=allow_pickle
+        )
+        of_engine = self._of_engine.capture(
+            [key for key in keys if key not in self.values], chunk_size, allow_pickle=allow_pickle
+        )
+        shift = len(others.leaves)
+        spans = [
+            span._replace(start=span.start + shift, stop=span.stop + shift)
+            for span in of_engine.spans
+        ]
+        return CapturedState(
+            [*others.leaves, *of_engine.leaves], [*others.spans, *spans], chunk_size
+        )
+
+
 class _Beginning:
     """What a save needs to begin: the ranks, the store, a name, options."""
 
-    def __init__(
-        self,
-        engine: Any,
-        save_dir: StrPath,
-        tag: str | None,
-        retention: Retention | None,
-        allow_pickle: bool,
-        timeout: float | None,
-    ) -> None:
+    def __init__(self, engine: Any, path: str, options: TakeOptions, timeout: float | None) -> None:
         refuse_nested_take()
         _check_supported(engine)
-        path = _join(save_dir, tag or f"global_step{engine.global_steps}")
+        self.options = options
         self.comm = join(None, timeout, f"the save of {path!r}")
         self.store, self.name = find_store_together(path, None, None, self.comm)
-        self.options = TakeOptions(
-            metadata={"step": engine.global_steps},
-            overwrite=True,
-            allow_pickle=allow_pickle,
-            retention=retention,
-        )
+
+
+def _begin_tagged(
+    engine: Any,
+    save_dir: StrPath,
+    tag: str | None,
+    retention: Retention | None,
+    allow_pickle: bool,
+    timeout: float | None,
+) -> _Beginning:
+    options = TakeOptions(
+        metadata={"step": engine.global_steps},
+        overwrite=True,
+        allow_pickle=allow_pickle,
+        retention=retention,
+    )
+    path = _join(save_dir, tag or f"global_step{engine.global_steps}")
+    return _Beginning(engine, path, options, timeout)
 
 
 class _PathMessage(msgspec.Struct, array_like=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
+from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")
 
@@ -77,6 +79,18 @@ class CasnapTrainerMixin(_Base):
     """
 
     _saving_checkpoint = False
+    _engine: Any = None
+
+    @property
+    def deepspeed(self) -> Any:
+        """The engine of DeepSpeed, which the Trainer sets before it loads a checkpoint into it."""
+        return self._engine
+
+    @deepspeed.setter
+    def deepspeed(self, engine: Any) -> None:
+        self._engine = engine
+        if engine is not None:
+            engine.load_checkpoint = partial(_load_engine, engine, engine.load_checkpoint)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check the order of the bases.
@@ -106,8 +120,11 @@ class CasnapTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:
-        names = ("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled")
+        names = ("is_fsdp_enabled", "is_fsdp_xla_enabled")
         unsupported = [name for name in names if getattr(self, name, False)]
+        if self.is_deepspeed_enabled:
+            unsupported += ["save_only_model with DeepSpeed"] * self.args.save_only_model
+            unsupported += ["PEFT with DeepSpeed"] * self._has_adapter
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             unsupported.append(f"hub_strategy={self.args.hub_strategy!r}")
         if unsupported:
@@ -131,22 +148,36 @@ class CasnapTrainerMixin(_Base):
         finally:
             self._saving_checkpoint = False
             self.args.save_total_limit = limit
-        state: dict[str, Stateful] = {"model": self._plain_model()}
+        state: dict[str, Stateful] = {}
+        if self._engine is None:
+            state["model"] = self._plain_model()
         if not self.args.save_only_model:
-            state |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            state |= self._optimizer_and_scheduler()
             state |= {"scaler": self._scaler} if self._scaler is not None else {}
             state["rng"] = RNGState()
         with TemporaryDirectory(prefix="casnap-") as staged:
             files = self._put_files(folder, Path(staged)) if self.args.should_save else {}
-            snapshot = Snapshot.take(
-                folder.absolute(),
-                state | {"files": Value(files)},
-                overwrite=True,
-                metadata=self._casnap_metadata(),
-            )
+            snapshot = self._take(folder.absolute(), state | {"files": Value(files)})
             if self.args.should_save:
                 self._put_weights(snapshot, folder, Path(staged))
                 self._rotate(run_dir, snapshot)
+
+    def _take(self, path: Path, state: dict[str, Stateful]) -> Snapshot:
+        metadata = self._casnap_metadata()
+        if self._engine is None:
+            return Snapshot.take(path, state, overwrite=True, metadata=metadata)
+        from casnap.integrations.deepspeed import take_with
+
+        return take_with(self._engine, path, state, TakeOptions(overwrite=True, metadata=metadata))
+
+    def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
+        """Return them, but for what the engine of DeepSpeed has."""
+        if self._engine is None:
+            return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        from accelerate.utils import DeepSpeedSchedulerWrapper
+
+        is_of_engine = isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
+        return {} if is_of_engine else {"scheduler": self.lr_scheduler}
 
     def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
@@ -170,7 +201,11 @@ class CasnapTrainerMixin(_Base):
     def _put_weights(self, snapshot: Snapshot, folder: Path, staged: Path) -> None:
         """Put the adapter beside the snapshot, whole, for the tools of PEFT; without, a notice."""
         if not self._has_adapter:
-            put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
+            names = [WEIGHTS_NAME]
+            if self._engine is not None and not [*folder.glob("global_step*")]:
+                # The Trainer looks for such a name before it has the engine load anything.
+                names.append(f"global_step{self.state.global_step}")
+            put_notices(snapshot, _NOTICE, *names)
             return
         if not self.args.save_only_model:
             put_notices(snapshot, _NOTICE, *_STATE)
@@ -268,7 +303,7 @@ class CasnapTrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         snapshot = snapshot_at(self.state.best_model_checkpoint)
-        if snapshot is None:
+        if snapshot is None or self._engine is not None:
             super()._load_best_model()
         else:
             snapshot.restore({"model": self._plain_model()})
@@ -280,7 +315,7 @@ class CasnapTrainerMixin(_Base):
             return
         check_whole(snapshot, "optimizer")
         if "optimizer" in snapshot.contents.trees(own_rank()):
-            snapshot.restore({"optimizer": self.optimizer, "scheduler": self.lr_scheduler})
+            snapshot.restore(self._optimizer_and_scheduler())
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         snapshot = None if checkpoint is None else snapshot_at(checkpoint)
@@ -295,6 +330,17 @@ class CasnapTrainerMixin(_Base):
             super()._load_rng_state(checkpoint)
         elif not load_own(snapshot, "rng", RNGState()):
             _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
+
+
+def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: Any) -> Any:
+    """Load a checkpoint into an engine of DeepSpeed: a snapshot, or one of DeepSpeed's own."""
+    snapshot = snapshot_at(load_dir)
+    if snapshot is None:
+        return load(load_dir, *args, **options)
+    from casnap.integrations.deepspeed import load_checkpoint
+
+    folder, _, name = snapshot.path.rpartition("/")
+    return load_checkpoint(engine, folder, name)
 
 
 def _weights_in(folder: Path) -> list[Path]:

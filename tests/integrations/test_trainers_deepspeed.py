@@ -1,0 +1,264 @@
+"""Accelerate and Transformers with DeepSpeed: the engine, and all else, are one snapshot.
+
+Without a GPU, Accelerate takes each rank of DeepSpeed for the only process. The tests put the
+number and the count of processes into its state; all else is as on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Snapshot, Store
+from casnap.errors import StateError
+from tests.support.bitwise import assert_same
+from tests.support.launched import kill_all, launched
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+BASE = 300 * 400
+
+
+def on_ranks(size: int, work: Callable[[], object]) -> None:
+    assert launched(size, work) == [0] * size
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def put(state: Any, path: Path) -> None:
+    if rank() == 0:
+        torch.save(state, path)
+
+
+def whole(engine: Any) -> dict[str, Any]:
+    """Return the weights, gathered by DeepSpeed."""
+    import deepspeed
+
+    state = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            state[name] = parameter.detach().clone()
+    return state
+
+
+def tell_ranks(state: Any) -> None:
+    """Have Accelerate know of all ranks."""
+    state.num_processes = torch.distributed.get_world_size()
+    state.process_index = state.local_process_index = rank()
+
+
+# --- Accelerate -------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Accelerated:
+    """A run of Accelerate on CPU ranks, with a frozen base and a scheduler that is torch's."""
+
+    def __init__(self, folder: Path, stage: int, seed: int = 0) -> None:
+        os.environ.update(DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true")
+        from accelerate import Accelerator
+        from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
+
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": True},
+        }
+        self.accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            project_config=ProjectConfiguration(
+                str(folder), automatic_checkpoint_naming=True, total_limit=3
+            ),
+        )
+        tell_ranks(self.accelerator.state)
+        base, head = torch.nn.Linear(300, 400, bias=False), torch.nn.Linear(400, 7)
+        base.requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            torch.nn.Sequential(base, head), optimizer, scheduler
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        torch.manual_seed(7 + rank())
+
+    def train(self) -> None:
+        loss = self.model(torch.randn(2, 300, dtype=torch.bfloat16)).square().mean()
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.counter.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "weights": whole(self.model),
+            "rate": self.scheduler.get_last_lr(),
+            "count": self.counter.count,
+            "random": torch.get_rng_state(),
+        }
+
+
+def accelerated(folder: Path, end: Path, kill_at: int = 0) -> None:
+    from casnap.integrations.accelerate import load_state, save_state
+
+    run = Accelerated(folder, 3)
+    if (folder / "checkpoints").exists():
+        load_state(run.accelerator)
+    while run.counter.count < 6:
+        run.train()
+        if run.counter.count == kill_at:
+            kill_all()
+        save_state(run.accelerator)
+    put(run.state(), end)
+
+
+def test_accelerate_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
+    on_ranks(2, lambda: accelerated(tmp_path / "whole", tmp_path / "whole-end"))
+    killed = launched(2, lambda: accelerated(tmp_path / "run", tmp_path / "end", kill_at=5))
+    assert killed == [-9, -9]
+    on_ranks(2, lambda: accelerated(tmp_path / "run", tmp_path / "end"))
+    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
+    assert_same(ends[0], ends[1])
+    snapshots = Store(tmp_path / "run/checkpoints", create=False).snapshots()
+    assert [s.name for s in snapshots] == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    assert all(s.stats.new_bytes < BASE for s in snapshots)
+
+    def goes_on() -> None:
+        from casnap.integrations.accelerate import load_state
+
+        run = Accelerated(tmp_path / "other", 1, seed=5)
+        load_state(run.accelerator, tmp_path / "run/checkpoints/checkpoint_5")
+        assert_same(whole(run.model), ends[0]["weights"])
+        assert run.scheduler.get_last_lr() == ends[0]["rate"]
+
+    on_ranks(1, goes_on)
+    module = torch.nn.Sequential(torch.nn.Linear(300, 400, bias=False), torch.nn.Linear(400, 7))
+    module.to(torch.bfloat16)
+    snapshots[-1].load_into(module, "model")
+    assert_same(dict(module.state_dict()), ends[0]["weights"])
+
+
+def test_what_accelerate_refuses(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "plain", {"model": torch.nn.Linear(2, 2)})
+
+    def work() -> None:
+        from casnap.integrations.accelerate import load_state, save_state
+
+        run = Accelerated(tmp_path, 2)
+        with pytest.raises(StateError, match="lacks custom_0, scheduler"):
+            load_state(run.accelerator, tmp_path / "plain")
+        run.accelerator._models *= 2
+        with pytest.raises(StateError, match="2 models are prepared; with DeepSpeed"):
+            save_state(run.accelerator)
+
+    on_ranks(2, work)
+
+
+# --- Transformers -----------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) * 31 + i) % 4096
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer_of(folder: Path, stage: int, **arguments: Any) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import transformers
+
+    from casnap.integrations.transformers import CasnapTrainerMixin
+
+    class Ours(CasnapTrainerMixin, transformers.Trainer):
+        pass
+
+    torch.set_num_threads(1)
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": 2} | arguments
+    args = transformers.TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=config,
+        per_device_train_batch_size=4,
+        report_to=[],
+        disable_tqdm=True,
+        **settings,
+    )
+    tell_ranks(args.distributed_state)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=32, n_layer=1, n_head=2)
+    )
+    model.transformer.wte.requires_grad_(requires_grad=False)  # tied to the head, and frozen
+    return Ours(model=model, args=args, train_dataset=Numbers())
+
+
+def trained(folder: Path, end: Path, stage: int, kill_at: int = 0, **arguments: Any) -> None:
+    import transformers
+
+    class Striking(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == kill_at:
+                kill_all()
+
+    trainer = trainer_of(folder, stage, **arguments)
+    trainer.add_callback(Striking)
+    trainer.train(
+        resume_from_checkpoint=True if folder.exists() and any(folder.iterdir()) else None
+    )
+    state = whole(trainer.deepspeed)
+    put(
+        state | {"rate": trainer.lr_scheduler.get_last_lr(), "step": trainer.state.global_step}, end
+    )
+
+
+def test_transformers_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
+    on_ranks(2, lambda: trained(tmp_path / "whole", tmp_path / "whole-end", 3))
+    killed = launched(2, lambda: trained(tmp_path / "run", tmp_path / "end", 3, kill_at=4))
+    assert killed == [-9, -9]
+    on_ranks(2, lambda: trained(tmp_path / "run", tmp_path / "end", 3))
+    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
+    assert_same(ends[0], ends[1])
+    snapshots = Store(tmp_path / "run", create=False).snapshots()
+    assert [s.name for s in snapshots] == ["checkpoint-5", "checkpoint-6"]
+    assert all(s.stats.new_bytes < 4096 * 32 * 4 for s in snapshots)
+    # Another number of ranks, and another stage, go on with it.
+    on_ranks(1, lambda: trained(tmp_path / "run", tmp_path / "other", 1, max_steps=8))
+    assert torch.load(tmp_path / "other", weights_only=True)["step"] == 8
+
+
+def test_what_transformers_refuses(tmp_path: Path) -> None:
+    def work() -> None:
+        with pytest.raises(StateError, match="does not support save_only_model with DeepSpeed"):
+            trainer_of(tmp_path / "run", 1, save_only_model=True).train()
+
+    on_ranks(1, work)
