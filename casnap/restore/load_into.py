@@ -20,7 +20,7 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.overlap import overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
-from casnap.state.sharded import Shards, shards_of
+from casnap.state.sharded import Shards, shard_again, shards_of
 from casnap.state.tensors import is_fillable, why_not_writable
 from casnap.storage.catalog.contents import Contents, Listed
 
@@ -153,7 +153,11 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
 def tensors_of(
     module: torch.nn.Module, *, persistent: bool = True
 ) -> Iterator[tuple[str, LiveTensor]]:
-    """Yield the parameters and persistent buffers, or else the other buffers, by name."""
+    """Yield the parameters and persistent buffers, or else the other buffers, by name.
+
+    Parameters of FSDP2 are sharded again for that, so no forward may be under way.
+    """
+    shard_again(module)
     for path, part in module.named_modules(remove_duplicate=False):
         lead = f"{path}." if path else ""
         transient = part._non_persistent_buffers_set

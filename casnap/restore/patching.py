@@ -26,7 +26,7 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import view_at
 from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.state.devices import synchronize_devices
-from casnap.state.sharded import Shards
+from casnap.state.sharded import Shards, shard_again
 from casnap.state.tensors import carrier_dtype, is_its_memory
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Fill, ReadOptions, Want, fill_from
@@ -87,6 +87,8 @@ class LiveWeights:
         strict: bool,
     ) -> None:
         self._target = target
+        # Noted now, since versions are staged while forwards gather what FSDP2 has sharded.
+        self._of_module = dict(tensors_of(target)) if isinstance(target, torch.nn.Module) else {}
         self._prefix = prefix
         self._rename = rename
         self._strict = strict
@@ -144,6 +146,8 @@ class LiveWeights:
     def apply(self, patch: Patch) -> None:
         """Copy what was staged into the tensors, which nobody else must use meanwhile."""
         assert self.fits(patch)
+        if isinstance(self._target, torch.nn.Module):
+            shard_again(self._target)
         synchronize_devices(patch.values)
         for target, new in patch.copies:
             if is_its_memory(target):
@@ -160,24 +164,19 @@ class LiveWeights:
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
         """Return path and entry of each tensor, and its memory, by its name here."""
-        report = RestoreReport()
-        tensors = dict(_live_tensors(self._target))
+        tensors, report = self._of_module, RestoreReport()
+        if not isinstance(self._target, torch.nn.Module):
+            target = self._target
+            tensors = {
+                name: LiveTensor(target, name, value)
+                for name, value in target.items()
+                if isinstance(value, torch.Tensor)
+            }
         listed, places = match(contents, tensors, self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
             raise MismatchError(mismatch_message(report, contents.label))
         entries = {name: (listed[name].path, listed[name].entry) for name in places}
         return {n: (p, e) for n, (p, e) in entries.items() if isinstance(e, TensorEntry)}, places
-
-
-def _live_tensors(
-    target: torch.nn.Module | MutableMapping[str, Any],
-) -> Iterator[tuple[str, LiveTensor]]:
-    if isinstance(target, torch.nn.Module):
-        yield from tensors_of(target)
-        return
-    for name, value in target.items():
-        if isinstance(value, torch.Tensor):
-            yield name, LiveTensor(target, name, value)
 
 
 # --- what differs -------------------------------------------------------------------------------

@@ -92,6 +92,18 @@ def holders_of(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(torch.distributed.get_process_group_ranks(group))) if group else ()
 
 
+def shard_again(module: torch.nn.Module) -> None:
+    """Have the parameters of a module be their shards, where FSDP2 has gathered them.
+
+    After a forward without a backward, FSDP2 leaves some whole, in memory of its own. What is
+    written there is lost with it, and until then forwards do not see what is written to the shards.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by who has such a module
+    for part in module.modules() if fsdp is not None else ():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
 def without_torch_function() -> AbstractContextManager[object]:
     """Bypass ``__torch_function__``: ShardedTensor's warns that the class is deprecated."""
     return torch._C.DisableTorchFunctionSubclass()

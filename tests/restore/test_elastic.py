@@ -241,5 +241,31 @@ def take_and_fill(path: str) -> None:
         assert torch.equal(value.full_tensor(), base.state_dict()[name])
 
 
+def forward_and_load(path: str) -> None:
+    """From the first forward on FSDP2 hooks into loads, and leaves weights whole."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 40))
+    Snapshot.take(path, {"model": base})
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.ones(2, 400)
+    for load in ("load_into", "restore"):
+        target = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 40))
+        fully_shard(target[1], mesh=mesh)
+        fully_shard(target, mesh=mesh)
+        with torch.no_grad():
+            target(x)
+            if load == "restore":
+                Snapshot(path).restore({"model": target})
+            else:
+                Snapshot(path).load_into(target)
+            assert torch.equal(target(x), base(x))
+            target.reshard()
+            assert torch.equal(target(x), base(x))
+
+
+def test_weights_that_are_gathered_are_loaded(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(forward_and_load, str(tmp_path / "store/base"))
+
+
 def test_each_rank_fills_its_own_shards(world: Worlds, tmp_path: Path) -> None:
     world(2).run(take_and_fill, str(tmp_path / "store/base"))

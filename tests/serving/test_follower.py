@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from casnap import Retention, StateDict, Store
@@ -572,6 +573,34 @@ def test_ranks_take_a_version_before_the_same_forward(store: Store, world: World
     one, other = world(2).run(serve_as_ranks, store.uri, 6, timeout=60)
     assert one == other
     assert set(one) == {f"run/{i}" for i in range(7)}
+
+
+def serve_gathered(path: str) -> None:
+    """FSDP2 leaves weights whole after a forward, and while a version is staged."""
+    net, alone = torch.nn.Linear(300, 400), dist.new_group([0])
+    x = torch.ones(2, 300)
+    if dist.get_rank() == 0:
+        Store(path).take({"model": net}, "run/0", pg=alone)
+    dist.barrier()
+    live = fully_shard(torch.nn.Linear(300, 400), mesh=init_device_mesh("cpu", (2,)))
+    with Follower(path, live, start=False) as follower, torch.no_grad():
+        for version in range(1, 4):
+            torch.nn.init.constant_(net.weight, version)
+            torch.nn.init.constant_(net.bias, version)
+            if dist.get_rank() == 0:
+                Store(path).take({"model": net}, f"run/{version}", pg=alone)
+            dist.barrier()
+            with follower.applied():
+                live(x)
+            follower.update()
+            for _ in range(2):
+                with follower.applied():
+                    assert torch.equal(live(x), net(x))
+                live.reshard()
+
+
+def test_weights_that_are_gathered_are_followed(tmp_path: Path, world: Worlds) -> None:
+    world(2).run(serve_gathered, str(tmp_path / "store"), timeout=60)
 
 
 def fail_on_one_rank(path: str) -> None:

@@ -1,0 +1,171 @@
+"""Tensors on a GPU; these tests run wherever there is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import Snapshot, StateDict, release_memory
+from casnap.runtime.buffers import Slot
+from casnap.state.devices import pin
+
+pytestmark = pytest.mark.gpu
+
+
+def state(device: str) -> dict[str, StateDict]:
+    generator = torch.Generator().manual_seed(1)
+    big = torch.randn(3000, 5000, generator=generator).to(device)
+    return {
+        "s": StateDict(
+            big=big,
+            turned=big[:100, :200].t(),
+            half=torch.randn(700, 900, generator=generator).to(device, torch.bfloat16),
+            small=torch.arange(7, device=device),
+            empty=torch.empty(0, 3, device=device),
+            many=[torch.full((50,), i, device=device) for i in range(300)],
+        )
+    }
+
+
+def same(a: dict[str, StateDict], b: dict[str, StateDict]) -> bool:
+    x, y = a["s"], b["s"]
+    return all(
+        torch.equal(p.cpu(), q.cpu())
+        for key in x
+        for p, q in zip(
+            x[key] if key == "many" else [x[key]],
+            y[key] if key == "many" else [y[key]],
+            strict=True,
+        )
+    )
+
+
+def test_a_gpu_state_comes_back_in_place(tmp_path: Path) -> None:
+    taken = state("cuda")
+    snapshot = Snapshot.take(tmp_path / "run" / "step", taken)
+    live = state("cuda")
+    for tensor in live["s"].values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    big = live["s"]["big"]
+    snapshot.restore(live)
+    assert live["s"]["big"] is big
+    assert same(live, taken)
+
+
+def test_async_take_of_a_gpu_state_shows_the_moment_of_the_call(tmp_path: Path) -> None:
+    live, expected = state("cuda"), state("cpu")
+    pending = Snapshot.async_take(tmp_path / "run" / "step", live)
+    live["s"]["big"].zero_()
+    snapshot = pending.wait()
+    assert torch.equal(snapshot.read_object("s/big"), expected["s"]["big"])
+
+
+def test_a_take_waits_for_the_stream_of_its_caller(tmp_path: Path) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.ones(4000, 4000, device="cuda")
+        for _ in range(50):
+            x = x @ x / 4000
+        snapshot = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=x)})
+    assert torch.equal(snapshot.read_object("s/x"), x.cpu())
+
+
+def test_devices_may_differ_between_take_and_restore(tmp_path: Path) -> None:
+    snapshot = Snapshot.take(tmp_path / "run" / "step", state("cuda"))
+    on_cpu = state("cpu")
+    on_cpu["s"]["big"].zero_()
+    snapshot.restore(on_cpu)
+    assert same(on_cpu, state("cpu"))
+    out = torch.zeros(3000, 5000, device="cuda")
+    snapshot.read_object("s/big", out)
+    assert torch.equal(out.cpu(), on_cpu["s"]["big"])
+    part = snapshot.read_object("s/big", index=(slice(10, 20), 3))
+    assert torch.equal(part, on_cpu["s"]["big"][10:20, 3])
+
+
+def test_the_same_values_on_gpu_and_cpu_are_stored_once(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "run" / "gpu", state("cuda"))
+    again = Snapshot.take(tmp_path / "run" / "cpu", state("cpu"))
+    assert again.stats.new_bytes < 100_000
+
+
+ON_THE_LAST_GPU = """
+import sys
+import torch
+from casnap import Snapshot, StateDict, release_memory
+from casnap.runtime.buffers import Slot
+from casnap.state.devices import pin
+
+device = torch.device("cuda", torch.cuda.device_count() - 1)
+torch.cuda.set_device(device)
+x = torch.randn(2000, 5000, device=device)
+state = {"s": StateDict(x=x, turned=x.t())}
+snapshot = Snapshot.take(sys.argv[1] + "/run/now", state)
+Snapshot.async_take(sys.argv[1] + "/run/later", state).wait()
+live = StateDict(x=torch.zeros_like(x), turned=torch.zeros_like(x).t())
+snapshot.restore({"s": live})
+out = torch.zeros_like(x)
+snapshot.read_object("s/x", out)
+snapshot.read_object("s/x", out[:10], index=slice(0, 10))
+assert torch.equal(live["x"], x) and torch.equal(out, x)
+used = [i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i)]
+assert used == [device.index], used
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_only_the_gpu_of_the_state_is_used(tmp_path: Path) -> None:
+    """Each rank of a node has a GPU; a context on the first one would cost it memory for each."""
+    command = [sys.executable, "-c", ON_THE_LAST_GPU, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("index", [None, slice(0, 4000)])
+def test_read_object_waits_for_the_stream_of_its_caller(
+    tmp_path: Path, index: slice | None
+) -> None:
+    """What the caller began to write there must not come after what is read, nor be overtaken."""
+    expected = torch.randn(4000, 4000)
+    snapshot = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=expected)})
+    x, out = torch.ones(4000, 4000, device="cuda"), torch.empty(4000, 4000, device="cuda")
+    turned = torch.empty(4000, 4000, device="cuda", dtype=torch.float64).t()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for target in (out, turned):
+            for _ in range(100):
+                x = x @ x / 4000
+            target.copy_(x)
+            snapshot.read_object("s/x", target, index=index)
+            assert torch.equal(target.float().cpu(), expected)
+
+
+def test_a_restore_waits_for_the_streams_of_its_threads(tmp_path: Path) -> None:
+    """Threads cast and copy on streams that the caller's stream does not wait for by itself."""
+    expected = torch.randn(4000, 4000)
+    snapshot = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=expected)})
+    live = StateDict(x=torch.zeros(4000, 4000, device="cuda", dtype=torch.float64).t())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        snapshot.restore({"s": live})
+        assert torch.equal(live["x"].float().cpu(), expected)
+
+
+def test_memory_that_cannot_be_pinned_is_no_error_of_a_later_kernel() -> None:
+    device, slot = torch.device("cuda", torch.cuda.current_device()), Slot(1 << 20)
+    pin(slot, device)
+    unpin, slot.unpin = slot.unpin, None
+    pin(slot, device)  # refused: it is pinned
+    assert torch.ones(3, device=device).sum().item() == 3
+    assert unpin is not None
+    unpin()
+
+
+def test_pinned_memory_can_be_given_back(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        snapshot = Snapshot.take(tmp_path / "run" / name, state("cuda"))
+        snapshot.restore(state("cuda"))
+        assert release_memory() > 0
