@@ -146,7 +146,7 @@ test-torch: $(OTHER_TORCH)/.set-up
 
 # On a machine with a GPU, in an environment whose torch is built for it.
 test-gpu:
-	python -m pytest -m gpu --timeout 600
+	python -m pytest -m gpu --timeout 600 tests/gpu
 	python -m tools.bench --only device --out gpu.md && cat gpu.md
 
 soak: $(STAMP)

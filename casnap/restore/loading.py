@@ -205,7 +205,7 @@ class Loading:
         return count
 
 
-def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
+def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], object] | None:
     """Return what to do once with each buffer that tensors are filled from."""
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
     return None if device is None else partial(pin, device=device)

@@ -39,9 +39,10 @@ class Slot:
     Attributes:
         view: The memory, writable.
         unpin: Unregisters it from a GPU's driver; None if it is not registered.
+        is_used: Whether somebody has used it before, so that its pages are there.
     """
 
-    __slots__ = ("_memory", "unpin", "view")
+    __slots__ = ("_memory", "is_used", "unpin", "view")
 
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         # Private: after a fork, parent and child must not write into each other's slots.
@@ -55,6 +56,7 @@ class Slot:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
         self.unpin: Callable[[], object] | None = None
+        self.is_used = False
 
 
 _all_pools: list[Pool] = []
@@ -98,6 +100,7 @@ class Pool:
 
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
+        slot.is_used = True
         with self._changed:
             self._free.append(slot)
             self._changed.notify()

@@ -65,7 +65,7 @@ def _devices(contents: Iterable[object]) -> set[torch.device]:
     return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
 
 
-def pin(slot: Slot, device: torch.device) -> None:
+def pin(slot: Slot, device: torch.device) -> bool:
     """Register a slot as pinned memory, so that the driver copies directly from and to it.
 
     Only CUDA and ROCm can register memory that is there already. The drivers of other devices copy
@@ -75,10 +75,13 @@ def pin(slot: Slot, device: torch.device) -> None:
         slot: The slot.
         device: A device that this process uses. The slot then serves all of its kind, but without a
             device torch would also initialise the first one.
+
+    Returns:
+        Whether it is pinned now.
     """
     module = _module_of(device)
     if slot.unpin is not None or not hasattr(module, "cudart"):
-        return
+        return slot.unpin not in (None, _do_nothing)
     address = buffers.address_of(slot.view)
     with module.device(device):
         runtime = module.cudart()
@@ -89,6 +92,8 @@ def pin(slot: Slot, device: torch.device) -> None:
             with suppress(RuntimeError):
                 torch.ones(1, device=device)  # the next kernel of this thread gets the error again
             _log_pageable(device.type)
+            return False
+    return True
 
 
 def _do_nothing() -> None:

@@ -1,7 +1,8 @@
 """Tensors as runs of host bytes: in their own memory, or in reused buffers.
 
 A contiguous CPU tensor is read from its own memory. Any other tensor goes through a buffer, block
-by block; one on an accelerator through pinned memory, by a copy on a side stream.
+by block; one on an accelerator through pinned memory, by a copy on a side stream. The copies of an
+async take are such a buffer themselves from the second take on, and so pinned.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Piece(NamedTuple):
         leaf: The number of the leaf.
         first_cell: The number of the first chunk.
         sizes: The bytes of each chunk.
-        view: The bytes of all chunks, one after the other.
+        view: The bytes of all chunks, one after the other; empty if they are on an accelerator.
         owner: Keeps the memory alive.
         ready: Waits until the bytes are there; None if they are.
         release: Gives the memory back; None if there is nothing to give back.
         part: Which part of the chunks this is; None if they are whole.
+        source: The bytes on an accelerator, which are still to be copied; None if they are here.
     """
 
     leaf: int
@@ -53,6 +55,12 @@ class Piece(NamedTuple):
     ready: Callable[[], None] | None = None
     release: Callable[[], None] | None = None
     part: SentPart | None = None
+    source: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return len(self.view) if self.source is None else self.source.nbytes
 
     def give_back(self) -> None:
         """Give the memory back, once no copy into it is running."""
@@ -137,7 +145,8 @@ def _piece(
     assert isinstance(content, torch.Tensor)
     block = content[region.within(source.region)].contiguous()
     if not block.is_cpu:
-        return _from_device(number, first_cell, sizes, block)
+        source_bytes = block.reshape(-1).view(torch.uint8)
+        return Piece(number, first_cell, sizes, b"", source=source_bytes)
     return Piece(number, first_cell, sizes, view_at(block.data_ptr(), block.nbytes), block)
 
 
@@ -179,19 +188,27 @@ def _joined(box: Region, following: Region) -> Region | None:
 _pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
-def _from_device(number: int, first_cell: int, sizes: list[int], block: torch.Tensor) -> Piece:
-    """Begin to copy a contiguous block from a device into pinned memory."""
-    pool = _pinned_pool if block.nbytes <= PIECE_BYTES else _large_pinned_pool
+def _from_device(piece: Piece) -> Piece:
+    """Begin to copy a piece into pinned memory, if it is on a device; return it there."""
+    source = piece.source
+    if source is None:
+        return piece
+    pool = _pinned_pool if source.nbytes <= PIECE_BYTES else _large_pinned_pool
     slot = pool.take()
     try:
-        pin(slot, block.device)
-        target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
-        ready = begin_copy(target, block.reshape(-1).view(torch.uint8))
+        pin(slot, source.device)
+        return _copied(piece, source, slot.view[: source.nbytes], lambda: pool.release(slot))
     except BaseException:
         pool.release(slot)
         raise
-    view = slot.view[: block.nbytes]
-    return Piece(number, first_cell, sizes, view, block, ready, lambda: pool.release(slot))
+
+
+def _copied(
+    piece: Piece, source: torch.Tensor, target: memoryview, release: Callable[[], None]
+) -> Piece:
+    """Begin to copy a piece from a device; return it where it is then."""
+    ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), source)
+    return piece._replace(view=target, owner=source, ready=ready, release=release, source=None)
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
@@ -200,7 +217,7 @@ def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list
     while True:
         batch, total = list[Piece](), 0
         with python_gc_paused():
-            for piece in remaining:
+            for piece in map(_from_device, remaining):
                 batch.append(piece)
                 total += len(piece.view)
                 # A piece in a bounded buffer is handed on at once, or its maker might wait for the
@@ -256,6 +273,22 @@ class _Copying(NamedTuple):
     piece: Piece
     target: memoryview
     under_way: threading.Lock
+
+
+def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
+    """Begin to copy a piece from a device straight into a block, if that is pinned.
+
+    A fresh block is not: to pin it would zero its pages on one thread, while they are copied to on
+    all.
+    """
+    source = piece.source
+    if source is not None and slot.is_used and pin(slot, source.device):
+        return _copied(piece, source, target, _do_nothing)
+    return _from_device(piece)
+
+
+def _do_nothing() -> None:
+    """Stand for the release of what its block releases."""
 
 
 def _wait_for(under_way: threading.Lock) -> None:
@@ -319,14 +352,15 @@ class StagedCopies:
         try:
             for piece in pieces:
                 try:
-                    target = block.room(len(piece.view)) if block is not None else None
+                    target = block.room(piece.nbytes) if block is not None else None
                     if block is None or target is None:
                         full, block = block, None
                         if full is not None:
                             full.release()
                         block = _Block(self._slot())
-                        target = block.room(len(piece.view))
+                        target = block.room(piece.nbytes)
                         assert target is not None
+                    piece = _to_block(piece, block.slot, target)
                 except BaseException:
                     piece.give_back()
                     raise
@@ -349,7 +383,8 @@ class StagedCopies:
             try:
                 if piece.ready is not None:
                     piece.ready()
-                buffers.copy(target, piece.view)
+                if piece.view is not target:
+                    buffers.copy(target, piece.view)
             finally:
                 # If that failed, the take fails at its last piece.
                 under_way.release()

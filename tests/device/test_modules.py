@@ -81,6 +81,7 @@ def test_random_states_do_not_ask_whether_there_is_a_device(
 def test_random_states_of_more_and_of_fewer_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module.manual_seed_all(7)
     seeds = [module.get_rng_state(i) for i in range(2)]
     two = Snapshot.take(tmp_path / "run" / "two", {"rng": RNGState()})
     with monkeypatch.context() as patch:

@@ -47,6 +47,21 @@ def take_turned(path: Path) -> None:
     assert torch.equal(snapshot.read_object("s/x"), turned.cpu())
 
 
+def take_in_the_background(path: Path) -> None:
+    """From the second take on the device copies to where the copies stay."""
+    for number in range(3):
+        with module.stream(Stream("late")):
+            x = begun() + number
+            module.synchronize("late")
+            turned = torch.stack([x, x]).permute(2, 0, 1)
+            pending = Snapshot.async_take(path / "run" / f"{number}", {"s": StateDict(x=turned)})
+            wanted = turned.cpu()
+            x.zero_()
+            turned.zero_()
+            module.synchronize("late")
+        assert torch.equal(pending.wait().read_object("s/x"), wanted)
+
+
 def filled(fill: Callable[[Path, torch.Tensor], object], path: Path, rows: int = 600) -> None:
     """Fill a tensor that the caller's stream still writes to; another stream then reads it."""
     x = expected()[:rows]
@@ -161,13 +176,14 @@ def copy_without_wait(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def piece_without_owner(*args: Any) -> staging.Piece:
-    return FROM_DEVICE(*args)._replace(owner=None)
+    return COPIED(*args)._replace(owner=None)
 
 
-BEGIN_COPY, FROM_DEVICE = staging.begin_copy, staging._from_device
+BEGIN_COPY, COPIED = staging.begin_copy, staging._copied
 SCENARIOS: dict[str, Callable[[Path], object]] = {
     "take": take,
     "take turned": take_turned,
+    "take in the background": take_in_the_background,
     "restore": partial(filled, restore),
     # Few bytes are read into memory that is not pinned, and torch does not wait for a copy of that.
     "load little": partial(filled, load, rows=200),
@@ -185,7 +201,9 @@ WAITS = [
     ("casnap.take.capture.synchronize", nothing, "take", LATE),
     ("tests.support.late_device.Stream.wait_stream", nothing, "take turned", LATE),
     ("casnap.take.staging.begin_copy", copy_without_wait, "take", LATE),
-    ("casnap.take.staging._from_device", piece_without_owner, "take turned", PROMPT),
+    ("casnap.take.staging._copied", piece_without_owner, "take turned", PROMPT),
+    ("casnap.take.staging.begin_copy", copy_without_wait, "take in the background", LATE),
+    ("casnap.take.staging._copied", piece_without_owner, "take in the background", PROMPT),
     ("casnap.restore.restore.synchronize", nothing, "restore", LATE),
     ("casnap.restore.restore.synchronize", nothing, "restore an optimizer", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read", LATE),

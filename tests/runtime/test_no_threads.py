@@ -148,6 +148,7 @@ def test_a_piece_that_cannot_be_given_back_keeps_no_other() -> None:
 
 def test_a_slot_whose_copy_cannot_begin_goes_back() -> None:
     """There are four: if they were lost, the fifth copy would wait for ever."""
+    source = torch.zeros(1, dtype=torch.uint8, device="meta")
     for _ in range(6):
         with pytest.raises(NotImplementedError):
-            staging._from_device(0, 0, [4], torch.zeros(1, device="meta"))
+            staging._from_device(staging.Piece(0, 0, [1], b"", source=source))

@@ -18,7 +18,7 @@ _met: Barrier | None = None
 
 def launched(size: int, work: Callable[[], object]) -> list[int]:
     """Do some work on the ranks of a world, each a fork of this process; return how they ended."""
-    port = _free_port()
+    port = free_port()
     met = multiprocessing.get_context("fork").Barrier(size)
 
     def on(rank: int) -> None:
@@ -50,7 +50,7 @@ def kill_all() -> None:
     kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a free port that the system gives no client before the ranks use it."""
     while True:
         port = random.randrange(10_000, 30_000)

@@ -83,7 +83,7 @@ class ReadOptions(NamedTuple):
     """
 
     budget: int | None = None
-    prepare: Callable[[Slot], None] | None = None
+    prepare: Callable[[Slot], object] | None = None
     readers: int = SLOTS
     keep: Callable[[bytes, Sequence[Target]], None] = lambda pack, runs: None
     room: Callable[[int, int], Room | None] | None = None
