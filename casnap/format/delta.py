@@ -1,21 +1,29 @@
 """Deltas: a chunk stored as how it differs from another one of the same length, its base.
 
-A delta is the XOR of both, so a chain of deltas can be applied in any order, in one buffer. There
-are two forms. Where most elements differ, the XOR is stored in planes (``planes.py``); where few
-do, only these are stored: the gaps between them, and their XOR.
+A delta is the difference of both, element by element, as integers that wrap around. As bits, the
+numbers of a tensor are ordered by their size, so where they change a little, so do these integers.
+A chain of deltas is applied in one buffer. There are two forms. Where most elements differ, all
+differences are stored in planes (``planes.py``); where few do, only these are stored: the gaps
+between them, and their differences.
 
-Byte strings alone are too slow for this: XOR by Python's integers runs at 0.25 GB/s, numpy's at 10.
+Python's integers are too slow for this: they run at 0.25 GB/s, numpy's at 10.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.planes import WIDTHS, join_planes, scratch, split_planes, width_of
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _DENSE, _SPARSE = 0, 1
+# Which scratch of a thread has differences: planes need another one.
+_DIFFERENCES = 1
 # The digest of the base, the form, and of a sparse delta the length of an element and how many of
 # them differ.
 _HEAD = struct.Struct(f"<{DIGEST_SIZE}sBBI")
@@ -56,11 +64,11 @@ def encode_delta(
         form, count = _SPARSE, len(places)
         gaps = np.diff(places, prepend=0)
         gap_width = 2 if count and gaps.max() < 1 << 16 else 4
-        values = elements[places] ^ elements_before[places]
+        values = _difference(elements[places], elements_before[places])
         body = split_planes(gaps.astype(f"<u{gap_width}").tobytes(), gap_width)
-        body += split_planes(values.tobytes(), width)
+        body += split_planes(values.data, width)
     else:
-        body = split_planes((content ^ other).data, width)
+        body = split_planes(_difference(elements, elements_before).data, width)
     stored_form = _HEAD.pack(base_digest, form, width, count) + body
     return stored_form if len(stored_form) < _WORTH * len(raw) else None
 
@@ -98,7 +106,7 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
     target = np.frombuffer(chunk, np.uint8)
     if form == _DENSE:
         change, end = join_planes(body, len(chunk), scratch(len(chunk)))
-        np.bitwise_xor(target, change, out=target)
+        _add(target.view(f"<u{width}"), change)
     else:
         elements = target.view(f"<u{width}")
         if count > len(elements):
@@ -113,9 +121,38 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
         # Each gap is positive but the first, so the places rise, and the last one is the greatest.
         if count and places[-1] >= len(elements):
             raise DamagedError("a delta changes elements beyond its base")
-        elements[places] ^= values.view(f"<u{width}")
+        changed = elements[places]
+        _add(changed, values)
+        elements[places] = changed
     if end != len(body):
         raise DamagedError("a delta has another length than its parts")
+
+
+def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray:
+    """Return the differences of some elements, until this thread needs its scratch again."""
+    import numpy as np
+
+    memory = scratch(elements.nbytes, _DIFFERENCES)
+    steps = memory.view(elements.dtype)
+    np.subtract(elements, elements_before, out=steps)
+    np.add(steps, _middle(elements), out=steps)
+    return memory
+
+
+def _add(elements: np.ndarray, differences: np.ndarray) -> None:
+    """Add what :func:`_difference` returned to some elements."""
+    import numpy as np
+
+    np.add(elements, differences.view(elements.dtype), out=elements)
+    np.subtract(elements, _middle(elements), out=elements)
+
+
+def _middle(elements: np.ndarray) -> np.generic:
+    """Return what no difference is stored as: so those of -1 and 1 have the same upper bytes."""
+    import numpy as np
+
+    middle: np.generic = np.frombuffer(b"\x80" * elements.itemsize, elements.dtype)[0]
+    return middle
 
 
 def _head(stored_form: memoryview | bytes) -> tuple[Digest, int, int, int]:

@@ -62,14 +62,19 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return decompressor
 
 
-def scratch(nbytes: int) -> np.ndarray:
-    """Return bytes of this thread, until its next call: fresh memory takes longer than the work."""
+def scratch(nbytes: int, number: int = 0) -> np.ndarray:
+    """Return bytes of this thread, until its next call: fresh memory takes longer than the work.
+
+    Args:
+        nbytes: How many.
+        number: Which ones: others are kept.
+    """
     import numpy as np
 
-    if not hasattr(_local, "scratch") or len(_local.scratch) < nbytes:
-        _local.scratch = np.empty(nbytes, np.uint8)
-    memory: np.ndarray = _local.scratch[:nbytes]
-    return memory
+    kept: dict[int, np.ndarray] = _local.__dict__.setdefault("scratch", {})
+    if number not in kept or len(kept[number]) < nbytes:
+        kept[number] = np.empty(nbytes, np.uint8)
+    return kept[number][:nbytes]
 
 
 def _cut(raw: np.ndarray, width: int) -> list[memoryview]:
