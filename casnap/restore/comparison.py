@@ -17,7 +17,12 @@ from casnap.state.containers import DICT_KINDS
 from casnap.state.stateful import TORCH_NAMES, RNGState, StateDict
 from casnap.state.tensors import holds_no_values, why_not_writable
 
-_FSDP2 = "torch.distributed.fsdp._fully_shard."
+# FSDP2's hook, there from the first forward on, only shards the parameters again. That of
+# activation checkpointing gives names the prefix of its wrapper, which the state dict is without.
+_HARMLESS_HOOKS = (
+    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed.algorithms._checkpoint.",
+)
 
 
 def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> KeyState:
@@ -88,8 +93,7 @@ def _paths_of_children(
 def _rewrites(module: torch.nn.Module) -> bool:
     """Whether a module may change keys or values while it loads them."""
     loader, hooks = module._load_from_state_dict, module._load_state_dict_pre_hooks.values()
-    # FSDP2's hook, which is there from the first forward on, only shards the parameters again.
-    is_hooked = not all(hook.__module__.startswith(_FSDP2) for hook in hooks)
+    is_hooked = not all(hook.__module__.startswith(_HARMLESS_HOOKS) for hook in hooks)
     return is_hooked or not loader.__module__.startswith("torch.nn.")
 
 

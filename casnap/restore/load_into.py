@@ -147,6 +147,9 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
     raise EntryNotFoundError(f"{contents.label} has nothing below {prefix!r}{hint}")
 
 
+# State dicts are without this part of the names of activation checkpointing.
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+
 # --- what the module has ------------------------------------------------------------------------
 
 
@@ -159,7 +162,7 @@ def tensors_of(
     """
     shard_again(module)
     for path, part in module.named_modules(remove_duplicate=False):
-        lead = f"{path}." if path else ""
+        lead = f"{path}.".replace(_CHECKPOINT_WRAPPER, "") if path else ""
         transient = part._non_persistent_buffers_set
         for tensors in (part._parameters, part._buffers) if persistent else (part._buffers,):
             for key, value in tensors.items():

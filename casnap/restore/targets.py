@@ -20,11 +20,12 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
     if isinstance(state.stateful, torch.optim.Optimizer):
         targets |= _moments(state.stateful, state.component, state.entries)
     return {
-        path: shards
+        path: _fresh(path, shards.value) if path.startswith(state.rewritten) else shards
         for path, shards in targets.items()
-        # A module that renames while it loads could overwrite such a tensor before reading it.
+        # A module that renames while it loads could overwrite a tensor before reading it. It loads
+        # new ones: they are made when they are read, but those that must be sharded here.
         if path in state.entries
-        and not path.startswith(state.rewritten)
+        and (shards.is_sharded or not path.startswith(state.rewritten))
         and fits(state.entries[path], shards.value)
     }
 
@@ -45,11 +46,15 @@ def _moments(
         if isinstance(entry, TensorEntry) and entry.shape == tuple(parameter.shape):
             shards = shards_of(path, parameter)
             if shards is not None:
-                moment = torch.zeros_like(parameter.detach(), dtype=carrier_dtype(entry))
-                fresh = shards_of(path, moment)
-                assert fresh is not None
-                moments[path] = fresh
+                moments[path] = _fresh(path, parameter, carrier_dtype(entry))
     return moments
+
+
+def _fresh(path: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> Shards:
+    """Return a new tensor that is sharded like another one."""
+    shards = shards_of(path, torch.zeros_like(like.detach(), dtype=dtype))
+    assert shards is not None
+    return shards
 
 
 def fits(entry: Entry, current: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 from casnap import RNGState, Snapshot, StateDict
@@ -241,16 +242,29 @@ def take_and_fill(path: str) -> None:
         assert torch.equal(value.full_tensor(), base.state_dict()[name])
 
 
+class Halving(nn.Linear):
+    """A layer that changes what it loads."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self._register_load_state_dict_pre_hook(self.halve)
+
+    def halve(self, values: dict[str, Any], prefix: str, *_: Any) -> None:
+        values[f"{prefix}weight"] = 2 * values[f"{prefix}weight"] / 2
+
+
 def forward_and_load(path: str) -> None:
     """From the first forward on FSDP2 hooks into loads, and leaves weights whole."""
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 40))
+    base = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 400), nn.Linear(400, 40))
     Snapshot.take(path, {"model": base})
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.ones(2, 400)
     for load in ("load_into", "restore"):
-        target = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 40))
-        fully_shard(target[1], mesh=mesh)
+        wrapped = checkpoint_wrapper(nn.Linear(300, 400))
+        target = nn.Sequential(nn.Linear(400, 300), wrapped, Halving(400, 40))
+        for layer in target[1:]:
+            fully_shard(layer, mesh=mesh)
         fully_shard(target, mesh=mesh)
         with torch.no_grad():
             target(x)
