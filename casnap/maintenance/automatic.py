@@ -93,7 +93,8 @@ class AutomaticCollector:
         self._processor_ready_at = 0.0
         # Whether the first collection is likely to take long.
         self._is_large = False
-        # What was condemned up to this root had a whole cycle; at first, what others condemned.
+        # What was condemned up to this root had a whole cycle; at first, what others condemned
+        # before this process took anything.
         self._condemned_until: int | None = None
 
     def note(self, store: OpenStore, rows: Iterable[Row]) -> None:
@@ -140,6 +141,8 @@ class AutomaticCollector:
             count_bytes: Returns the bytes of the state.
         """
         try:
+            if self._condemned_until is None:
+                self._condemned_until = store.recent().seq
             if self._may_not_fit(store, count_bytes):
                 # A collection that is under way has not condemned yet what it will.
                 with self._collecting:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store
-from casnap.backends import LocalBackend
+from casnap.backends import LocalBackend, file_locks
 from casnap.cli.garbage import show_what_waits
 from casnap.errors import BackendError, SnapshotNotFoundError, StorageFullError
 from casnap.format.records import pack_key
@@ -166,6 +166,35 @@ def test_what_a_process_leaves_and_the_next_one_frees(tmp_path: Path, how: str) 
     assert states_after(0, 30) <= 8.1
     assert states_after(30, 34) <= 5.1
     assert Store(path).check(data=True).ok
+
+
+def test_what_others_condemned_waits_for_a_cycle_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first collection of a process frees what was condemned before it took anything."""
+    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    Store(tmp_path / "store").make()
+    own, other = Store(tmp_path / "store/own"), Store(tmp_path / "store/other")
+
+    def let_go(first: int) -> None:
+        for step in range(first, first + 4):
+            take(other, step)
+            wait_for_collectors()
+
+    assert in_child(lambda: let_go(0)) == 0
+    before = set(own.open_store.newest().condemned)
+    take(own, 0)
+    take(own, 1)
+    assert in_child(lambda: let_go(4)) == 0
+    meanwhile = set(own.open_store.newest().condemned) - before
+    assert before
+    assert meanwhile
+    for step in (2, 3):
+        take(own, step)
+        wait_for_collectors()
+        condemned = own.open_store.newest().condemned.keys()
+        assert not before & condemned
+        assert (meanwhile <= condemned) == (step == 2)
 
 
 def test_adapters_on_a_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,6 +704,29 @@ def test_a_take_that_is_stopped_holds_no_collector_up(tmp_path: Path, how: str) 
     assert max(sizes) < 7 * STATE
     assert Store(path).check(data=True).ok
     assert torch.equal(Store(path)["slow/1"].read_object("s/w"), dense(99))
+
+
+def test_the_file_of_a_take_that_hangs_may_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one in a paused container, which looks alive; when it goes on, it starts again."""
+    monkeypatch.setattr(file_locks, "_is_held_by_stopped", lambda _: False)
+    store = Store(tmp_path / "store")
+    take(store, 0)
+    take(store, 1)
+
+    def meanwhile() -> None:
+        store.delete("step_0")
+        assert store.gc(grace=0).waiting_bytes > STATE
+        (file,) = (tmp_path / "store/casnap-store/tmp").glob("take-*")
+        file.unlink()
+        assert store.gc(grace=0).freed_bytes > STATE
+
+    stopping = backend_faults(0, stop, names=["put_if_absent"])
+    again = {"s": StateDict(w=dense(0))}
+    assert while_stopped(lambda: store.take(again, "again"), stopping, meanwhile) == (True, 0)
+    assert torch.equal(store["again"].read_object("s/w"), dense(0))
+    assert store.check(data=True).ok
 
 
 def test_a_collector_waits_for_takes_under_way(tmp_path: Path) -> None:
