@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from casnap import Store
 from casnap.backends import Backend, backend_at
+from casnap.errors import StoreError
 from casnap.storage.log.put_if_absent import honours_put_if_absent
 from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite, pattern
+from tests.support import ceph
 from tests.support.faulty import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket, Server, azure_connection
@@ -182,6 +185,35 @@ class TestGcs(OnServer, LostOnTheWay):
         if "delete_all" in request.node.name:
             pytest.skip("the emulator says of a batch only that each object is missing")
         return opened(f"{bucket.uri}-not-here/prefix", bucket.storage_options)
+
+
+@pytest.mark.servers
+class TestCeph(OnServer, LostOnTheWay):
+    """The gateway of a cluster of one monitor and one OSD.
+
+    It honours put-if-absent, but not in a bucket that keeps versions.
+    """
+
+    kind = "ceph"
+
+    @pytest.fixture
+    def bucket(self, server_of: Callable[[str], Server]) -> Iterator[Bucket]:
+        if missing := [name for name in ceph.PROGRAMS if shutil.which(name) is None]:
+            pytest.skip(f"Ceph is not installed: no {', '.join(missing)}")
+        with server_of(self.kind).bucket() as bucket:
+            yield bucket
+
+    def test_writers_are_kept_apart(self, backend: Backend) -> None:
+        assert backend.can_put_if_absent
+        assert honours_put_if_absent(backend)
+
+    def test_a_bucket_that_keeps_versions_is_refused(self, bucket: Bucket) -> None:
+        bucket.server.client().put_bucket_versioning(
+            Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"}
+        )
+        store = Store(f"{bucket.uri}/run", storage_options=bucket.storage_options)
+        with pytest.raises(StoreError, match=r"does not honour put-if-absent.*versioning is"):
+            store.make()
 
 
 @pytest.mark.servers

@@ -354,12 +354,29 @@ class _Azurite(Kind):
             service.create_container(name)
 
 
+class _Ceph(Kind):
+    ports = 2
+
+    def command(self, folder: Path, ports: list[int]) -> list[str]:
+        script = str(_ROOT / "tests/support/ceph.py")
+        return [sys.executable, script, str(folder), *map(str, ports), WRITER, SECRET]
+
+    def make_bucket(self, server: Server, name: str) -> None:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            server.client().create_bucket(Bucket=name)
+        except BotoCoreError as e:  # the gateway is up later than its process
+            raise ConnectionError(str(e)) from e
+
+
 KINDS: dict[str, Kind] = {
     "seaweedfs": _SeaweedFS(),
     "moto": Kind(),
     "rclone": _Rclone(),
     "gcs": _Gcs(),
     "azurite": _Azurite(),
+    "ceph": _Ceph(),
 }
 
 
