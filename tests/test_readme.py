@@ -25,6 +25,7 @@ TRAINERS = {
         "transformers",
         "accelerate",
         "deepspeed",
+        "megatron",
         "torch-checkpointing",
         "torchtitan",
     )

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -26,21 +26,18 @@ import torch.distributed as dist
 
 from casnap.errors import MismatchError, SnapshotNotFoundError, StateError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
-from casnap.format.entries import TensorEntry
 from casnap.format.region import Region
+from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.trainers import check_version, snapshot_at
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
-from casnap.restore.loading import Loading
-from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
 from casnap.state.flatten import flatten
-from casnap.state.sharded import Shards
 from casnap.state.stateful import Stateful
-from casnap.state.tensors import Leaf, describe, describe_shards
+from casnap.state.tensors import Leaf, describe
 from casnap.storage.catalog.retention import Retention
 from casnap.store import Store
 from casnap.take.capture import CapturedState, DividedLeaves, LiveState
@@ -168,7 +165,7 @@ def load_checkpoint(
             if with_states:
                 _check_groups(engine, snapshot, groups)
                 _make_room(engine.optimizer, states)
-            _fill(engine, snapshot, comm, states, with_frozen=kept["has_frozen"])
+            load_together(snapshot, comm, _targets(engine, states, kept["has_frozen"]))
             if with_states:
                 _load_groups(engine.optimizer, groups)
             else:
@@ -474,9 +471,8 @@ def _leaves(path: str, run: _Run) -> Iterator[Leaf]:
     if 0 in run.shape:  # one rank stores it
         if dist.get_rank() == 0:
             yield describe(path, run.memory.new_empty(run.shape))
-    elif run.memory.numel():
-        boxes, tensors = zip(*run.parts(), strict=True)
-        yield describe_shards(path, Shards(run.shape, boxes, tensors, tensors[0]))
+    else:
+        yield from leaf_of_parts(path, run.shape, run.parts())
 
 
 def _flat_states(optimizer: Any) -> list[str]:
@@ -521,35 +517,7 @@ _SCALER = ("dynamic_loss_scale", "overflow")
 # --- loading ----------------------------------------------------------------------------------
 
 
-def _fill(
-    engine: Any, snapshot: Snapshot, comm: Comm, states: list[str], *, with_frozen: bool
-) -> None:
-    """Read the parts of this rank into their memory, and the buffers of all ranks."""
-    loading, problems = Loading(snapshot.contents), []
-    trees = snapshot.contents.trees(comm.rank)
-    for object_path, shape, targets in _targets(engine, states, with_frozen):
-        path, key = casnap_path(object_path), str(object_path[0])
-        entry = trees[key].get(path.removeprefix(key))
-        if not isinstance(entry, TensorEntry):
-            problems.append(f"{path} is not in the snapshot")
-        elif entry.shape != shape:
-            problems.append(f"{path} is of shape {entry.shape} there, here {shape}")
-        else:
-            loading.add(path, entry, targets)
-    if problems:
-        raise MismatchError(
-            f"the engine does not fit {snapshot.path}; nothing was loaded: " + "; ".join(problems)
-        )
-    comm.all_gather(b"")  # no rank writes before all have compared
-    with without_torch_modes():
-        loading.load(fetch=partial(fetch_shared, comm, snapshot.contents.store))
-    comm.all_gather(b"")
-
-
-_Target: TypeAlias = tuple[ObjectPath, tuple[int, ...], list[tuple[Region, torch.Tensor]]]
-
-
-def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[_Target]:
+def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[Target]:
     """Yield path, shape and boxes of what this rank fills."""
     module, optimizer = engine.module, engine.optimizer
     kept_names = module.state_dict().keys()
@@ -562,12 +530,12 @@ def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[_Tar
             parts = [(Region.whole(shape), tensor.detach())]
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         if name in kept_names and (with_frozen or not is_frozen):
-            yield ("model", name), shape, parts
+            yield Target(("model", name), shape, parts)
     trained = _trained(engine)
     for key, name in product(states, trained):
         run = _state_run(optimizer, trained[name], key)
         if run.memory.numel():
-            yield ("optimizer", key, name), run.shape, list(run.parts())
+            yield Target(("optimizer", key, name), run.shape, list(run.parts()))
 
 
 def _check_groups(engine: Any, snapshot: Snapshot, groups: list[dict[str, Any]]) -> None:

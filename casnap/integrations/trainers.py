@@ -20,13 +20,14 @@ from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
 
-def check_version(package: str, minimum: str, limit: str) -> None:
+def check_version(package: str, minimum: str, limit: str, extra: str | None = None) -> None:
     """Check that a framework is installed, in a version that its integration was tested with.
 
     Args:
-        package: Its name; also that of the extra of casnap.
+        package: The name of its package.
         minimum: The first version.
         limit: The first version after the last one.
+        extra: The name of the integration, and of the extra of casnap; by default the package's.
 
     Raises:
         ImportError: It is not; the message says what was found, and what to do.
@@ -39,9 +40,10 @@ def check_version(package: str, minimum: str, limit: str) -> None:
         if _numbers(minimum) <= _numbers(installed) < _numbers(limit):
             return
         problem = f"this is {package} {installed}"
+    extra = extra or package
     raise ImportError(
-        f"casnap.integrations.{package} is tested with {package} >={minimum},<{limit}, and "
-        f"{problem}: pip install 'casnap[{package}]'",
+        f"casnap.integrations.{extra} is tested with {package} >={minimum},<{limit}, and "
+        f"{problem}: pip install 'casnap[{extra}]'",
         name=package,
     )
 

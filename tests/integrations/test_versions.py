@@ -9,25 +9,27 @@ import pytest
 
 from casnap.integrations.trainers import check_version
 
-FRAMEWORKS = [
-    "lightning",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "torch_checkpointing",
-    "torchtitan",
-]
+# Each with the package that it is of.
+FRAMEWORKS = {
+    "lightning": "lightning",
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "megatron": "megatron-core",
+    "torch_checkpointing": "torch_checkpointing",
+    "torchtitan": "torchtitan",
+}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_framework_that_is_missing(framework: str) -> None:
+@pytest.mark.parametrize(("framework", "package"), FRAMEWORKS.items())
+def test_a_framework_that_is_missing(framework: str, package: str) -> None:
     try:
-        metadata.version(framework)
+        metadata.version(package)
     except metadata.PackageNotFoundError:
         pass
     else:
         pytest.skip(f"{framework} is installed")
-    wanted = rf"{framework} >=.*,<.*, and it is not installed: pip install 'casnap\[{framework}\]'"
+    wanted = rf"{package} >=.*,<.*, and it is not installed: pip install 'casnap\[{framework}\]'"
     with pytest.raises(ImportError, match=wanted):
         importlib.import_module(f"casnap.integrations.{framework}")
 

@@ -23,6 +23,7 @@ TRAINERS = (
     "accelerate",
     "deepspeed",
     "lightning",
+    "megatron",
     "torch_checkpointing",
     "torchtitan",
     "transformers",
@@ -39,7 +40,7 @@ class _Any(type):
 def _named(name: str, module: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    return _Any(name, (), {"__module__": module})
+    return _Any(name, (), {"__module__": module, "__init__": lambda self, *_: None})
 
 
 class _Module(ModuleType):

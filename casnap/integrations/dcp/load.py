@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from casnap.errors import StateError
 from casnap.files.dcp_names import Stored
-from casnap.format.entries import Entry, TensorEntry
+from casnap.format.entries import TensorEntry
 from casnap.format.region import Region
 from casnap.integrations.dcp.plan import check_boxes
+from casnap.integrations.divided import entries_below
 from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
 from casnap.runtime.torch_modes import without_torch_modes
@@ -80,10 +81,9 @@ class PlanLoad:
         for path, numbers in by_path.items():
             fills = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
             loading.add(path, parts[numbers[0]].value.entry, fills)
+        trees = self._contents.trees(own_rank())
         for item in objects:
-            for path, entry in _entries_below(
-                self._contents, self._values[item.storage_index.fqn].path
-            ):
+            for path, entry in entries_below(trees, self._values[item.storage_index.fqn].path):
                 loading.add(path, entry)
         synchronize(part.target for part in parts)
         leaves = loading.load(fetch=fetch)
@@ -114,16 +114,6 @@ class PlanLoad:
         if reason := why_not_writable(target):
             raise StateError(f"{value.path} {reason}")
         return _TensorRead(item, value, box, target)
-
-
-def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]:
-    """Yield path and entry of a value and of all that it contains."""
-    key, slash, inner = path.partition("/")
-    entries = contents.trees(own_rank())[key]
-    entry = entries.get(slash + inner)
-    assert entry is not None
-    yield path, entry
-    yield from ((key + inner_path, e) for inner_path, e in entries.items_below(f"{slash}{inner}/"))
 
 
 def _overlapping(parts: list[_TensorRead]) -> set[int]:

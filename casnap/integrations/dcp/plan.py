@@ -20,13 +20,14 @@ from casnap.errors import StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.entries import Payload, ValueEntry
 from casnap.format.region import Region
+from casnap.integrations.divided import leaf_of_parts
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.parts import holds_parts, said_of_parts
-from casnap.state.sharded import Shards, shards_of, without_torch_function
-from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe, describe_shards
+from casnap.state.sharded import shards_of, without_torch_function
+from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe
 from casnap.state.values import decode_value, encode_object
 from casnap.take.capture import DividedLeaves
 
@@ -48,7 +49,7 @@ def planned(
     mapping = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     paths = {item.index.fqn: _path_of(mapping, item.index.fqn) for item in plan.items}
     leaves: dict[str, list[Leaf]] = {}
-    leading = _agreed_paths(comm, dict.fromkeys(paths.values()))
+    leading = agreed_paths(comm, dict.fromkeys(paths.values()))
     for path in leading:
         leaves.setdefault(str(path[0]), [])
     if comm.rank == 0:
@@ -74,7 +75,7 @@ def _by_name(plan: SavePlan) -> dict[str, list[WriteItem]]:
     return items
 
 
-def _agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[ObjectPath]:
+def agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[ObjectPath]:
     """Return the paths of all values that any rank stores, in one order.
 
     Most are known to rank 0, so the others name only the rest.
@@ -133,10 +134,7 @@ class _PlanReader:
         if len(parts) == 1 and parts[0].box == Region.whole(shape):
             yield from flatten(parts[0].tensor, path, allow_pickle=self._allow_pickle)
             return
-        held_boxes = [part for part in parts if part.box.numel]
-        if held_boxes:
-            boxes, tensors = zip(*((part.box, part.tensor) for part in held_boxes), strict=True)
-            yield describe_shards(path, Shards(shape, boxes, tensors, tensors[0]))
+        yield from leaf_of_parts(path, shape, ((part.box, part.tensor) for part in parts))
 
     def _whole_tensor(self, items: list[WriteItem]) -> torch.Tensor | None:
         """Return an ordinary tensor that the plan has as one item, as most values are."""

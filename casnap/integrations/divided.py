@@ -1,0 +1,142 @@
+"""Tensors that a framework has divided among ranks: each rank stores and fills its own boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import torch
+
+from casnap.errors import MismatchError
+from casnap.files.dcp_names import ObjectPath, casnap_path
+from casnap.format.entries import Entry, TensorEntry
+from casnap.format.region import Region
+from casnap.ranks.comm import Comm
+from casnap.restore.loading import Loading
+from casnap.restore.shared_reads import fetch_shared
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.snapshot import Snapshot
+from casnap.state.sharded import Shards
+from casnap.state.tensors import Leaf, describe_shards, why_not_writable
+from casnap.storage.catalog.contents import Entries
+
+Part: TypeAlias = tuple[Region, torch.Tensor]
+"""A box of a tensor, and the memory of its elements, of the same shape."""
+
+
+def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> Iterator[Leaf]:
+    """Yield the leaf of what this rank stores of a tensor; nothing if it has no elements."""
+    held = [(box, memory) for box, memory in parts if box.numel]
+    if held:
+        boxes, tensors = zip(*held, strict=True)
+        yield describe_shards(path, Shards(shape, boxes, tensors, tensors[0]))
+
+
+class Target(NamedTuple):
+    """What this rank fills of a tensor.
+
+    Attributes:
+        path: The path of the tensor.
+        shape: Its shape; None for any, and then elements beyond it become 0.
+        parts: What to fill.
+    """
+
+    path: ObjectPath
+    shape: tuple[int, ...] | None
+    parts: list[Part]
+
+
+class _Commit(msgspec.Struct, array_like=True):
+    commit: bytes
+
+
+def load_together(
+    snapshot: Snapshot,
+    comm: Comm,
+    targets: Iterable[Target],
+    values: Iterable[ObjectPath] = (),
+) -> dict[str, Leaf]:
+    """Fill the parts of this rank, and read values. All ranks call this, each with its own.
+
+    Args:
+        snapshot: The snapshot.
+        comm: The ranks.
+        targets: What to fill.
+        values: The paths of the values.
+
+    Returns:
+        The leaves of the values, for :func:`casnap.state.flatten.inflate`.
+
+    Raises:
+        MismatchError: Something does not fit the snapshot; no rank has filled anything.
+        DamagedError: Stored bytes are missing or damaged.
+    """
+    contents = snapshot.contents
+    first = comm.broadcast_message(_Commit(contents.row.commit), _Commit)
+    comm.check_same(f"the commit of {snapshot.path}", contents.row.commit.hex(), first.commit.hex())
+    loading, problems = Loading(contents), list[str]()
+    trees, to_clear = contents.trees(comm.rank), list[torch.Tensor]()
+    for target in targets:
+        path = casnap_path(target.path)
+        entry = _entry_at(trees, path)
+        if problem := _why_unfit(entry, target):
+            problems.append(f"{path} {problem}")
+            continue
+        assert isinstance(entry, TensorEntry)
+        if target.shape is None:
+            to_clear += [memory for _, memory in target.parts]
+            loading.add(path, entry, _within(entry, target))
+        else:
+            loading.add(path, entry, target.parts)
+    for path in map(casnap_path, values):
+        if _entry_at(trees, path) is None:
+            problems.append(f"{path} is not in the snapshot")
+            continue
+        for inner_path, inner in entries_below(trees, path):
+            loading.add(inner_path, inner)
+    if problems:
+        raise MismatchError(
+            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
+            + "; ".join(problems)
+        )
+    comm.all_gather(b"")  # no rank writes before all have compared
+    with torch.no_grad(), without_torch_modes():
+        for memory in to_clear:
+            memory.zero_()
+        leaves = loading.load(fetch=partial(fetch_shared, comm, contents.store))
+    comm.all_gather(b"")
+    return leaves
+
+
+def entries_below(trees: Mapping[str, Entries], path: str) -> Iterator[tuple[str, Entry]]:
+    """Yield path and entry of a value and of all that it contains."""
+    key, slash, inner = path.partition("/")
+    entry = _entry_at(trees, path)
+    assert entry is not None
+    yield path, entry
+    yield from ((key + below, e) for below, e in trees[key].items_below(f"{slash}{inner}/"))
+
+
+def _entry_at(trees: Mapping[str, Entries], path: str) -> Entry | None:
+    key, slash, inner = path.partition("/")
+    return trees[key].get(slash + inner) if key in trees else None
+
+
+def _why_unfit(entry: Entry | None, target: Target) -> str:
+    if not isinstance(entry, TensorEntry):
+        return "is not in the snapshot" if entry is None else "is no tensor there"
+    if target.shape is None and len(entry.shape) != len(target.parts[0][0].sizes):
+        return f"has {len(entry.shape)} axes there, here {len(target.parts[0][0].sizes)}"
+    if target.shape not in (None, entry.shape):
+        return f"is of shape {entry.shape} there, here {target.shape}"
+    return next(filter(None, (why_not_writable(memory) for _, memory in target.parts)), "")
+
+
+def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
+    """Yield what of the parts lies within the tensor that is stored."""
+    for box, memory in target.parts:
+        common = box.intersect(Region.whole(entry.shape))
+        if common is not None:
+            yield common, memory[common.within(box)]

@@ -1,0 +1,376 @@
+"""Checkpoints of Megatron Core's ``dist_checkpointing`` as snapshots, on any number of ranks.
+
+::
+
+    import casnap.integrations.megatron
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save(sharded_state, "/ckpts/run1/iter_0000100", ("casnap", 1))
+    state = dist_checkpointing.load(sharded_state, "/ckpts/run1/iter_0000100")
+
+The import makes the strategies known to Megatron by the name of their backend. Megatron itself
+writes two small files into the folder of each checkpoint: ``common.pt``, what is not sharded, of
+which the snapshot keeps a copy; and at the end ``metadata.json``, without which it loads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap.errors import DamagedError, SnapshotNotFoundError, StateError
+from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
+from casnap.format.entries import TensorEntry
+from casnap.format.names import key_of
+from casnap.format.region import Region
+from casnap.integrations.dcp.plan import agreed_paths
+from casnap.integrations.dcp.rotation import deleted_folders, note_saved
+from casnap.integrations.divided import Target, leaf_of_parts, load_together
+from casnap.integrations.notices import put_notices
+from casnap.integrations.trainers import check_version, snapshot_at
+from casnap.ranks.joining import join, own_rank
+from casnap.runtime.nesting import refuse_nested_take
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
+from casnap.state.flatten import containers_of, flatten, inflate
+from casnap.state.tensors import Leaf, allocate, describe
+from casnap.state.values import decode_value
+from casnap.take.capture import DividedLeaves
+from casnap.take.options import TakeOptions
+
+check_version("megatron-core", "0.16", "0.17", "megatron")
+
+from megatron.core.dist_checkpointing.dict_utils import (  # noqa: E402
+    dict_list_map_outplace,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.base import (  # noqa: E402
+    AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
+
+__all__ = ["CasnapLoadStrategy", "CasnapSaveStrategy"]
+
+_BACKEND, _VERSION = "casnap", 1
+_NOTICE = (
+    "This is a snapshot of casnap; .metadata only stands there for code that looks for it. Import "
+    "casnap.integrations.megatron, and load the folder by megatron.core.dist_checkpointing.load"
+)
+
+
+class CasnapSaveStrategy(AsyncSaveShardedStrategy):
+    """Saves a sharded state dict as a snapshot, of the name of its folder.
+
+    The keys are ``tensors`` (each ShardedTensor as a whole, by its key), ``objects`` (each
+    ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). A checkpoint
+    of the same folder is replaced when the new one is whole, and one whose folder was deleted is
+    forgotten by the next save beside it.
+
+    Args:
+        allow_pickle: Store objects that have no safe encoding by pickle.
+        timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+
+    Attributes:
+        snapshot: The snapshot that this process has saved last with this object.
+    """
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, *, allow_pickle: bool = False, timeout: float | None = None) -> None:
+        super().__init__(_BACKEND, _VERSION)
+        self._allow_pickle = allow_pickle
+        self._timeout = timeout
+        self.snapshot: Snapshot | None = None
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Take the snapshot; it is durable when this returns. All ranks call it.
+
+        Raises:
+            CasnapError: This rank or another one failed; nothing was committed.
+        """
+        save = _Save(checkpoint_dir, self._allow_pickle, self._timeout)
+        self.snapshot = save.take(sharded_state_dict)
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Copy the state, and store it in the background, from now on. All ranks call it.
+
+        The process that Megatron starts for the request only waits for that.
+
+        Returns:
+            The request. Its finalization raises what went wrong in the background.
+        """
+        save = _Save(checkpoint_dir, self._allow_pickle, self._timeout)
+        pending = save.begin(sharded_state_dict)
+        reader, writer = Pipe(duplex=False)
+
+        def wait() -> Snapshot:
+            try:
+                return pending.wait()
+            finally:
+                writer.send_bytes(b"\0")
+
+        thread = ThreadPoolExecutor(1, "casnap-save")
+        ended = thread.submit(wait)
+        thread.shutdown(wait=False)
+
+        def finalize() -> None:
+            self.snapshot = ended.result()
+            save.end(self.snapshot)
+
+        return AsyncRequest(_wait_for_end, (reader, writer, os.getpid()), [finalize])
+
+
+def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
+    """Wait, in a process of Megatron's, until the process that saves says that it has ended."""
+    if os.getpid() != saver:
+        writer.close()  # else this would go on if that process is killed
+    with suppress(EOFError):
+        reader.recv_bytes()
+
+
+class _Save:
+    """One save: the ranks, the store, the name there."""
+
+    def __init__(
+        self, checkpoint_dir: str | Path, allow_pickle: bool, timeout: float | None
+    ) -> None:
+        refuse_nested_take()
+        self._folder = Path(checkpoint_dir)
+        path = os.fspath(checkpoint_dir)
+        self._comm = join(None, timeout, f"the save of {path!r}")
+        self._store, self._name = find_store_together(path, None, None, self._comm)
+        self._full_name = self._store.full_name(self._name)
+        self._leads = self._comm.rank == 0
+        self._options = TakeOptions(overwrite=True, allow_pickle=allow_pickle)
+        if self._leads:
+            deleted = deleted_folders(self._store, self._full_name)
+            self._options = replace(self._options, forget=deleted)
+
+    def take(self, state: Mapping[str, Any]) -> Snapshot:
+        """Take the snapshot."""
+        snapshot = self._store.take_from(
+            self._comm, lambda: self._leaves(state), self._name, self._options
+        )
+        self.end(snapshot)
+        return snapshot
+
+    def begin(self, state: Mapping[str, Any]) -> PendingSnapshot:
+        """Copy the state, and take the snapshot in the background."""
+        return self._store.begin_take(self._comm, self._leaves(state), self._name, self._options)
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Note what was saved, once it is durable."""
+        if self._leads:
+            put_notices(snapshot, _NOTICE, ".metadata")
+            note_saved(self._store, self._full_name, snapshot.row.commit)
+
+    def _leaves(self, state: Mapping[str, Any]) -> DividedLeaves:
+        """Return what this rank stores: what it has the main replica of."""
+        shards: dict[ObjectPath, list[Any]] = {}
+        for shard in nested_values(state):
+            if is_main_replica(shard.replica_id):
+                shards.setdefault(_path_of(shard), []).append(shard)
+        paths = agreed_paths(self._comm, dict.fromkeys(shards))
+        leaves: dict[str, list[Leaf]] = {"tensors": [], "objects": [], "common": []}
+        if self._leads:
+            containers = containers_above(paths)
+            for key in ("tensors", "objects"):
+                leaves[key] += containers.get(key) or containers_of({}, key)
+            leaves["common"] += flatten((self._folder / COMMON_STATE_FNAME).read_bytes(), "common")
+        with torch.no_grad(), without_torch_modes():
+            for object_path, group in shards.items():
+                leaves[str(object_path[0])] += self._leaves_of(casnap_path(object_path), group)
+        return DividedLeaves(leaves)
+
+    def _leaves_of(self, path: str, shards: list[Any]) -> list[Leaf]:
+        first = shards[0]
+        if isinstance(first, ShardedObject):
+            if len(shards) > 1:
+                raise StateError(f"{path} is the key of {len(shards)} objects of this rank")
+            return list(flatten(first.data, path, allow_pickle=self._options.allow_pickle))
+        shape = tuple(first.global_shape)
+        if 0 in shape:
+            # One rank stores it.
+            is_first = not any(first.global_offset)
+            return [describe(path, first.data.detach().new_empty(shape))] if is_first else []
+        return list(leaf_of_parts(path, shape, [_part(path, shard) for shard in shards]))
+
+
+def _path_of(shard: Any) -> ObjectPath:
+    if isinstance(shard, ShardedObject):
+        key, _, number = shard.unique_key.rpartition("/")
+        return "objects", key, number
+    return "tensors", shard.key
+
+
+def _part(path: str, tensor: Any) -> tuple[Region, torch.Tensor]:
+    """Return where a ShardedTensor lies in the global tensor, and its memory in that shape."""
+    if tensor.data is None:
+        raise StateError(f"{path} has no data")
+    memory = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
+    return Region(tuple(tensor.global_offset), tuple(memory.shape)), memory
+
+
+class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
+    """Loads what :class:`CasnapSaveStrategy` has saved, in place and verified, in any sharding.
+
+    ``dist_checkpointing.load`` finds one by itself. Given as ``sharded_strategy=`` and as
+    ``common_strategy=``, one reads the common state from the snapshot: ``common.pt`` may be
+    damaged.
+
+    Args:
+        allow_pickle: Unpickle objects that were stored by pickle.
+        timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+    """
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, *, allow_pickle: bool = False, timeout: float | None = None) -> None:
+        super().__init__()
+        self._allow_pickle = allow_pickle
+        self._timeout = timeout
+        self._has_common = False  # whether the load that is under way has read it
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
+        """Load the sharded part of a state. All ranks call it.
+
+        Raises:
+            SnapshotNotFoundError: The folder has no snapshot.
+            MismatchError: The state does not fit the snapshot; nothing was loaded.
+            DamagedError: Stored bytes are missing or damaged, or ``common.pt`` is not the one that
+                was saved with this snapshot.
+        """
+        comm = join(None, self._timeout, f"loading from {os.fspath(checkpoint_dir)!r}")
+        with comm, torch.no_grad():
+            snapshot = _snapshot_of(checkpoint_dir)
+            if not self._has_common:
+                _check_common(snapshot, Path(checkpoint_dir))
+            self._has_common = False
+            shards = list(nested_values(sharded_state_dict))
+            tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+            objects = [_path_of(shard) for shard in shards if isinstance(shard, ShardedObject)]
+            with snapshot.contents.reading():
+                leaves = load_together(snapshot, comm, map(_target_of, tensors), objects)
+
+        def value_of(shard: Any) -> Any:
+            if isinstance(shard, ShardedTensor):
+                return shard.data
+            path = casnap_path(_path_of(shard))
+            return inflate(path, leaves, allow_pickle=self._allow_pickle)
+
+        return dict_list_map_outplace(value_of, sharded_state_dict)
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        """Return the common state."""
+        data = _snapshot_of(checkpoint_dir).read_object("common")
+        self._has_common = True
+        return decode_value("common", "object", data)
+
+    def load_sharded_objects(self, *_: Any) -> None:
+        """Refuse: :meth:`load` loads them."""
+        raise NotImplementedError
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return the shape and dtype of each tensor, by its key."""
+        contents = _snapshot_of(checkpoint_dir).contents
+        with contents.reading():
+            return {
+                key: ShardedTensor.from_rank_offsets(key, allocate(entry, "meta")).without_data()
+                for path, entry in contents.trees(own_rank())["tensors"].items()
+                if isinstance(entry, TensorEntry)
+                for key in (key_of(path[1:]),)
+            }
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return what is known without data of each tensor and object, by its key."""
+        contents = _snapshot_of(checkpoint_dir).contents
+        with contents.reading():
+            paths = [path.split("/") for path, _ in contents.trees(own_rank())["objects"].items()]
+        found = [_described(*map(key_of, path[1:])) for path in paths if len(path) == 3]
+        return {each.unique_key: each for each in found} | self.load_tensors_metadata(
+            checkpoint_dir
+        )
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Refuse: a snapshot does not change.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            f"{os.fspath(checkpoint_dir)} is a snapshot, which does not change; save the state "
+            f"without what begins with {key_prefix!r}"
+        )
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Check that a folder is one of this backend, or that its common part is Megatron's.
+
+        Raises:
+            StateError: It is not.
+        """
+        if loaded_backend not in (_BACKEND, "torch"):
+            raise StateError(
+                f"this checkpoint was saved by the backend {loaded_backend!r}; load it without "
+                "sharded_strategy=, and the next save makes a snapshot"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Do nothing: a snapshot says itself what can read it."""
+
+
+def _described(key: str, shard: str) -> Any:
+    # Megatron cannot take a unique key apart whose key has a slash.
+    return replace(ShardedObject.empty_from_unique_key(f"key/{shard}"), key=key)
+
+
+def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
+    snapshot = snapshot_at(checkpoint_dir)
+    if snapshot is None:
+        raise SnapshotNotFoundError(f"there is no snapshot at {os.fspath(checkpoint_dir)}")
+    if not {"tensors", "objects", "common"} <= snapshot.contents.keys():
+        raise StateError(f"{snapshot.path} was not saved by casnap.integrations.megatron")
+    return snapshot
+
+
+def _check_common(snapshot: Snapshot, folder: Path) -> None:
+    """Check the file that Megatron has read the common state from."""
+    file = folder / COMMON_STATE_FNAME
+    if file.exists() and file.read_bytes() != snapshot.read_object("common"):
+        raise DamagedError(
+            f"{file} is damaged, or of a save to this folder that was not completed; give one "
+            "CasnapLoadStrategy() to load as sharded_strategy= and as common_strategy=, to read "
+            "the snapshot's copy"
+        )
+
+
+def _target_of(tensor: Any) -> Target:
+    if tensor.data is None:
+        tensor.init_data("cpu")
+    path = _path_of(tensor)
+    shape = None if tensor.allow_shape_mismatch else tuple(tensor.global_shape)
+    return Target(path, shape, [_part(casnap_path(path), tensor)])
+
+
+register_default_strategy(StrategyAction.SAVE_SHARDED, _BACKEND, _VERSION, CasnapSaveStrategy())
+register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, CasnapLoadStrategy())
