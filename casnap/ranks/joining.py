@@ -15,8 +15,19 @@ from casnap.ranks.link import Link
 from casnap.runtime.buffers import on_release
 
 _links: dict[tuple[int, ...], Link] = {}
-# A child process must not use the connections of its parent.
-os.register_at_fork(after_in_child=_links.clear)
+_links_of_parent: list[Link] = []
+
+
+def _leave_links() -> None:
+    """Use the connections of the parent no more, nor end them: gloo waits for threads at its end.
+
+    A fork has not the threads, so it would wait for ever.
+    """
+    _links_of_parent.extend(_links.values())
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_leave_links)
 on_release(lambda: sum(link.forget() for link in list(_links.values())))
 
 

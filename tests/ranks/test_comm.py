@@ -400,15 +400,25 @@ def test_process_groups_come_and_go(world: Worlds) -> None:
 def fork_in_between() -> list[bytes]:
     """Fork, as data loaders do, between operations and while one goes on."""
     talk(60)
+    check_fork()
     with join(None, 60, "the talk of ranks") as comm:
         comm.all_gather(b"")
-        pid = os.fork()
-        if pid == 0:
-            fine = not links()
-            os._exit(0 if fine else 1)
-        assert os.waitpid(pid, 0)[1] == 0
+        check_fork()
         comm.all_gather(b"")
     return talk(60)
+
+
+def check_fork() -> None:
+    pid = os.fork()
+    if pid == 0:
+        fine = not links()
+        os._exit(0 if fine else 1)
+    ended = time.monotonic() + 30
+    while (answer := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < ended:
+        time.sleep(0.01)
+    if answer == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+    assert answer == (pid, 0)
 
 
 def test_forks_leave_the_parents_alone(world: Worlds) -> None:
