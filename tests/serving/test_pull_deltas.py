@@ -27,10 +27,11 @@ class Run:
         bucket: That of the bucket.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layers: int = 4) -> None:
         self._dice = torch.Generator().manual_seed(0)
         self.weights = {
-            f"layers.{i}": torch.randn(1 << 20, generator=self._dice).bfloat16() for i in range(4)
+            f"layers.{i}": torch.randn(1 << 20, generator=self._dice).bfloat16()
+            for i in range(layers)
         }
         self.store = Store(folder / "trainer")
         self.bucket = Store(RemoteDouble(str(folder)))
@@ -109,6 +110,17 @@ def test_missed_versions_cost_their_deltas(run: Run, host: Host, live: Path) -> 
     host.pull()
     assert host.bucket.read_bytes <= 1.1 * sent + 2 * _BESIDE
     run.assert_served(live)
+
+
+def test_small_deltas_of_many_chunks_take_few_requests(tmp_path: Path, host: Host) -> None:
+    run = Run(tmp_path, layers=20)
+    run.step()
+    host.pull()
+    for _ in range(3):
+        run.step()
+    host.pull()
+    # Two for the deltas of each step; and those for the root, nodes and segments.
+    assert host.bucket.count <= 3 * 2 + 10
 
 
 def test_the_old_snapshot_is_not_needed(run: Run, host: Host, live: Path) -> None:

@@ -1,9 +1,10 @@
 """Reading chunks that are stored as deltas: with all deltas of a chain, and what it begins with.
 
-The chunks of a group are read together, one level of their chains after the other, since
-neighbours in a snapshot have neighbouring deltas. All deltas of a chain are applied to one buffer,
-and only the result is hashed. If it is not the chunk, each chunk of the chain is looked for alone,
-at all of its places, and verified.
+The deltas of a group of chunks are read together, one level of their chains after the other, since
+neighbours in a snapshot have neighbouring deltas. Then come what the chains begin with, for a few
+chunks at a time. All deltas of a chain are applied to one buffer, and only the result is hashed. If
+it is not the chunk, each chunk of the chain is looked for alone, at all of its places, and
+verified.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec, decompress
-from casnap.format.delta import MOST_LINKS, apply_delta, base_of
+from casnap.format.delta import MOST_LINKS, MOST_STORED, apply_delta, base_of
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import Place
 from casnap.runtime.batches import batches
-from casnap.runtime.threads import mapped
+from casnap.runtime.threads import cores, mapped
 from casnap.storage.chunks.chunk_reads import (
     FailedRead,
     Failure,
@@ -28,8 +29,13 @@ from casnap.storage.chunks.chunk_reads import (
     Want,
 )
 
-# So many bytes of chunks are read together, by each thread.
-_GROUP_BYTES = 8 << 20
+# So many bytes of deltas, as estimated, are read together by each thread, and then so many bytes of
+# what their chains begin with.
+_DELTA_BYTES, _RAW_BYTES = 16 << 20, 8 << 20
+# More threads for less than this take more requests, and no less time.
+_LEAST_BYTES = 4 << 20
+# A chain is taken to have so many deltas like its last one.
+_LINKS = 16
 
 ReadPlaces = Callable[[list[Located]], list[FailedRead]]
 """Reads what lies at some places."""
@@ -60,6 +66,12 @@ class _Chain:
     raw: bytearray | memoryview = field(default_factory=bytearray)
     fill: Fill | None = None
     failure: Failure | None = None
+
+    @property
+    def has_unread_delta(self) -> bool:
+        """Whether the next link is one."""
+        is_whole = self.failure is None and self.fill is None
+        return is_whole and self.next[0].codec == Codec.DELTA
 
     def keep(self, stored_form: memoryview) -> None:
         """Take a link, as it is stored."""
@@ -96,6 +108,12 @@ class _Chain:
             self.failure = Failure(Reason.CHANGED)
 
 
+def _estimate(wanted_place: Located) -> int:
+    """Return about how many bytes the deltas of a chain have."""
+    place, _ = wanted_place
+    return int(min(MOST_STORED * place.raw_size, _LINKS * place.stored_size))
+
+
 class DeltaReader:
     """Reads deltas of one store.
 
@@ -123,17 +141,37 @@ class DeltaReader:
         """
         failures: list[FailedRead] = []
         neighbours = sorted(wanted_places, key=lambda each: (each[0].pack, each[0].offset))
-        groups = batches(neighbours, lambda each: each[0].raw_size, _GROUP_BYTES)
+        share = sum(map(_estimate, neighbours)) // cores()
+        groups = batches(neighbours, _estimate, min(_DELTA_BYTES, max(_LEAST_BYTES, share)))
         for _, failed in mapped(self._read_group, groups, at_once):
             failures += failed
         return failures
 
     def _read_group(self, wanted_places: list[Located]) -> list[FailedRead]:
         chains = [_Chain(p, wants, (p, wants[0].digest)) for p, wants in wanted_places]
-        self._read_chains(chains)
+        return self._read_chains(chains)
+
+    def _read_chains(self, chains: list[_Chain]) -> list[FailedRead]:
+        """Read all deltas of some chains, then make the chunks; return those that failed."""
+        while unread := [chain for chain in chains if chain.has_unread_delta]:
+            held_bytes = sum(len(delta) for chain in chains for delta in chain.deltas)
+            if held_bytes > _DELTA_BYTES and len(chains) > 1:
+                # They are longer than was estimated.
+                half = len(chains) // 2
+                return self._read_chains(chains[:half]) + self._read_chains(chains[half:])
+            self._read_links(unread)
+            self._find_bases([chain for chain in unread if chain.failure is None])
+        failures = []
+        for some in batches(chains, lambda chain: chain.place.raw_size, _RAW_BYTES):
+            failures += self._hand_over(some)
+        return failures
+
+    def _hand_over(self, chains: list[_Chain]) -> list[FailedRead]:
+        """Make the chunks of some chains for their sinks; return those that failed."""
+        self._read_links([c for c in chains if c.failure is None and c.fill is None])
         failures = []
         # One chunk after the other: it stays in the cache of the core until its sink has it.
-        own = [c.place.raw_size for c in chains if c.fill is not None and c.failure is None]
+        own = [c.place.raw_size for c in chains if c.failure is None and c.fill is not None]
         memory = memoryview(bytearray(max(own, default=0)))
         for chain in chains:
             if chain.failure is None:
@@ -150,20 +188,12 @@ class DeltaReader:
                     want.sink(memoryview(raw))
                 else:
                     want.as_delta(memoryview(chain.deltas[0]), memoryview(raw))
+            chain.raw = bytearray()
+            chain.deltas.clear()
         return failures
 
-    def _read_chains(self, chains: list[_Chain]) -> None:
-        """Read all deltas of some chains, and what these begin with."""
-        for _ in range(MOST_LINKS + 1):
-            chains = self._read_links(chains)
-            if not chains:
-                return
-            chains = self._find_bases(chains)
-        for chain in chains:
-            chain.failure = Failure(Reason.CHANGED, "its chain of deltas is too long")
-
-    def _read_links(self, chains: list[_Chain]) -> list[_Chain]:
-        """Read the next links of some chains; return the chains that go on."""
+    def _read_links(self, chains: list[_Chain]) -> None:
+        """Read the next links of some chains."""
         wants: dict[tuple[Place, Digest], list[Want]] = {}
         for chain in chains:
             want = Want(chain.next[1], chain.place.raw_size, chain.keep, "", is_stored=True)
@@ -172,14 +202,9 @@ class DeltaReader:
             for chain in chains:
                 if chain.next == (unread.place, unread.wants[0].digest):
                     chain.failure = unread.failure
-        return [c for c in chains if c.failure is None and c.next[0].codec == Codec.DELTA]
 
-    def _find_bases(self, chains: list[_Chain]) -> list[_Chain]:
-        """Find the bases of the last deltas of some chains, as their next links.
-
-        Returns:
-            The chains whose base lies somewhere, and is still to be read.
-        """
+    def _find_bases(self, chains: list[_Chain]) -> None:
+        """Find the bases of the last deltas of some chains, as their next links."""
         bases: dict[_Chain, Digest] = {}
         for chain in chains:
             try:
@@ -196,9 +221,10 @@ class DeltaReader:
             place = places[base]
             if place is None:
                 chain.failure = Failure(Reason.NOWHERE, f"of its base {base.hex()}")
+            elif place.codec == Codec.DELTA and len(chain.deltas) == MOST_LINKS:
+                chain.failure = Failure(Reason.CHANGED, "its chain of deltas is too long")
             else:
                 chain.next = (place, base)
-        return [chain for chain in bases if chain.failure is None]
 
     # --- where a chain failed ---
 
