@@ -14,6 +14,7 @@ import pytest
 
 import casnap
 from casnap.cli import COMMANDS, cli
+from tests.support import frameworks
 from tests.support.stand_ins import trainers_stood_in
 
 ROOT = Path(__file__).parent.parent
@@ -87,3 +88,13 @@ def test_commands_and_options_are_described(name: str) -> None:
 
 def test_the_names_of_the_package_are_in_the_docs() -> None:
     assert [n for n in casnap.__all__ if not re.search(rf"\b{n}\b", DOCS)] == []
+
+
+def test_the_table_of_frameworks_is_filled_from_tests() -> None:
+    """``python -m tests.support.frameworks`` prints it."""
+    assert frameworks.table() in (ROOT / "docs/compatibility.md").read_text()
+    for framework, shown_by in frameworks.TESTS.items():
+        for test in shown_by.values():
+            file, _, name = test.partition("::")
+            text = (ROOT / "tests/integrations" / file).read_text()
+            assert f"def {name}(" in text, f"{framework}: there is no {test}"

@@ -16,6 +16,7 @@ from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from tests.support.accelerate_fsdp import use_fsdp
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
+from tests.support.exports import assert_exports
 from tests.support.faults import in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
@@ -131,6 +132,7 @@ def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
         assert snapshot.stats.logical_bytes > FROZEN
         assert snapshot.stats.new_bytes < FROZEN // 10
     assert_same(dict(snapshots[-1].get_state_dict_for_key("model")), dict(ends[0]["model"]))
+    assert_exports(snapshots[-1], tmp_path, "model", ends[0]["model"])
 
 
 def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninsta
 from tests.support.bitwise import assert_same
 from tests.support.cli_calls import invoke
 from tests.support.dcp_saves import save
+from tests.support.exports import assert_exports
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is ",  # DCP says once in each call that there is no process group
@@ -128,7 +129,11 @@ def test_what_was_saved_by_a_path(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=CasnapReader(path))
     assert torch.equal(state["x"], torch.arange(9))
     # checkpoint_id= replaces the path.
-    dcp.save({"x": torch.ones(9)}, checkpoint_id=path, storage_writer=CasnapWriter("elsewhere"))
+    again = dcp.save(
+        {"x": torch.ones(9)}, checkpoint_id=path, storage_writer=CasnapWriter("elsewhere")
+    )
+    assert returned.storage_meta.save_id != again.storage_meta.save_id
+    assert again.storage_meta.checkpoint_id == str(path)
     assert torch.equal(Snapshot(str(path)).read_object("x"), torch.ones(9))
 
 
@@ -148,6 +153,7 @@ def test_a_model_and_its_optimizer_go_both_ways(tmp_path: Path) -> None:
         store[name].restore({"model": fresh, "optim": without_state})
         assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
         assert_same(without_state.state_dict(), optimizer.state_dict())
+        assert_exports(store[name], tmp_path, "model", model.state_dict())
 
 
 def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from casnap.errors import (
 )
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
+from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
@@ -171,6 +172,8 @@ def test_each_save_writes_what_changed_and_top_k_is_kept(uninterrupted: Path) ->
     Snapshot(uninterrupted / "ckpts/last.ckpt").restore({"state_dict": model})
     end = torch.load(uninterrupted / "end", weights_only=True)
     assert_same(model.state_dict(), end["model"])
+    last = Snapshot(uninterrupted / "ckpts/last.ckpt")
+    assert_exports(last, uninterrupted, "state_dict", end["model"])
 
 
 @pytest.mark.parametrize("io", ["plain", "async", "wrapped"])

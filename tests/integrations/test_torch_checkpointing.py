@@ -19,6 +19,7 @@ from casnap.errors import (
     UnsupportedTypeError,
 )
 from tests.support.bitwise import assert_same
+from tests.support.exports import assert_exports
 from tests.support.faults import disk_full, in_child, kill, system_faults
 from tests.support.pages import run_examples
 from tests.support.ranks import World
@@ -158,6 +159,7 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
     }
     assert bytes_of["own"] > 10 * BASE
     assert bytes_of["run"] < 2.5 * BASE
+    assert_exports(snapshots[-1], tmp_path, "model", model.state_dict())
 
 
 def train(folder: Path, end: Path, kill_at: int = 0) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from casnap import Store
 from tests.support import disk
 from tests.support.bitwise import assert_same
+from tests.support.exports import assert_exports
 from tests.support.faults import in_child, kill
 from tests.support.launched import launched
 from tests.support.pages import run_examples
@@ -184,6 +185,7 @@ def test_each_save_writes_what_changed_and_the_latest_are_kept(uninterrupted: Pa
     assert snapshots[-1].metadata.user == {"step": 8}
     weight = snapshots[-1].read_object("1.weight")
     assert torch.equal(weight, load(uninterrupted / "end")["1.weight"])
+    assert_exports(snapshots[-1], uninterrupted, "1.weight", {"1.weight": weight})
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -17,6 +17,7 @@ import torch
 from casnap import Snapshot, Store
 from casnap.errors import StateError
 from tests.support.bitwise import assert_same
+from tests.support.exports import assert_exports
 from tests.support.launched import kill_all, launched
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -158,6 +159,7 @@ def test_accelerate_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
     module.to(torch.bfloat16)
     snapshots[-1].load_into(module, "model")
     assert_same(dict(module.state_dict()), ends[0]["weights"])
+    assert_exports(snapshots[-1], tmp_path, "model", ends[0]["weights"])
 
 
 def test_what_accelerate_refuses(tmp_path: Path) -> None:
@@ -251,6 +253,9 @@ def test_transformers_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
     snapshots = Store(tmp_path / "run", create=False).snapshots()
     assert [s.name for s in snapshots] == ["checkpoint-5", "checkpoint-6"]
     assert all(s.stats.new_bytes < 4096 * 32 * 4 for s in snapshots)
+    weights = {n: ends[0][n] for n in ends[0] if n.startswith("transformer")}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    assert_exports(snapshots[-1], tmp_path, "model", weights)
     # Another number of ranks, and another stage, go on with it.
     on_ranks(1, lambda: trained(tmp_path / "run", tmp_path / "other", 1, max_steps=8))
     assert torch.load(tmp_path / "other", weights_only=True)["step"] == 8

@@ -15,6 +15,7 @@ import torch
 from casnap import Snapshot, Store
 from casnap.errors import EntryNotFoundError, SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
+from tests.support.exports import assert_exports
 from tests.support.faults import in_child, kill, start, wait
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
@@ -142,6 +143,7 @@ def test_each_save_writes_what_changed_and_the_limit_is_kept(uninterrupted: Path
     trainer = trainer_of(out)
     snapshots[-1].restore({"model": trainer.model})
     assert_same(dict(trainer.model.state_dict()), dict(end["model"]))
+    assert_exports(snapshots[-1], uninterrupted, "model", end["model"], tied=trainer.model)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
