@@ -33,7 +33,7 @@ from casnap.format.entries import TensorEntry
 from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.integrations.dcp.plan import agreed_paths
-from casnap.integrations.dcp.rotation import deleted_folders, note_saved
+from casnap.integrations.dcp.rotation import forget_deleted, note_saved
 from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.notices import put_notices
 from casnap.integrations.trainers import check_version, snapshot_at
@@ -164,8 +164,7 @@ class _Save:
         self._leads = self._comm.rank == 0
         self._options = TakeOptions(overwrite=True, allow_pickle=allow_pickle)
         if self._leads:
-            deleted = deleted_folders(self._store, self._full_name)
-            self._options = replace(self._options, forget=deleted)
+            forget_deleted(self._store, self._full_name)
 
     def take(self, state: Mapping[str, Any]) -> Snapshot:
         """Take the snapshot."""

@@ -35,7 +35,7 @@ from casnap.storage.chunks.open_store import OpenStore
 _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
 # counts, up to so many seconds: so they keep up where a run begins with many small takes.
-_SHARE, _SAVED = 40.0, 2.0
+_SHARE, _SAVED = 25.0, 2.0
 # Those that go through the whole store find what no process has let go: what takes have left that
 # failed, and what was let go by processes that ended. They are rarer, unless they cost less, as
 # where little is kept. So that this shows, what the others cost counts for less each time.
@@ -73,6 +73,8 @@ class AutomaticCollector:
         # known. And the bytes that snapshots needed then.
         self._released = math.inf
         self._needed = 0
+        # Whether anything was committed since, that let snapshots go or not.
+        self._has_notes = False
         # The same, but what this process alone has let go.
         self._let_go = 0
         # What a collection need not count anew.
@@ -81,7 +83,7 @@ class AutomaticCollector:
         # The processor time of the last one through the whole store, and of those from counts.
         self._whole_cost = math.inf
         self._counted_cost = 0.0
-        # The bytes that it condemned, for the next one to free.
+        # The bytes that it condemned, for the next one to free, whatever is let go until then.
         self._waiting = 0
         # The bytes of the last state that was let go, and of one that is taken.
         self._state = 0
@@ -102,16 +104,17 @@ class AutomaticCollector:
 
         Args:
             store: The store, as the caller has it open.
-            rows: The rows that the snapshots had.
+            rows: The rows that the snapshots had. If there are none, what waits may be worth it.
         """
         rows = list(rows)
-        if not rows or not collects_by_itself():
+        if not (rows or self._waiting) or not collects_by_itself():
             return
         with self._lock:
             nbytes = sum(row.stats.new_bytes for row in rows)
             self._released += nbytes
             self._let_go += nbytes
-            self._state = max(row.stats.logical_bytes for row in rows)
+            self._has_notes = True
+            self._state = max([row.stats.logical_bytes for row in rows], default=self._state)
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
             # What was committed stands, whatever happens here.
@@ -255,7 +258,7 @@ class AutomaticCollector:
         """Whether a collection is worth it, and the process has done enough else since the last."""
         # What waits counts too: of packs that were copied it may be as much as what is kept.
         worth = min(self._state, self._needed / 4)
-        if not self._released or self._released + self._waiting < worth:
+        if not self._has_notes or self._released + self._waiting < worth:
             return False
         if self._ready_at is None:
             self._ready_at = time.monotonic()
@@ -276,6 +279,7 @@ class AutomaticCollector:
         with self._lock:
             released, self._released = self._released, 0.0
             let_go, self._let_go = self._let_go, 0
+            self._has_notes = False
         counts = None if store.backend.costly_requests else self._counts
         is_whole = not self._counts.is_known
         try:
@@ -299,7 +303,8 @@ class AutomaticCollector:
         else:
             self._counted_cost = cost
         self._processor_ready_at = since + _SHARE * cost
-        self._needed, self._waiting = report.live_bytes, report.waiting_bytes
+        self._needed = report.live_bytes
+        self._waiting = 0 if options.condemned_until is None else report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report
         return report

@@ -30,8 +30,6 @@ class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 
     Attributes:
-        forget: The commits of snapshots that the same root forgets, by their full names; those that
-            are tagged, or not mirrored yet, stay. What rank 0 has counts.
         hooks: Called on the rank that commits.
         attempt: What becomes of an error.
     """
@@ -47,7 +45,6 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     warn_unchanged: bool = True
-    forget: Mapping[str, bytes] = field(default_factory=dict)
     hooks: CommitHooks = field(default_factory=CommitHooks)
     attempt: Attempt = field(default_factory=Attempt)
 

@@ -17,7 +17,6 @@ from casnap.format.records import Row, Stats, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
-from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
 from casnap.storage.catalog.table import Table, check_free, replace_markers, snapshots_in
 from casnap.storage.catalog.thinning import thin_run
@@ -182,7 +181,6 @@ class TakeCommit:
             )
             released.clear()
             released.update(self._unkept(table, row))
-            released.update(self._forgotten(table))
             if replaced_row is not None:
                 released[self.name] = replaced_row
             dropped_rows = dict(released)
@@ -242,16 +240,6 @@ class TakeCommit:
         rows = {n: r for n, r in snapshots_in(table, run) if n.rpartition("/")[0] == run}
         rows = {n: r for n, r in rows.items() if n not in dropped_rows} | {self.name: row}
         return thin_run(self.store, rows.items(), rules, transaction, self.name)
-
-    def _forgotten(self, table: Table) -> dict[str, Row]:
-        """Return the snapshots that this take is to forget."""
-        forget = self.options.forget
-        rows = {name: row for name in forget if (row := table.get(name)) is not None}
-        return {
-            name: row
-            for name, row in rows.items()
-            if row.commit == forget[name] and not row.user_tags and not is_unmirrored(row)
-        }
 
     # --- the other ranks ---
 

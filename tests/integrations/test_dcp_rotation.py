@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,8 +151,24 @@ def test_what_it_takes_up(tmp_path: Path) -> None:
             dcp.save(weights, storage_writer=CasnapWriter(folder / f"step_{step}"))
             rotate(folder)
 
-    # Two that it keeps, one whose folder went after the last save, and what waits for a cycle.
-    assert in_child(lambda: assert_bounded(tmp_path / "run", train, kept=3)) == 0
+    # Two that it keeps, and one whose folder went after the last save.
+    assert in_child(lambda: assert_bounded(tmp_path / "run", train, kept=3, more=0)) == 0
+
+
+def test_a_disk_of_little_more_than_three_states(tmp_path: Path) -> None:
+    """What a save forgets makes room for it: two are kept, and one is saved."""
+    with tmpfs(tmp_path / "run", str(3 * STATE + STATE // 2)) as folder:
+
+        def train() -> None:
+            os.environ["CASNAP_GC"] = "auto"
+            for step in range(SAVES):
+                weights = {"w": torch.full((STATE // 4,), step) + torch.randn(STATE // 4)}
+                dcp.save(weights, storage_writer=CasnapWriter(folder / f"step_{step}"))
+                rotate(folder)
+
+        assert in_child(train) == 0
+        assert steps(folder) == [7, 8, 9]
+        assert Store(folder).check(data=True).ok
 
 
 def test_what_stays(tmp_path: Path) -> None:

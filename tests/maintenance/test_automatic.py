@@ -503,6 +503,7 @@ def test_a_disk_that_turns_read_only(
         store = Store(disk / "run")
         for step in range(4):
             take(store, step)
+            wait_for_collectors()
         store.delete("step_2")
         wait_for_collectors()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

@@ -2,7 +2,7 @@
 
 A process knows the folders of the snapshots that it saved through DCP, and of those of earlier
 processes that it saw when it first saved beside them. A snapshot whose folder is gone when the next
-save begins is forgotten in the root of that save (``docs/decisions/0060-rotated-folders.md``).
+save begins is forgotten then (``docs/decisions/0060-rotated-folders.md``).
 
 A checkpoint may also be a folder of several snapshots, which have the same names in each of them,
 as Accelerate saves with FSDP. Then that folder is the one that goes.
@@ -18,8 +18,12 @@ from pathlib import Path
 
 from casnap.errors import CasnapError
 from casnap.format.names import MARKER
+from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
+from casnap.runtime.typing import override
+from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.missing_folders import MissingFoldersChange
+from casnap.storage.catalog.retention import PruneChange, Verdict, prune
 from casnap.storage.catalog.table import Table, commit_in, snapshots_in
 from casnap.store import Store
 
@@ -54,11 +58,11 @@ class RunFolder:
         """Note that a snapshot has its folder."""
         self._folders[name] = commit, self._folder(name).stat().st_ino
 
-    def deleted(self, table: Table) -> dict[str, bytes]:
-        """Return the commits of the snapshots whose folders were deleted, by their names."""
+    def deleted(self, table: Table) -> dict[str, Row]:
+        """Return the snapshots whose folders were deleted, by their names."""
         with os.scandir(self._path) as entries:
             names = {entry.inode(): entry.name for entry in entries}
-        present, deleted = set(names.values()), {}
+        present, deleted = set(names.values()), dict[str, Row]()
         for name, (commit, inode) in list(self._folders.items()):
             if self._folder(name).name not in present and self._is_gone(name):
                 row = table.get(name)
@@ -66,7 +70,7 @@ class RunFolder:
                     # It was forgotten.
                     del self._folders[name]
                 elif inode not in names or self._commit_of(names[inode]) != commit:
-                    deleted[name] = commit
+                    deleted[name] = row
         return deleted
 
     def _folder(self, name: str) -> Path:
@@ -153,14 +157,34 @@ def _key(store: Store, run: str, inner: str) -> str:
     return f"{store.open_store.backend.identity} {run} /{inner}"
 
 
-def deleted_folders(store: Store, name: str) -> dict[str, bytes]:
-    """Return the commits of the snapshots beside a new one whose folders were deleted, by name."""
-    deleted: dict[str, bytes] = {}
+class _DeletedChange(PruneChange):
+    """The change of a table that removes the snapshots whose folders were deleted."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__()
+        self._run_folder = folder
+
+    @override
+    def judge(self, table: Table) -> list[Verdict]:
+        """Return the verdicts on these snapshots."""
+        return [
+            Verdict(name, row, ("kept",) if row.user_tags or is_unmirrored(row) else ())
+            for name, row in self._run_folder.deleted(table).items()
+        ]
+
+
+def forget_deleted(store: Store, name: str) -> None:
+    """Forget the snapshots beside a new one whose folders were deleted.
+
+    So they are collected while the new one is taken, and on a nearly full disk before that.
+    """
     for folder in _run_folders(store, name):
+        change = _DeletedChange(folder)
         # What cannot be seen was not deleted.
         with suppress(OSError, CasnapError):
-            deleted |= store.read(folder.deleted)
-    return deleted
+            if any(not verdict.kept for verdict in store.read(change.judge)):
+                verdicts = prune(store.open_store, change)
+                store.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
 
 
 def note_saved(store: Store, name: str, commit: bytes) -> None:

@@ -21,7 +21,7 @@ from torch.futures import Future
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
-from casnap.integrations.dcp.rotation import deleted_folders, note_saved
+from casnap.integrations.dcp.rotation import forget_deleted, note_saved
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.integrations.notices import put_notices
 from casnap.ranks.joining import join_ranks, own_rank
@@ -186,7 +186,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         found_store, name = find_store_together(path, storage_options, store, comm)
         options, leads, full = self._options, comm.rank == 0, found_store.full_name(name)
         if leads:
-            options = replace(options, forget=deleted_folders(found_store, full))
+            forget_deleted(found_store, full)
         snapshot = found_store.take_from(
             comm,
             lambda: planned(comm, plan, planner, allow_pickle=options.allow_pickle),
