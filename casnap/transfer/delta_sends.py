@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
+from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage.catalog.cell_pairs import cell_pairs, snapshot_before
 from casnap.storage.catalog.contents import Contents
@@ -19,11 +20,13 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.copy_jobs import CopyJob
 
-# So many chunks are held by a thread while they are encoded, and their bases too: what stays in the
-# cache of a core, or more if each read is a request.
-_AT_ONCE, _AT_ONCE_FAR = 4, 16
-# More would wait for Python's lock.
-_MOST_THREADS = 8
+# So many bytes of chunks are held by a thread while they are encoded, and as many of their bases:
+# what stays in the cache of a core, or more if each read is a request. No chunk counts as less than
+# a MiB.
+_GROUP_BYTES, _GROUP_BYTES_FAR = 4 << 20, 16 << 20
+_LEAST = 1 << 20
+# More threads would wait for Python's lock; and for large chunks they would need much memory.
+_MOST_THREADS, _MOST_BYTES = 8, 128 << 20
 
 Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was sent."""
@@ -44,7 +47,7 @@ class DeltaSender:
     def __init__(self, source: OpenStore, destination: OpenStore, job: CopyJob) -> None:
         self._source = source
         self._job = job
-        self._at_once = _AT_ONCE_FAR if source.backend.costly_requests else _AT_ONCE
+        self._group_bytes = _GROUP_BYTES_FAR if source.backend.costly_requests else _GROUP_BYTES
         self._buffers: list[ChunkBuffer] = []
         self._forms = ChunkForms(destination.index)
 
@@ -61,19 +64,25 @@ class DeltaSender:
             # The one before may have been collected meanwhile. If this one is damaged, that shows.
             return {}
 
-    def send(self, transaction: Transaction, digests: list[Digest], report: Report) -> None:
+    def send(self, transaction: Transaction, sizes: Mapping[Digest, int], report: Report) -> None:
         """Write some chunks into the new packs of a transaction.
+
+        Args:
+            transaction: The transaction.
+            sizes: The raw length of each chunk.
+            report: Called after each, from any thread.
 
         Raises:
             DamagedError: Some are nowhere whole in the source.
             BackendError: Some cannot be read, and may be whole.
         """
-        bases = self._usable_bases(transaction, digests)
-        groups = [digests[at : at + self._at_once] for at in range(0, len(digests), self._at_once)]
+        bases = self._usable_bases(transaction, sizes)
+        groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
         send = partial(self._send_some, transaction, bases, report)
         # A mirror leaves most cores to the training that it runs beside.
         threads = max(1, cores() // 4) if works_in_background() else cores()
-        for _ in mapped(send, groups, min(threads, _MOST_THREADS)):
+        few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
+        for _ in mapped(send, groups, min(threads, few, _MOST_THREADS)):
             continue
 
     def _send_some(
@@ -83,7 +92,7 @@ class DeltaSender:
         report: Report,
         digests: list[Digest],
     ) -> None:
-        buffer = self._buffers.pop() if self._buffers else ChunkBuffer(2 * self._at_once << 20)
+        buffer = self._buffers.pop() if self._buffers else ChunkBuffer(2 * self._group_bytes)
         raws = self._read(buffer, digests, {bases[d] for d in digests if d in bases})
         for digest in digests:
             raw, base = raws[digest], bases.get(digest)

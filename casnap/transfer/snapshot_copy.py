@@ -233,7 +233,9 @@ class SnapshotCopy:
         # After each batch the clock is looked at.
         for digests in batches(planned, stored_bytes, _TURN_BYTES):
             if self._sender is not None:
-                self._sender.send(transaction, digests, note)
+                places = {digest: planned[digest] for digest in digests}
+                raw_sizes = {d: place.raw_size if place else 0 for d, place in places.items()}
+                self._sender.send(transaction, raw_sizes, note)
             else:
                 chunks = ((digest, False) for digest in digests)
                 copy_verified(self._source, chunks, transaction.new_packs, note)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import pack_key
+from casnap.storage.chunks.copying import ChunkBuffer
+from casnap.transfer import delta_sends
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.bitwise import assert_same
@@ -115,6 +118,42 @@ def test_large_metadata_and_compressed_chunks(tmp_path: Path) -> None:
     plain = filled(tmp_path / "plain")
     small = Store(tmp_path / "small", chunk_size=CHUNK, codec="zstd").make()
     assert plain.copy("step_0", to=small).sent_bytes < 0.9 * 240_000
+
+
+def test_large_chunks_that_take_little_are_held_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deltas of large chunks, and many cores, take no more memory."""
+    monkeypatch.setattr(delta_sends, "cores", lambda: 8)
+    for limit, chunks in {"_LEAST": 0.25, "_GROUP_BYTES": 1, "_MOST_BYTES": 2}.items():
+        monkeypatch.setattr(delta_sends, limit, int(chunks * CHUNK))
+    held: dict[ChunkBuffer, int] = {}
+    most = [0]
+    read, clear = ChunkBuffer.read, ChunkBuffer.clear
+
+    def count(buffer: ChunkBuffer, *args: Any) -> Any:
+        raws = read(buffer, *args)
+        held[buffer] = sum(map(len, raws.values()))
+        most.append(sum(held.copy().values()))
+        return raws
+
+    def forget(buffer: ChunkBuffer) -> None:
+        held.pop(buffer, None)
+        clear(buffer)
+
+    source, there = (
+        Store(tmp_path / name, chunk_size=CHUNK, codec="zstd").make() for name in ("a", "b")
+    )
+    w = torch.arange(16 * CHUNK // 4, dtype=torch.int32)
+    for step in range(2):
+        w += step
+        source.take({"s": StateDict(w=w)}, f"step_{step}")
+    source.copy("step_0", to=there)
+    monkeypatch.setattr(ChunkBuffer, "read", count)
+    monkeypatch.setattr(ChunkBuffer, "clear", forget)
+    source.copy("step_1", to=there)
+    assert CHUNK < max(most) <= 4 * CHUNK  # two threads, each with a chunk and its base
+    assert torch.equal(there["step_1"].read_object("s/w"), w)
 
 
 def test_between_remote_stores(source: Store, tmp_path: Path) -> None:
