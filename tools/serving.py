@@ -2,7 +2,9 @@
 
 A trainer on a disk mirrors each step to a real S3 server; 1 % of its bf16 weights move a step.
 Three followers pull from there. Trainer and followers reach the server by links of their own, each
-of 100 MB/s and 20 ms there and back. All run on this machine, and share its cores.
+of 100 MB/s and 20 ms there and back. All run on this machine, and share its cores; processor time
+is that of one process each. Beside it: what rclone copies, and what chunks whose cuts depend on the
+content find new.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import s3fs
 import torch
+from blake3 import blake3
 
 from casnap import Retention, StateDict, Store
 from tests.support.servers import Bucket, shared
@@ -32,6 +37,9 @@ from tests.support.servers import Bucket, shared
 _RATE, _DELAY = 100e6, 0.010
 _PIECE = 64 << 10
 _INTERVAL = 0.5
+# Chunks whose cuts depend on the content: 64 KiB in the mean, and bounds.
+_CUT_BITS, _LEAST_CHUNK, _MOST_CHUNK = 16, 8 << 10, 128 << 10
+_SAMPLE_BYTES = 64 << 20
 
 
 class Link:
@@ -146,6 +154,12 @@ class Follower:
             time.sleep(0.005)
         return self.switched[name][0]
 
+    @property
+    def seconds(self) -> float:
+        """The processor time that it has used."""
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
     def stop(self) -> None:
         """End it."""
         self._process.terminate()
@@ -171,6 +185,11 @@ class Trainer:
         )
         self._step = 0
 
+    def sample(self) -> np.ndarray:
+        """Return a copy of some bytes of the weights."""
+        first = next(iter(self._weights.values()))
+        return first.view(torch.uint8)[:_SAMPLE_BYTES].numpy().copy()
+
     def step(self) -> tuple[str, float, float]:
         """Take the next step; return its name, how long that took, and when it returned."""
         for weight in self._weights.values():
@@ -195,10 +214,11 @@ def measure(folder: Path, bucket: Bucket, nbytes: int, steps: int, missed: int) 
     """Print all figures."""
     trainer = Trainer(bucket, folder, nbytes)
 
-    def mirrored_step() -> tuple[str, float, float, float]:
+    def mirrored_step() -> tuple[str, float, float, float, float]:
         name, take, returned = trainer.step()
+        began = time.process_time()
         trainer.store.wait_mirrored(600)
-        return name, take, returned, time.monotonic() - returned
+        return name, take, returned, time.monotonic() - returned, time.process_time() - began
 
     name, *_ = mirrored_step()
     print(f"a state of {mb(trainer.nbytes)}; the first copy sent {mb(trainer.link.sent)}")
@@ -210,13 +230,19 @@ def measure(folder: Path, bucket: Bucket, nbytes: int, steps: int, missed: int) 
     for _ in range(steps):
         for link in (trainer.link, *(follower.link for follower in followers)):
             link.reset()
-        name, take, returned, mirrored = mirrored_step()
+        before = [follower.seconds for follower in followers]
+        name, take, returned, mirrored, mirror_used = mirrored_step()
         last = max(follower.wait(name) for follower in followers) - returned
         time.sleep(0.2)
         received = max(follower.link.received for follower in followers)
-        rows.append((take, mirrored, last, trainer.link.sent, received))
-    take, mirrored, last, sent, received = map(statistics.median, zip(*rows, strict=True))
+        used = max(f.seconds - b for f, b in zip(followers, before, strict=True))
+        pulled = max(f.switched[name][1]["seconds"] for f in followers)
+        rows.append((take, mirrored, last, trainer.link.sent, received, mirror_used, used, pulled))
+    medians = map(statistics.median, zip(*rows, strict=True))
+    take, mirrored, last, sent, received, mirror_used, used, pulled = medians
     print(f"a step: taken in {take:.2f} s, mirrored {mirrored:.2f} s later, visible {last:.2f} s")
+    print(f"of the last to see it, the pull took {pulled:.2f} s")
+    print(f"processor time: of the mirror {mirror_used:.2f} s, of a follower {used:.2f} s")
     print(f"sent {mb(sent)}, received by each {mb(received)}: {received / sent:.3f} of that")
     for follower in followers:
         follower.link.reset()
@@ -237,13 +263,51 @@ def measure(folder: Path, bucket: Bucket, nbytes: int, steps: int, missed: int) 
         print(f"{label}, with the start: {seconds:.1f} s, {mb(follower.link.received)}")
         follower.stop()
     print(f"(the {missed} copies sent {mb(sent)})")
-    file = Path(folder / "host3/live/model.safetensors").resolve()
-    s3fs.S3FileSystem(endpoint_url=bucket.server.endpoint).put(str(file), f"{bucket.name}/file")
+    newest = Path(folder / "host3/live/model.safetensors").resolve()
+    measure_beside(folder, bucket, newest)
+    known = {blake3(chunk).digest() for chunk in chunks_of(trainer.sample())}
+    trainer.step()
+    chunks = list(chunks_of(trainer.sample()))
+    new = sum(len(chunk) for chunk in chunks if blake3(chunk).digest() not in known)
+    share = new / sum(map(len, chunks))
+    print(f"chunks cut by content: {len(chunks)}, of which {share:.0%} of the bytes are new")
+
+
+def measure_beside(folder: Path, bucket: Bucket, newest: Path) -> None:
+    """Print what others need to bring a file of weights to a host."""
+    s3fs.S3FileSystem(endpoint_url=bucket.server.endpoint).put(str(newest), f"{bucket.name}/file")
     link = Link(bucket.server.endpoint)
     started = time.monotonic()
     s3fs.S3FileSystem(endpoint_url=link.url).get(f"{bucket.name}/file", str(folder / "file"))
     seconds = time.monotonic() - started
     print(f"the file of safetensors, by s3fs: {seconds:.1f} s, {mb(link.received)}")
+    rclone = Path(".venv/servers/bin/rclone")
+    if rclone.exists():
+        link = Link(bucket.server.endpoint)
+        options = f":s3,provider=Other,env_auth,endpoint='{link.url}':{bucket.name}/by-rclone"
+        for source, target in ((str(newest.parent), options), (options, str(folder / "rclone"))):
+            link.reset()
+            started = time.monotonic()
+            subprocess.run([rclone, "copy", "--quiet", source, target], check=True)
+            seconds = time.monotonic() - started
+            print(f"rclone: {seconds:.1f} s, {mb(link.sent)} sent, {mb(link.received)} received")
+
+
+def chunks_of(raw: np.ndarray) -> Iterator[bytes]:
+    """Cut bytes where a rolling hash of the last ones says so."""
+    gears = np.random.default_rng(0).integers(0, 1 << 32, 256, np.uint32)[raw]
+    hashes = np.zeros(len(raw), np.uint32)
+    for age in range(32):
+        hashes[age:] += gears[: len(raw) - age] << np.uint32(age)
+    start = 0
+    for cut in np.flatnonzero(hashes >> np.uint32(32 - _CUT_BITS) == 0):
+        while cut - start > _MOST_CHUNK:
+            yield raw[start : start + _MOST_CHUNK].tobytes()
+            start += _MOST_CHUNK
+        if cut - start >= _LEAST_CHUNK:
+            yield raw[start:cut].tobytes()
+            start = int(cut)
+    yield raw[start:].tobytes()
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 
 ``train.py`` beside this file is killed by SIGKILL at a random moment, and resumed by the same
 command. Another run goes through without being killed. Then the two are compared, bit for bit, and
-adapters are fine-tuned on the result. FOLDER may hold the store of an earlier call.
+adapters are fine-tuned on the result, and brought to a folder as engines load it. FOLDER may hold
+the store of an earlier call.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def next_number(folder: Path) -> int:
 
 
 def main() -> None:
-    """Train, kill, resume, compare, fine-tune, look."""
+    """Train, kill, resume, compare, fine-tune, serve, look."""
     parser = argparse.ArgumentParser(description="Kill a training, resume it, compare.")
     parser.add_argument("folder", nargs="?", default="demo-store", help="the store [demo-store]")
     parser.add_argument("--steps", type=int, default=60, help="the last step [60]")
@@ -130,7 +131,11 @@ def main() -> None:
     print(f'\n>>> Store("{args.folder}")["{snapshot.name}"]["model/blocks.0.up.weight"][0, :4]')
     print(handle[0, :4])
 
-    print("\n6. Look at the store. Retention has deleted some snapshots; gc frees what waits.")
+    print("\n6. Serve the weights: a folder of safetensors, brought from one version to the next.")
+    casnap("pull", f"{args.folder}/{tuned}/{before}", f"{args.folder}/live")
+    casnap("pull", f"{args.folder}/{tuned}/{last}", f"{args.folder}/live")
+
+    print("\n7. Look at the store. Retention has deleted some snapshots; gc frees what waits.")
     casnap("gc", args.folder, "--grace", "0")
     casnap("ls", args.folder)
     casnap("du", args.folder)
