@@ -62,6 +62,7 @@ def load_into(
             f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
             "other states, and read_object(path, tensor) a tensor"
         )
+    shard_again(module)
     tensors = dict(tensors_of(module))
     report = RestoreReport()
     entries, places = match(contents, tensors, prefix, rename, device, report)
@@ -158,9 +159,8 @@ def tensors_of(
 ) -> Iterator[tuple[str, LiveTensor]]:
     """Yield the parameters and persistent buffers, or else the other buffers, by name.
 
-    Parameters of FSDP2 are sharded again for that, so no forward may be under way.
+    What FSDP2 has gathered for a forward is yielded as it is then.
     """
-    shard_again(module)
     for path, part in module.named_modules(remove_duplicate=False):
         lead = f"{path}.".replace(_CHECKPOINT_WRAPPER, "") if path else ""
         transient = part._non_persistent_buffers_set

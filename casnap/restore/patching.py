@@ -26,17 +26,24 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import view_at
 from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.state.devices import synchronize_devices
-from casnap.state.sharded import Shards, shard_again
+from casnap.state.sharded import Shards, shard_again, shards_of
 from casnap.state.tensors import carrier_dtype, is_its_memory
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Fill, ReadOptions, Want, fill_from
 
 
 class _Held(NamedTuple):
-    """What a tensor holds: its entry in the snapshot, and the digests of its chunks."""
+    """What a tensor holds.
+
+    Attributes:
+        entry: Its entry in the snapshot.
+        digests: The digests of its chunks.
+        value: The tensor. What it is replaced by holds something else.
+    """
 
     entry: TensorEntry
     digests: bytes
+    value: torch.Tensor
 
 
 _Bases: TypeAlias = dict[bytes, tuple[torch.Tensor, tuple[slice, ...]]]
@@ -88,7 +95,11 @@ class LiveWeights:
     ) -> None:
         self._target = target
         # Noted now, since versions are staged while forwards gather what FSDP2 has sharded.
-        self._of_module = dict(tensors_of(target)) if isinstance(target, torch.nn.Module) else {}
+        self._sharded = dict[str, LiveTensor]()
+        if isinstance(target, torch.nn.Module):
+            shard_again(target)
+            live = tensors_of(target)
+            self._sharded = {n: each for n, each in live if shards_of(n, each.value) is not None}
         self._prefix = prefix
         self._rename = rename
         self._strict = strict
@@ -110,10 +121,12 @@ class LiveWeights:
         for name, shards in places.items():
             path, entry = entries[name]
             before = patch.upon.get(name)
+            if before is not None and before.value is not shards.value:
+                before = None
             if before is not None and before.entry == entry:
                 patch.held[name] = before
                 continue
-            held = patch.held[name] = _held(contents, path, entry)
+            held = patch.held[name] = _held(contents, path, entry, shards.value)
             if not entry.data.nbytes:
                 continue
             cells = contents.cells(path, entry)
@@ -164,9 +177,10 @@ class LiveWeights:
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
         """Return path and entry of each tensor, and its memory, by its name here."""
-        tensors, report = self._of_module, RestoreReport()
-        if not isinstance(self._target, torch.nn.Module):
-            target = self._target
+        target, report = self._target, RestoreReport()
+        if isinstance(target, torch.nn.Module):
+            tensors = {**dict(tensors_of(target)), **self._sharded}
+        else:
             tensors = {
                 name: LiveTensor(target, name, value)
                 for name, value in target.items()
@@ -182,11 +196,11 @@ class LiveWeights:
 # --- what differs -------------------------------------------------------------------------------
 
 
-def _held(contents: Contents, path: str, entry: TensorEntry) -> _Held:
+def _held(contents: Contents, path: str, entry: TensorEntry, value: torch.Tensor) -> _Held:
     payload = entry.data
     if payload.nbytes <= INLINE_BYTES:
-        return _Held(entry, b"")
-    return _Held(entry, contents.digests(payload, contents.cells(path, entry), path))
+        return _Held(entry, b"", value)
+    return _Held(entry, contents.digests(payload, contents.cells(path, entry), path), value)
 
 
 def _form(entry: TensorEntry) -> tuple[object, ...]:

@@ -32,6 +32,7 @@ from casnap.errors import (
 from casnap.runtime import buffers
 from casnap.runtime.typing import override
 from casnap.serving import AppliedVersion, Follower
+from tests.support.bitwise import assert_same
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
 
@@ -255,6 +256,23 @@ def test_tensors_that_somebody_has_changed_are_read_anew(tmp_path: Path) -> None
     live["w"][5] = 1000
     assert follower.update()
     assert torch.equal(live["w"], versions[1])
+
+
+@pytest.mark.parametrize("changes", ["all", "a chunk", "nothing"])
+def test_tensors_that_somebody_has_replaced_are_read_whole(store: Store, changes: str) -> None:
+    net = Net()
+    with Follower(store.uri, net, start=False) as follower:
+        zeros = {name: torch.full_like(t, -2.0) for name, t in net.state_dict().items()}
+        net.load_state_dict(zeros, assign=True)
+        newest = Net(0)
+        with torch.no_grad():
+            if changes == "a chunk":
+                newest.large[0] = 1
+            elif changes == "all":
+                newest = Net(1)
+        store.take({"model": newest}, "run/next")
+        assert follower.update()
+        assert_same(net.state_dict(), newest.state_dict())
 
 
 def test_it_casts_and_fills_any_layout(store: Store) -> None:
