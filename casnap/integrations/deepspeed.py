@@ -107,7 +107,8 @@ def async_save_checkpoint(
     """
     begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
     with _Partitioned(engine):
-        state = _state_of(engine, client_state, exclude_frozen_parameters)
+        with begin.comm.reporting_errors():
+            state = _state_of(engine, client_state, exclude_frozen_parameters)
         return begin.store.begin_take(begin.comm, state, begin.name, begin.options)
 
 

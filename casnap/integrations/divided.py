@@ -131,6 +131,8 @@ def _why_unfit(entry: Entry | None, target: Target) -> str:
         return f"has {len(entry.shape)} axes there, here {len(target.parts[0][0].sizes)}"
     if target.shape not in (None, entry.shape):
         return f"is of shape {entry.shape} there, here {target.shape}"
+    if any(memory.is_meta for _, memory in target.parts):
+        return "is on the meta device here; give it memory first"
     return next(filter(None, (why_not_writable(memory) for _, memory in target.parts)), "")
 
 

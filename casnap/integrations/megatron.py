@@ -36,7 +36,7 @@ from casnap.integrations.dcp.plan import agreed_paths
 from casnap.integrations.dcp.rotation import forget_deleted, note_saved
 from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.notices import put_notices
-from casnap.integrations.trainers import check_version, snapshot_at
+from casnap.integrations.trainers import check_version, check_whole, snapshot_at
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
@@ -71,6 +71,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 __all__ = ["CasnapLoadStrategy", "CasnapSaveStrategy"]
 
 _BACKEND, _VERSION = "casnap", 1
+_KEYS = ("tensors", "objects", "common")
 _NOTICE = (
     "This is a snapshot of casnap; .metadata only stands there for code that looks for it. Import "
     "casnap.integrations.megatron, and load the folder by megatron.core.dist_checkpointing.load"
@@ -135,7 +136,11 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
         thread.shutdown(wait=False)
 
         def finalize() -> None:
-            self.snapshot = ended.result()
+            try:
+                self.snapshot = ended.result()
+            finally:
+                reader.close()
+                writer.close()
             save.end(self.snapshot)
 
         return AsyncRequest(_wait_for_end, (reader, writer, os.getpid()), [finalize])
@@ -156,8 +161,8 @@ class _Save:
         self, checkpoint_dir: str | Path, allow_pickle: bool, timeout: float | None
     ) -> None:
         refuse_nested_take()
-        self._folder = Path(checkpoint_dir)
-        path = os.fspath(checkpoint_dir)
+        path = os.path.realpath(checkpoint_dir)
+        self._folder = Path(path)
         self._comm = join(None, timeout, f"the save of {path!r}")
         self._store, self._name = find_store_together(path, None, None, self._comm)
         self._full_name = self._store.full_name(self._name)
@@ -176,7 +181,9 @@ class _Save:
 
     def begin(self, state: Mapping[str, Any]) -> PendingSnapshot:
         """Copy the state, and take the snapshot in the background."""
-        return self._store.begin_take(self._comm, self._leaves(state), self._name, self._options)
+        with self._comm.reporting_errors():
+            leaves = self._leaves(state)
+        return self._store.begin_take(self._comm, leaves, self._name, self._options)
 
     def end(self, snapshot: Snapshot) -> None:
         """Note what was saved, once it is durable."""
@@ -191,7 +198,7 @@ class _Save:
             if is_main_replica(shard.replica_id):
                 shards.setdefault(_path_of(shard), []).append(shard)
         paths = agreed_paths(self._comm, dict.fromkeys(shards))
-        leaves: dict[str, list[Leaf]] = {"tensors": [], "objects": [], "common": []}
+        leaves: dict[str, list[Leaf]] = {key: [] for key in _KEYS}
         if self._leads:
             containers = containers_above(paths)
             for key in ("tensors", "objects"):
@@ -347,7 +354,9 @@ def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
     snapshot = snapshot_at(checkpoint_dir)
     if snapshot is None:
         raise SnapshotNotFoundError(f"there is no snapshot at {os.fspath(checkpoint_dir)}")
-    if not {"tensors", "objects", "common"} <= snapshot.contents.keys():
+    for key in _KEYS:
+        check_whole(snapshot, key)
+    if not snapshot.contents.keys() >= set(_KEYS):
         raise StateError(f"{snapshot.path} was not saved by casnap.integrations.megatron")
     return snapshot
 

@@ -224,7 +224,11 @@ def test_what_is_loaded_in_part_and_what_is_refused(tmp_path: Path) -> None:
     wanted = saved(tmp_path, 2, 2)
 
     def work() -> None:
-        from casnap.integrations.deepspeed import load_checkpoint, save_checkpoint
+        from casnap.integrations.deepspeed import (
+            async_save_checkpoint,
+            load_checkpoint,
+            save_checkpoint,
+        )
 
         engine = engine_of(2, seed=1)
         assert load_checkpoint(engine, tmp_path / "nothing") == (None, {})
@@ -232,6 +236,8 @@ def test_what_is_loaded_in_part_and_what_is_refused(tmp_path: Path) -> None:
             load_checkpoint(engine, tmp_path / "run", "other")
         with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
             save_checkpoint(engine, tmp_path / "run", client_state={"value": Net})
+        with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+            async_save_checkpoint(engine, tmp_path / "run", client_state={"value": Net})
         load_checkpoint(engine, tmp_path / "run", load_module_only=True)
         state = whole_module(engine)
         for name, value in state.items():

@@ -91,6 +91,9 @@ def all_end(size: int, work: Callable[[], object]) -> None:
     assert on_ranks(size, work) == [0] * size
 
 
+_layout: list[int] = []
+
+
 class Training:
     """A small GPT, and Adam with its state distributed over the ranks of one shard."""
 
@@ -106,8 +109,11 @@ class Training:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
         from megatron.core.transformer import TransformerConfig
 
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
+        if _layout != [tensor_parallel, pipeline_parallel]:
+            # Megatron makes dozens of groups, whose threads go only with the process.
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
+            _layout[:] = tensor_parallel, pipeline_parallel
         get_cuda_rng_tracker().fork = lambda *_: nullcontext()
         torch.manual_seed(seed)
         config = TransformerConfig(
@@ -247,7 +253,7 @@ def test_tensor_pipeline_and_data_parallel_sizes_change(tmp_path: Path) -> None:
             training.train(2)
             training.save(tmp_path / name)
             training.save(tmp_path / f"{name}-own", own_strategy())
-        for name, layout in product(LAYOUTS, LAYOUTS.values()):
+        for layout, name in product(LAYOUTS.values(), LAYOUTS):
             assert_same(loaded(name, layout).whole(), loaded(f"{name}-own", layout).whole())
 
     def on_one() -> None:
@@ -324,6 +330,8 @@ def by_hand(value: torch.Tensor | None = None) -> dict[str, Any]:
 
 
 def test_each_kind_comes_back_as_it_was(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
     value = noise(torch.float32, (ROWS, COLUMNS))
 
     def save() -> None:
@@ -367,6 +375,8 @@ def test_each_kind_comes_back_as_it_was(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path / "whole")
     assert_same(snapshot.read_object("tensors/columns"), value)
     assert_same(snapshot.read_object("objects/an%2Fobject/shard_1_2")["x"], torch.arange(1))
+    snapshot.export(tmp_path / "weights.safetensors", path="tensors")
+    assert_same(load_file(tmp_path / "weights.safetensors")["columns"], value)
     # Each of the ways to divide it makes the same chunks.
     assert Snapshot(tmp_path / "divided").stats.new_bytes < value.nbytes / 4
 
@@ -567,7 +577,7 @@ def test_what_does_not_fit_and_what_is_refused(tmp_path: Path) -> None:
 
     def work() -> None:
         from megatron.core import dist_checkpointing as dc
-        from megatron.core.dist_checkpointing import ShardedTensor
+        from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
         from casnap.integrations.megatron import CasnapLoadStrategy
 
@@ -593,8 +603,10 @@ def test_what_does_not_fit_and_what_is_refused(tmp_path: Path) -> None:
         state = dc.load({"padded": padded}, str(folder))
         assert_same(state["padded"], torch.cat([value, torch.zeros(2, COLUMNS)]))
 
-        with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
-            dc.save({"x": of_all_ranks("x", Training)}, str(folder), CASNAP)
+        for later in (False, True):
+            state = {"x": ShardedObject("x", [Training, 1][rank], (2,), (rank,))}
+            with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+                dc.save(state, str(folder), CASNAP, async_sharded_save=later)
         with pytest.raises(StateError, match="does not change"):
             CasnapLoadStrategy().remove_sharded_tensors(str(folder), "rows")
         with pytest.raises(DamagedError, match=r"of a save to this folder that was not completed"):
@@ -611,11 +623,5 @@ def test_what_does_not_fit_and_what_is_refused(tmp_path: Path) -> None:
         shutil.copy(folder / "metadata.json", own)
         with pytest.raises(SnapshotNotFoundError, match=r"there is no snapshot at .*own"):
             dc.load(by_hand(), str(own))
-
-    def of_all_ranks(key: str, value: object) -> Any:
-        from megatron.core.dist_checkpointing import ShardedObject
-
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return ShardedObject(key, value, (size,), (rank,))
 
     all_end(2, work)

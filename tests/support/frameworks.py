@@ -103,6 +103,7 @@ TESTS: dict[str, dict[str, str]] = {
             "test_megatron.py::test_tensor_pipeline_and_data_parallel_sizes_change"
         ),
         "frozen base stored once": f"test_megatron.py::{_ONCE}",
+        "export": "test_megatron.py::test_each_kind_comes_back_as_it_was",
         "killed": f"test_megatron.py::{_RESUMES}",
     },
 }
