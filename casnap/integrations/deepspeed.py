@@ -85,7 +85,7 @@ def save_checkpoint(
     """
     begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
     with _Partitioned(engine):
-        state = partial(_state_of, engine, client_state, exclude_frozen_parameters)
+        state = partial(_state_of, engine, client_state, exclude_frozen_parameters, allow_pickle)
         return begin.store.take_from(begin.comm, state, begin.name, begin.options)
 
 
@@ -108,7 +108,7 @@ def async_save_checkpoint(
     begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
     with _Partitioned(engine):
         with begin.comm.reporting_errors():
-            state = _state_of(engine, client_state, exclude_frozen_parameters)
+            state = _state_of(engine, client_state, exclude_frozen_parameters, allow_pickle)
         return begin.store.begin_take(begin.comm, state, begin.name, begin.options)
 
 
@@ -203,7 +203,7 @@ def take_with(
     with _Partitioned(engine):
 
         def state() -> _WithOthers:
-            of_engine = _state_of(engine, None, exclude_frozen_parameters)
+            of_engine = _state_of(engine, None, exclude_frozen_parameters, options.allow_pickle)
             return _WithOthers(of_engine, LiveState(others))
 
         return begin.store.take_from(begin.comm, state, begin.name, options)
@@ -432,7 +432,10 @@ def _trained(engine: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _state_of(
-    engine: Any, client_state: Mapping[str, Any] | None, without_frozen: bool
+    engine: Any,
+    client_state: Mapping[str, Any] | None,
+    without_frozen: bool,
+    allow_pickle: bool,
 ) -> DividedLeaves:
     """Return what this rank stores."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
@@ -450,13 +453,14 @@ def _state_of(
         values += [("optimizer", key, name) for key in states for name in trained]
         for key, containers in containers_above([*values, ("optimizer", "groups")]).items():
             leaves[key] += containers
-        leaves["optimizer"] += flatten(_groups(optimizer), "optimizer/groups")
+        plain = partial(flatten, allow_pickle=allow_pickle)
+        leaves["optimizer"] += plain(_groups(optimizer), "optimizer/groups")
         counts = _counts(engine, client_state)
         counts |= {"states": states, "has_frozen": not without_frozen}
-        leaves["engine"] += flatten(counts, "engine")
+        leaves["engine"] += plain(counts, "engine")
         for name, value in module_state.items():
             if name not in parameters:
-                leaves["model"] += flatten(value, casnap_path(("model", name)))
+                leaves["model"] += plain(value, casnap_path(("model", name)))
     with without_torch_modes():
         for name in names:
             if name in parameters:

@@ -238,6 +238,10 @@ def test_what_is_loaded_in_part_and_what_is_refused(tmp_path: Path) -> None:
             save_checkpoint(engine, tmp_path / "run", client_state={"value": Net})
         with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
             async_save_checkpoint(engine, tmp_path / "run", client_state={"value": Net})
+        pickled = tmp_path / "pickled"
+        save_checkpoint(engine, pickled, client_state={"value": Net}, allow_pickle=True)
+        _, client_state = load_checkpoint(engine, pickled, allow_pickle=True)
+        assert client_state == {"value": Net}
         load_checkpoint(engine, tmp_path / "run", load_module_only=True)
         state = whole_module(engine)
         for name, value in state.items():
