@@ -204,6 +204,35 @@ def _deepspeed() -> tuple[Callable[[], None], Save, Save]:
     )
 
 
+def _megatron() -> tuple[Callable[[], None], Save, Save]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo")
+    # Megatron's own save calls these on CPUs, too.
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import casnap.integrations.megatron  # noqa: F401
+
+    model = _model()
+    optimizer = torch.optim.AdamW(model[1].parameters())
+
+    def save(path: Path, strategy: tuple[str, int]) -> None:
+        tensors = dict(model.state_dict())
+        for number, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"{number}.{name}": value for name, value in state.items()}
+        sharded = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in tensors.items()}
+        path.mkdir()
+        dist_checkpointing.save(sharded, str(path), strategy)
+
+    return (
+        _stepper(model, optimizer),
+        lambda path: save(path, ("torch_dist", 1)),
+        lambda path: save(path, ("casnap", 1)),
+    )
+
+
 FRAMEWORKS: dict[str, Callable[[], tuple[Callable[[], None], Save, Save]]] = {
     "dcp": _dcp,
     "lightning": _lightning,
@@ -211,6 +240,7 @@ FRAMEWORKS: dict[str, Callable[[], tuple[Callable[[], None], Save, Save]]] = {
     "accelerate": _accelerate,
     "torch_checkpointing": _torch_checkpointing,
     "deepspeed": _deepspeed,
+    "megatron": _megatron,
 }
 
 
