@@ -35,7 +35,7 @@ from casnap.storage.chunks.open_store import OpenStore
 _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
 # counts, up to so many seconds: so they keep up where a run begins with many small takes.
-_SHARE, _SAVED = 25.0, 2.0
+_SHARE, _SAVED = 40.0, 2.0
 # Those that go through the whole store find what no process has let go: what takes have left that
 # failed, and what was let go by processes that ended. They are rarer, unless they cost less, as
 # where little is kept. So that this shows, what the others cost counts for less each time.
