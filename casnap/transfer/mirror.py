@@ -123,8 +123,7 @@ class Mirror:
                 f"mirror= is a path or URI of a store; got a {type(options.uri).__name__}"
             )
         self.how = options
-        self._place = locate(options.uri, options.options)
-        self.uri = self._place.backend.uri
+        self.uri = locate(options.uri, options.options).backend.uri
         self._source = source
         self._host = HostFiles(source, self.uri)
         self._hooks_of = hooks_of
@@ -411,13 +410,15 @@ class Mirror:
 
     def _open_destination(self) -> Destination:
         """Open the mirror, or make it if the store has none yet."""
-        source, name = self._source, self._place.name
+        source = self._source
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
         codec = settings_of(root)[CODEC]
         try:
+            # Another process may have made it meanwhile, so its place is looked at anew.
+            place = locate(self.how.uri, self.how.options)
             store, _ = open_at(
-                self._place,
+                place,
                 create=attached is None,
                 chunk_size=source.config.chunk_size,
                 codec=codec if codec in CODECS else None,
@@ -433,8 +434,8 @@ class Mirror:
                 "mirror is another store, which casnap makes"
             )
         check_pair(source, store)
-        attach_mirror(source, MirrorPlace(store.config.store_id, name, self.uri))
-        return Destination(store, name, CopyOptions(hooks=self._hooks_of(store)))
+        attach_mirror(source, MirrorPlace(store.config.store_id, place.name, self.uri))
+        return Destination(store, place.name, CopyOptions(hooks=self._hooks_of(store)))
 
     # --- what is known ---
 
