@@ -433,11 +433,13 @@ class OpenStore:
         """Read chunks from the cache, the others from the store; return those that failed there."""
         # Only of nodes the length is not known, and the host keeps those elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
-            # Deltas are proven by their results alone, so they are not cached.
             deltas = [each for each in wanted_places if each[0].codec == _DELTA]
             others = [each for each in wanted_places if each[0].codec != _DELTA]
-            wanted_places = self.chunk_cache.read(others, self.config.chunk_size, options) + deltas
+            wanted_places = self.chunk_cache.read(others, self.config.chunk_size, options)
             options = options._replace(keep=self.chunk_cache.keep)
+            # What is cached of deltas is proven by their results alone. It may be wrong.
+            failed = self._read_deltas(deltas, options, self.chunk_cache)
+            wanted_places += [(unread.place, unread.wants) for unread in failed]
         return self.read_places(wanted_places, options)
 
     def read_places(
@@ -445,21 +447,35 @@ class OpenStore:
     ) -> list[FailedRead]:
         """Read the chunks at these places in the store; return those that failed, and why."""
         deltas = [each for each in places if each[0].codec == _DELTA]
-        if not deltas:
-            return read_places(self.backend, self.config.chunk_size, places, options)
         others = [each for each in places if each[0].codec != _DELTA]
         failures = read_places(self.backend, self.config.chunk_size, others, options)
+        return failures + self._read_deltas(deltas, options, None)
+
+    def _read_deltas(
+        self, deltas: list[Located], options: ReadOptions, chunk_cache: ChunkCache | None
+    ) -> list[FailedRead]:
+        """Read chunks at places of deltas, with what a cache has; return those that failed."""
+        if not deltas:
+            return []
+        chunk_size = self.config.chunk_size
+        link_options = WITHOUT_POOL._replace(keep=options.keep)
+
+        def read_links(links: list[Located]) -> list[FailedRead]:
+            if chunk_cache is not None:
+                links = chunk_cache.read(links, chunk_size, WITHOUT_POOL)
+            return read_places(self.backend, chunk_size, links, link_options)
+
         # One view for all: if a collector moves a base meanwhile, the caller reads again.
         view = cache(self.recent_view)
         reader = DeltaReader(
-            lambda links: read_places(self.backend, self.config.chunk_size, links, WITHOUT_POOL),
+            read_links,
             partial(self._find_bases, view),
             lambda digest: self.places_of_base(digest, view),
             options.base,
         )
         one_by_one = options.budget is not None or options.readers == 0
         at_once = self.backend.in_flight if self.backend.costly_requests else cores()
-        return failures + reader.read(deltas, 1 if one_by_one else at_once)
+        return reader.read(deltas, 1 if one_by_one else at_once)
 
     def _find_bases(self, view: Callable[[], View], digests: list[Digest]) -> list[Place | None]:
         """Return where the bases of some deltas lie, or None for each that is nowhere."""
