@@ -266,7 +266,7 @@ def measure(folder: Path, bucket: Bucket, nbytes: int, steps: int, missed: int) 
     newest = Path(folder / "host3/live/model.safetensors").resolve()
     measure_beside(folder, bucket, newest)
     known = {blake3(chunk).digest() for chunk in chunks_of(trainer.sample())}
-    trainer.step()
+    mirrored_step()  # else the mirror is still at it when the server ends
     chunks = list(chunks_of(trainer.sample()))
     new = sum(len(chunk) for chunk in chunks if blake3(chunk).digest() not in known)
     share = new / sum(map(len, chunks))
