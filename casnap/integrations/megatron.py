@@ -313,8 +313,8 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         contents = _snapshot_of(checkpoint_dir).contents
         with contents.reading():
             paths = [path.split("/") for path, _ in contents.trees(own_rank())["objects"].items()]
-        found = [_described(*map(key_of, path[1:])) for path in paths if len(path) == 3]
-        return {each.unique_key: each for each in found} | self.load_tensors_metadata(
+        objects = [_described(*map(key_of, path[1:])) for path in paths if len(path) == 3]
+        return {each.unique_key: each for each in objects} | self.load_tensors_metadata(
             checkpoint_dir
         )
 

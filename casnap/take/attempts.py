@@ -27,12 +27,12 @@ class _Series:
     Attributes:
         since: The time of the first one.
         count: How many they are.
-        last: The error of the last one.
+        last_error: The error of the last one.
     """
 
     since: float
     count: int = 0
-    last: str = ""
+    last_error: str = ""
 
 
 # The takes that have failed since one was stored, by the path of their run.
@@ -84,11 +84,11 @@ class Attempt:
             self._is_noted = True
             series = _series.setdefault(self._run, _Series(time.time()))
             series.count += 1
-            series.last = f"{type(error).__name__}: {error}"
+            series.last_error = f"{type(error).__name__}: {error}"
             _log.warning(
                 "the snapshot %s was NOT stored; the run goes on (on_error='warn'): %s",
                 self._path,
-                series.last,
+                series.last_error,
             )
         return True
 
@@ -101,5 +101,5 @@ class Attempt:
                 self._path,
                 series.count,
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(series.since)),
-                series.last,
+                series.last_error,
             )

@@ -60,8 +60,8 @@ def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: b
     _wait_for_others(before)
     if options.attempt.on_error == "raise":
         last_count = _count if is_alone else _count - before
-        so = f"the take of {name!r} has not begun: call again for it"
-        _raise_unseen(store_id, last_count, so)
+        advice = f"the take of {name!r} has not begun: call again for it"
+        _raise_unseen(store_id, last_count, advice)
 
 
 def _wait_for_others(most: int) -> None:
