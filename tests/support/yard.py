@@ -97,7 +97,7 @@ class Yard:
     def stand_still(self) -> None:
         """Stop this process until all others are done."""
         self.leave("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     def stand_in_thread(self) -> None:
         """Stop this thread until all others are done."""
