@@ -23,6 +23,7 @@ from casnap.format.region import Region
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
+from casnap.state.overlap import same_bytes
 from casnap.state.sharded import Shards, on_behalf_of
 from casnap.state.tensors import Leaf
 
@@ -136,10 +137,5 @@ def _same(one: Leaf, other: Leaf) -> bool:
     a: Any = one.content
     b: Any = other.content
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        # The bits, so that NaN is the same.
-        return torch.equal(_bits(a), _bits(b))
+        return same_bytes(a, b)
     return isinstance(a, Shards) or a == b
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

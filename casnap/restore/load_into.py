@@ -148,10 +148,10 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
     raise EntryNotFoundError(f"{contents.label} has nothing below {prefix!r}{hint}")
 
 
+# --- what the module has ------------------------------------------------------------------------
+
 # State dicts are without this part of the names of activation checkpointing.
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-
-# --- what the module has ------------------------------------------------------------------------
 
 
 def tensors_of(

@@ -87,11 +87,11 @@ def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
         # Torch refuses to write an expanded element more than once, so write its first copy.
         distinct = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
         fill(target[distinct], content[distinct])
-    return all(_same_bytes(target, content) for target, content in both)
+    return all(same_bytes(target, content) for target, content in both)
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Compare bytes, since NaNs are not equal to themselves.
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes: NaNs are not equal."""
     flat_a, flat_b = (
         t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for t in (a, b.to(a.device))
