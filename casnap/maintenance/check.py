@@ -12,7 +12,7 @@ from casnap.maintenance.damage import (
     ALL,
     Damage,
     Hurt,
-    damages_of_roots,
+    history_damages,
     listed_roots,
     root_damages,
 )
@@ -114,7 +114,7 @@ def check(
     except DamagedError as e:
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
-        return CheckReport([*damages, unreadable], damages_of_roots(backend, range(newest)))
+        return CheckReport([*damages, unreadable], history_damages(backend, newest))
     share = (1.0 if data else None) if sample is None else sample
     survey.run(share=share, seed=seed, only=name)
     if name is not None:

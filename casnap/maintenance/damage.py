@@ -61,6 +61,10 @@ KINDS = {
 }
 """The kind of the damage, by the reason why a chunk could not be read."""
 
+# A listing may be stale, so a few roots that it lacks are looked for. A root may claim any number,
+# so where it lacks more, they are not.
+_MOST_UNLISTED = 1000
+
 READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
 """What is raised where an object of a store cannot be read."""
 
@@ -84,10 +88,28 @@ def root_damages(backend: Backend, newest: int) -> tuple[list[Damage], list[Dama
     If the newest root is damaged, its copy stands in for it. Older roots are history: no snapshot
     needs them.
     """
-    stood_in_for = damages_of_roots(backend, [newest])
+    stood_in_for = _damages_of_roots(backend, [newest])
     for damage in stood_in_for:
         damage.message += "; its copy stands in for it until a repair puts another one"
-    return stood_in_for, damages_of_roots(backend, range(newest))
+    return stood_in_for, history_damages(backend, newest)
+
+
+def history_damages(backend: Backend, newest: int) -> list[Damage]:
+    """Return the damages of the roots before the newest one."""
+    damages: list[Damage] = []
+    numbers: list[int] = []
+    before = -1
+    for seq in (*(seq for seq in listed_roots(backend) if seq < newest), newest):
+        lacking = range(before + 1, seq)
+        if len(lacking) > _MOST_UNLISTED:
+            message = f"the roots {lacking[0]} to {lacking[-1]} are missing"
+            damages.append(Damage("missing", root_key(lacking[0]), message))
+        else:
+            numbers += lacking
+        if seq < newest:
+            numbers.append(seq)
+        before = seq
+    return [*damages, *_damages_of_roots(backend, numbers)]
 
 
 def listed_roots(backend: Backend) -> list[int]:
@@ -100,7 +122,7 @@ def listed_roots(backend: Backend) -> list[int]:
     )
 
 
-def damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
+def _damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
     """Return the damages of some roots."""
 
     def look(seq: int) -> Damage | None:

@@ -217,6 +217,32 @@ def test_a_damaged_newest_root_is_no_older_root(store: Path, cache_dir: Path) ->
     assert {p: p.read_bytes() for p in objects_of(store) if p != file} == before
 
 
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda raw: raw[:-1], flip(60)])
+def test_a_lost_newest_root_whose_copy_is_torn_is_no_older_root(
+    store: Path, cache_dir: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """A step back without a word would end in a run that goes on from an older snapshot."""
+    lost = newest(store)
+    copy = store / "casnap-store/roots/copies" / lost.name
+    lost.rename(store / "away")
+    with damaged(copy, damage):
+        for fresh in (True, False):
+            if fresh:
+                forget_cache(cache_dir)
+            with pytest.raises(DamagedError, match=f"roots/0/{lost.name} is lost, and its copy"):
+                Store(store, create=False).latest()
+            with pytest.raises(DamagedError, match="from a backup"):
+                Store(store).take({KEY: StateDict(x=1)}, "d")
+        report = Store(store).check()
+        assert not report.ok
+        assert "is lost, and its copy" in report.damages[0].message
+    # With its copy, or after the way back that the error names, the store can be read.
+    assert [s.name for s in Store(store).snapshots()] == list(STEPS)
+    copy.rename(store / "copy-away")
+    forget_cache(cache_dir)
+    assert [s.name for s in Store(store).snapshots()] == list(STEPS)[:-1]
+
+
 # --- who is hurt ------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from casnap import Retention, Snapshot, Store
-from casnap.errors import UnsupportedFormatError
+from casnap.errors import StoreError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import encode, pack_key, root_key, seal, unseal
 from casnap.format.tree import Branch
@@ -235,3 +235,41 @@ def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(
     Snapshot(tmp_path / "s/b").restore(state(0))
     assert listed
     assert not {tmp_path / "s", tmp_path / "s/casnap-store/index"} & set(listed)
+
+
+# --- numbers of roots -------------------------------------------------------------------------
+
+
+def put_root_number(store: Store, seq: int) -> None:
+    """Put the newest root once more, under another number."""
+    fields = {**newest_record(store), "seq": seq}
+    path = Path(store.uri) / "casnap-store" / root_key(seq)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(seal(b"r", msgspec.msgpack.encode(fields)))
+
+
+def test_check_looks_for_no_million_roots(tmp_path: Path) -> None:
+    """It takes a gap in their numbers for one damage."""
+    store = Store(tmp_path / "s").make()
+    store.take(state(1), "run/1")
+    put_root_number(store, 3_000_000)
+    report = Store(store.uri).check()
+    assert report.ok
+    assert report.root == 3_000_000
+    assert [d.message for d in report.history] == ["the roots 2 to 2999999 are missing"]
+    assert_restores(Store(store.uri), "run/1", 1)
+
+
+def test_the_last_number_of_a_root_closes_a_store_for_writers_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s").make()
+    store.take(state(1), "run/1")
+    put_root_number(store, (1 << 48) - 1)
+    full = Store(store.uri)
+    with pytest.raises(StoreError, match="the last number that a root can have"):
+        full.tag("run/1", "best")
+    with pytest.raises(StoreError, match="casnap cp"):
+        full.take(state(2), "run/2")
+    assert_restores(Store(store.uri), "run/1", 1)
+    other = Store(tmp_path / "other")
+    Store(store.uri).copy("run/1", to=other)
+    assert_restores(other, "run/1", 1)

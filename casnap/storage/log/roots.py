@@ -45,6 +45,8 @@ DELTAS = "deltas"
 """The feature of stores that hold deltas (``format/delta.py``)."""
 FEATURES = frozenset({DELTAS})
 """What this version knows, to read and to write."""
+MOST_ROOTS = 1 << 48
+"""Ids of packs and segments begin with the number of a root, in 6 bytes."""
 # Holds a copy of the newest root; no other is needed to read the store.
 COPIES = "roots/copies"
 
@@ -150,17 +152,37 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
 
     When a store is copied while it is written to, the copy may catch a root's copy, but not the
     files that it names. Then it does not count.
+
+    Raises:
+        DamagedError: A root was lost, and its copy is damaged.
     """
     if not backend.keeps_copies:
         return None
     seq = max(_numbers(backend, COPIES), default=-1)
-    copy = _read_copy(backend, seq) if seq > root.seq else None
-    if copy is None:
+    if seq <= root.seq:
         return None
+    key = f"{COPIES}/{seq}"
+    copy: Root | DamagedError | BackendError | None
+    try:
+        copy = _read_either(backend, key, seq)
+    except UnavailableError:
+        raise
+    except FileNotFoundError:
+        copy = None
+    except (DamagedError, BackendError) as e:
+        copy = e
     # The root may have been put between the two looks.
     root_there = _read_if_there(backend, seq)
+    if root_there is not None or copy is None:
+        return root_there
+    if not isinstance(copy, Root):
+        raise DamagedError(
+            f"{backend.where(root_key(seq))} is lost, and its copy cannot be read: {copy}. Put the "
+            f"root back from a backup. To go back to root {root.seq} instead, and lose what was "
+            f"committed after it, move {backend.where(key)} away"
+        ) from copy
     segments = {id_from_name(name) for name in backend.names("index")}
-    return root_there or (copy if all(ref.id in segments for ref in copy.segments) else None)
+    return copy if all(ref.id in segments for ref in copy.segments) else None
 
 
 def last_listed(backend: Backend) -> Root:
@@ -297,7 +319,7 @@ def sealed_root(root: Root) -> bytes:
 
 def _problem(root: Root, seq: int) -> str | None:
     """Return what is impossible about a root, if anything."""
-    if root.seq != seq or seq >= 1 << 48:
+    if root.seq != seq or seq >= MOST_ROOTS:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
         return "has a malformed segment id or record count"
@@ -315,8 +337,15 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
 
     Raises:
         UnsupportedFormatError: It has a feature that writers have to know.
+        StoreError: It has the last number that a root can have.
     """
     check_writable(uri, root.write_features)
+    if root.seq + 1 >= MOST_ROOTS:
+        raise StoreError(
+            f"{uri}: root {root.seq} has the last number that a root can have, so nothing can be "
+            "committed after it. What the store holds can be read; `casnap cp` copies it to a new "
+            "store"
+        )
     return msgspec.structs.replace(
         root, seq=root.seq + 1, commit=commit, time=time.time(), **changes
     )
