@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from casnap.backends.places import is_file
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, retold
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of
@@ -18,7 +19,7 @@ from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.location import locate_snapshot, locate_store
+from casnap.storage.catalog.location import READS, TAKES, Use, locate_snapshot, locate_store
 from casnap.storage.catalog.mirror_notes import note_restored
 from casnap.storage.catalog.opening import open_at
 from casnap.storage.catalog.table import only_marker_error
@@ -48,7 +49,7 @@ def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
         CasnapError: It is; the error is of the type of ``cause``, and says how to import the file.
     """
     text = os.fspath(path)
-    if "://" not in text and Path(local_path(text)).is_file():
+    if "://" not in text and is_file(local_path(text)):
         raise type(cause)(
             f"{text} is a file, not a snapshot in a store; `casnap import {text} STORE/NAME` makes "
             "one of a file of safetensors or torch.save"
@@ -888,16 +889,29 @@ def _path_in(store: Store | str | os.PathLike[str] | None, path: str | os.PathLi
 
 
 def store_above(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, **options: Any
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    *,
+    create: bool,
+    use: Use | None = None,
+    **options: Any,
 ) -> tuple[Store, str]:
     """Return the store that the path of a snapshot is in, and the name there.
 
-    Further arguments, and errors, are those of :func:`casnap.storage.catalog.opening.open_at`.
+    Args:
+        path: The path.
+        storage_options: How a remote store is reached.
+        create: Make the store if there is none; what is returned is then to be changed.
+        use: What the store is looked for; by default to take or to read, as ``create`` says.
+        options: Further arguments of :func:`casnap.storage.catalog.opening.open_at`, which also
+            says what is raised.
     """
-    place = locate_snapshot(path, storage_options)
+    place = locate_snapshot(path, storage_options, use or (TAKES if create else READS))
+    if create:
+        place.backend.check_changes()
     try:
         open_store, is_new = open_at(
-            place._replace(name=""), is_explicit=False, look_ahead=True, **options
+            place._replace(name=""), create=create, is_explicit=False, look_ahead=True, **options
         )
     except NotAStoreError as e:
         raise only_marker_error(place.backend, place.name) or e from None

@@ -29,7 +29,7 @@ from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.storage.catalog.creation import check_chunk_size
-from casnap.storage.catalog.location import Location, has_object
+from casnap.storage.catalog.location import Location, Use, has_object
 from casnap.storage.catalog.mirror_notes import (
     detach_mirror,
     in_commit_order,
@@ -163,7 +163,7 @@ class Store:
     ) -> None:
         if threads is not None:
             check_count("threads=", threads)
-        place = locate(uri, storage_options)
+        place = locate(uri, storage_options, Use(may_take=create))
         opening = partial(
             open_at,
             chunk_size=chunk_size,
@@ -223,7 +223,7 @@ class Store:
         if self._open_store is not None or self._place.backend.costly_requests:
             return self._place
         # One above may have been made.
-        place = locate(self._uri, None)
+        place = locate(self._uri, None, Use(may_take=self._create))
         return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
 
     def _look(self) -> OpenStore | None:
@@ -263,10 +263,13 @@ class Store:
         can be made at its place.
 
         Raises:
-            StoreError: A store cannot be made at this place.
+            StoreError: A store cannot be made at this place, or the one that the path leads to is
+                another user's.
         """
+        place = self._locate()
+        place.backend.check_changes()
         if self._open_store is None:
-            self._open(self._locate(), create=self._create)
+            self._open(place, create=self._create)
         return self
 
     @property
@@ -612,33 +615,56 @@ class Store:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
             SnapshotError: All snapshots were thinned.
         """
-        newest = self._latest(prefix, thinned=thinned)
-        # Where there is no store, there is no second look.
-        looks_again = not thinned and (self._open_store is not None or self._mirror is not None)
-        if newest is None and looks_again and (lost := self._latest(prefix, thinned=True)):
-            raise all_thinned_error(lost.path)
+        newest, last = self._newest(prefix, thinned=thinned)
+        if newest is None and last is not None:
+            raise all_thinned_error(last.path)
+        if newest is None:
+            folder = self._folder(prefix)
+            if folder is not None and (hint := hint_in(folder)):
+                _log.warning("%s", hint)
         return newest
 
-    def _latest(self, prefix: str | None, *, thinned: bool) -> Snapshot | None:
-        snapshots = [s for s in self.snapshots(prefix) if thinned or not s.row.is_thinned]
+    def _newest(
+        self, prefix: str | None, *, thinned: bool
+    ) -> tuple[Snapshot | None, Snapshot | None]:
+        """Return the snapshot to resume from, and the last one, thinned or not: of one look."""
+        snapshots = self.snapshots(prefix)
+        last = snapshots[-1] if snapshots else None
+        snapshots = [s for s in snapshots if thinned or not s.row.is_thinned]
         newest = snapshots[-1] if snapshots else None
         try:
             mirror_store = self._at_mirror()
-            seq = 0 if mirror_store is None else mirror_store.open_store.newest().seq
-            mirrored = (
-                None if mirror_store is None else mirror_store._latest(prefix, thinned=thinned)
-            )
+            if mirror_store is None:
+                return newest, last
+            seq = mirror_store.open_store.newest().seq
+            mirrored, last_mirrored = mirror_store._newest(prefix, thinned=thinned)
         except StoreError as e:
             if newest is None:
                 raise
             _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
-            return newest
-        if newest is None and mirrored is None:
-            folder = self._folder(prefix)
-            if folder is not None and (hint := hint_in(folder)):
-                _log.warning("%s", hint)
-        if mirror_store is None or mirrored is None:
-            return newest
+            return newest, last
+        last = last or last_mirrored
+        if mirrored is None:
+            return newest, last
+        return self._newer(newest, mirrored, snapshots, mirror_store, seq), last
+
+    def _newer(
+        self,
+        newest: Snapshot | None,
+        mirrored: Snapshot,
+        snapshots: list[Snapshot],
+        mirror_store: Store,
+        seq: int,
+    ) -> Snapshot | None:
+        """Return which is newer: the newest snapshot here, or that of the mirror.
+
+        Args:
+            newest: The newest one here, if there is one.
+            mirrored: The newest one there.
+            snapshots: Those that may be returned of here.
+            mirror_store: The mirror.
+            seq: The number of its newest root before that was looked up.
+        """
         is_known = any(s.commit_id == mirrored.commit_id for s in snapshots)
         if newest is not None and not is_known:
             named_row = (newest.name, newest.row)
@@ -687,6 +713,7 @@ class Store:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
         row = self.row(name)
+        commit_id = commit_id or row.commit.hex()
         unmark(self.open_store, dict([self._edit(name, commit_id, lambda _: None)]))
         self._free_later([row])
 

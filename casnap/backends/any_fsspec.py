@@ -175,11 +175,15 @@ class FsspecClient(Client):
         """Check, once, that it is not the container that is missing."""
         if self._may_lack_container:
             container = self._root.lstrip("/").partition("/")[0]
-            if not await self._do("", self._fs.exists, container):
+            # Not "exists", which takes an error for "no".
+            self._may_lack_container = False
+            try:
+                await self._do("", self._fs.info, container)
+            except FileNotFoundError:
+                self._may_lack_container = True
                 raise UnavailableError(
                     f"{self._uri}: the container {container} does not exist", reason="no_bucket"
-                )
-            self._may_lack_container = False
+                ) from None
 
     @override
     async def copy(self, key: str, to: str) -> None:
@@ -196,7 +200,12 @@ class FsspecClient(Client):
 
     @override
     async def is_object(self) -> bool:
-        return await self._do("", self._fs.isfile, self._root)
+        # Not "isfile", which takes an error for "no".
+        try:
+            info = await self._do("", self._fs.info, self._root)
+        except FileNotFoundError:
+            return False
+        return bool(info["type"] == "file")
 
     @override
     async def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,16 +14,9 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    StorageFullError,
     UnavailableError,
 )
 from casnap.format.records import MAX_SEGMENT_BYTES
-
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-"""Errors that say that this host has run out of something, and nothing about the object."""
-
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that say that a disk, or a quota, is full."""
 
 TEMPORARY = re.compile("[0-9a-f]{24}")
 """The names of casnap's own files in ``tmp/``. Other files there are not casnap's."""
@@ -127,6 +119,13 @@ class Backend(ABC):
 
         Args:
             check: Raises a StoreError if a place holds another store.
+        """
+
+    def check_changes(self) -> None:  # noqa: B027 - nothing by default
+        """Check that this user may be asked to change something here, before work is done for it.
+
+        Raises:
+            StoreError: What was found here is only to be read.
         """
 
     @property
@@ -363,36 +362,3 @@ def as_exclusive(backend: Backend, exclusive: bool) -> Iterator[None]:
         yield
     finally:
         backend.exclusive = was
-
-
-@contextmanager
-def translated(label: str) -> Iterator[None]:
-    """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""
-    try:
-        yield
-    except (FileNotFoundError, CasnapError):
-        raise
-    except OSError as e:
-        if e.errno is None:
-            # None of the system: a signal handler has raised it, such as an alarm.
-            raise
-        if e.errno in NO_SPACE or e.errno == errno.EFBIG:
-            raise StorageFullError(
-                f"no space left to write {label}; earlier snapshots are whole. "
-                "Free some space, then try again"
-            ) from e
-        if e.errno in EXHAUSTED:
-            raise UnavailableError(
-                f"{label}: {e.strerror}; nothing is known to be wrong with it. This process or "
-                "host has too many files open (`ulimit -n`), or no memory left; then try again",
-                reason="exhausted",
-            ) from e
-        if e.errno == errno.EISDIR:
-            raise BackendError(f"{label} is a folder, not a file") from e
-        if e.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise BackendError(
-                f"{label}: {e.strerror}; is the store writable for this user? Whoever uses it "
-                "needs the rights to all that is in it: after chown, chgrp or chmod of a folder, "
-                "do the same with -R"
-            ) from e
-        raise BackendError(f"{label}: {e.strerror or e}") from e

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-from casnap.backends.base import translated
 from casnap.backends.safe_paths import create_file, folder_at
+from casnap.backends.system_errors import translated
 from casnap.runtime.threads import mapped
 
 # How many folders are synced at once.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 
-from casnap.backends.base import check_length, translated
+from casnap.backends.base import check_length
 from casnap.backends.safe_paths import open_file
+from casnap.backends.system_errors import translated
 from casnap.runtime.buffers import PAGE, address_of
 
 _DIRECT = getattr(os, "O_DIRECT", 0)

@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.base import TEMPORARY, translated
+from casnap.backends.base import TEMPORARY
 from casnap.backends.safe_paths import unlink_at
+from casnap.backends.system_errors import translated
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
 # The open files of the takes of this process that are under way.

@@ -16,7 +16,6 @@ from casnap.backends.base import (
     MAX_WHOLE_BYTES,
     Backend,
     Target,
-    translated,
 )
 from casnap.backends.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
@@ -32,6 +31,7 @@ from casnap.backends.safe_paths import (
     unlink_at,
 )
 from casnap.backends.store_folder import StoreFolder
+from casnap.backends.system_errors import NO_LINKS, no_links_error, translated
 from casnap.errors import BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
@@ -71,7 +71,23 @@ class LocalBackend(Backend):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process reach the same folder."""
-        return type(self), (self.folder,), {"exclusive": self.exclusive}
+        return type(self), (self.folder,), (self.exclusive, self._place.guard)
+
+    def __setstate__(self, state: tuple[bool, Callable[[], None] | None]) -> None:
+        """Be as in the other process."""
+        self.exclusive, self._place.guard = state
+
+    def guard(self, check: Callable[[], None]) -> None:
+        """Have something checked before the first change.
+
+        Args:
+            check: Raises a StoreError if what is here is only to be read. It can be pickled.
+        """
+        self._place.guard = check
+
+    @override
+    def check_changes(self) -> None:
+        self._place.check_guard()
 
     def make(self) -> None:
         """Make the folder itself, and those above it that are missing."""
@@ -108,6 +124,10 @@ class LocalBackend(Backend):
     @override
     def belong(self, check: Callable[[Backend], None]) -> None:
         self._place.belong(lambda: check(self))
+
+    def new_file(self) -> os.stat_result | None:
+        """Return what a new file of this user is in the store's folder; None if none can be."""
+        return self._place.new_file()
 
     # --- objects ---
 
@@ -158,6 +178,10 @@ class LocalBackend(Backend):
                 link_at(temporary, tmp, path.rpartition("/")[2], folder)
             except FileExistsError:
                 return False
+            except OSError as e:
+                if e.errno in NO_LINKS:
+                    raise no_links_error(e, path) from e
+                raise
             finally:
                 unlink_at(temporary, tmp)
                 os.close(fd)

@@ -10,7 +10,6 @@ import aiohttp
 import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from casnap.backends.base import EXHAUSTED
 from casnap.backends.client import (
     BehindItsEndError,
     TakenError,
@@ -18,6 +17,7 @@ from casnap.backends.client import (
     tls_problem,
     without_secrets,
 )
+from casnap.backends.system_errors import EXHAUSTED
 from casnap.errors import (
     BackendError,
     UnavailableError,

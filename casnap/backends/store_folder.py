@@ -14,9 +14,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from casnap.backends.base import translated
 from casnap.backends.durability import NewNames, doubtful
-from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, parent_of
+from casnap.backends.places import exists
+from casnap.backends.safe_paths import (
+    OpenFolder,
+    create_file,
+    folder_at,
+    open_folder,
+    parent_of,
+    unlink_at,
+)
+from casnap.backends.system_errors import translated
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
 
@@ -40,6 +48,7 @@ class StoreFolder:
         uri: The path.
         objects: The path of the folder of the objects.
         new_names: What is to be made durable.
+        guard: Checked before the first change: raises a StoreError if this is only to be read.
     """
 
     def __init__(self, folder: Path, inner: str) -> None:
@@ -53,6 +62,7 @@ class StoreFolder:
         self._lock = threading.Lock()
         self._is_there = False
         self._check: Callable[[], None] | None = None
+        self.guard: Callable[[], None] | None = None
         # The record that was read last, and the one of the store that uses this, as files.
         self._read_record: _Inode | None = None
         self._record: _Inode | None = None
@@ -95,18 +105,48 @@ class StoreFolder:
             make: Whether to make the folder if it is missing.
 
         Raises:
-            StoreError: It is the folder of another store than that which uses this.
+            StoreError: It is the folder of another store than that which uses this, or only to be
+                read.
         """
+        self.check_guard()
         with self.opened_or_made(self.objects) if make else folder_at(self.objects) as fd:
             if self._check is not None and _record_in(fd) != self._record:
                 self._check_record(fd, self._check)
             yield OpenFolder(fd, self.objects)
 
     def check_place(self) -> None:
-        """Check that no other store has come here."""
+        """Check that no other store has come here, and that this one may be changed."""
+        self.check_guard()
         if self._check is not None:
             with self.base_folder(make=False):
                 pass
+
+    def check_guard(self) -> None:
+        """Check what is to be checked before the first change.
+
+        Raises:
+            StoreError: The store is only to be read.
+        """
+        if self.guard is not None:
+            self.guard()
+            self.guard = None
+
+    def new_file(self) -> os.stat_result | None:
+        """Make an empty file for its owner alone, and remove it; return what it was.
+
+        On some file systems it is of another user, or open to others: these give all files to one
+        user, or keep no modes. None if no file can be made.
+        """
+        name = os.urandom(12).hex()
+        for folder in (f"{self.objects}/tmp", self.objects):
+            with suppress(OSError, BackendError), folder_at(folder) as fd:
+                file = create_file(name, fd, 0o600)
+                try:
+                    return os.fstat(file)
+                finally:
+                    os.close(file)
+                    unlink_at(name, fd)
+        return None
 
     def _check_record(self, folder: int, check: Callable[[], None]) -> None:
         record = _record_in(folder)
@@ -121,7 +161,7 @@ class StoreFolder:
     def make(self) -> None:
         """Make the folder itself, and those above it that are missing."""
         with translated(self.uri):
-            new_folders = [f for f in (self._folder, *self._folder.parents) if not f.exists()]
+            new_folders = [f for f in (self._folder, *self._folder.parents) if not exists(f)]
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except FileNotFoundError as e:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import click
 
 from casnap.backends import Backend
+from casnap.backends.places import exists
 from casnap.cli.output import CommandError, json_option, json_time, quote
 from casnap.errors import (
     CasnapError,
@@ -21,6 +22,7 @@ from casnap.errors import (
 from casnap.format.names import check_name
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot, store_above
+from casnap.storage.catalog.location import TYPED, TYPED_TO_TAKE
 from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.uris import joined, snapshot_uri, store_uri
@@ -93,37 +95,47 @@ def open_store(store: str | None, **options: Any) -> Store:
 
     Args:
         store: The folder or URI.
-        options: Further arguments of :class:`casnap.Store`.
+        options: Further arguments of :class:`casnap.Store`, which then may make it.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
     """
     uri = store or "."
-    options = {"create": False, **options}
-    return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
+    if options:
+        return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
+    place = locate(uri, options_for(uri), TYPED)
+    open_store, _ = open_at(place, create=False, exclusive=is_exclusive())
+    return store_of(open_store, place.name)
 
 
-def _open_place(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
+def _open_place(
+    uri: str, backends: list[Backend], *, is_destination: bool
+) -> tuple[Store, str | None]:
     """Return the store that a URI lies in, and the name or folder in it, if there is one.
 
     Args:
         uri: The URI.
         backends: Gets the backend that is asked.
+        is_destination: Whether snapshots go there. Then a store whose making was cut off is made.
     """
-    place = locate(uri, options_of(uri))
+    place = locate(uri, options_of(uri), TYPED_TO_TAKE if is_destination else TYPED)
     backends.append(place.backend)
-    open_store, _ = open_at(place, create=False, exclusive=is_exclusive())
-    return store_of(open_store), place.name or None
+    finish = is_destination and place.exists
+    open_store, is_new = open_at(place, create=finish, exclusive=is_exclusive())
+    return store_of(open_store, is_new=is_new), place.name or None
 
 
-def open_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | None]:
+def open_or_above(
+    uri: str, backends: list[Backend], *, is_destination: bool = False
+) -> tuple[Store, str | None]:
     """Return the same as :func:`_open_place`; of a remote snapshot the store above it will do.
 
     Raises:
         NotAStoreError: There is no store at either place.
     """
+    open_place = partial(_open_place, backends=backends, is_destination=is_destination)
     try:
-        return _open_place(uri, backends)
+        return open_place(uri)
     except NotAStoreError:
         remote = store_uri(uri)
         if remote is None or remote.name or remote.is_bucket:
@@ -131,7 +143,7 @@ def open_or_above(uri: str, backends: list[Backend]) -> tuple[Store, str | None]
         snapshot = snapshot_uri(uri)
         assert snapshot is not None
         try:
-            return _open_place(snapshot.store, backends)[0], snapshot.name
+            return open_place(snapshot.store)[0], snapshot.name
         except NotAStoreError:
             pass
         raise
@@ -143,7 +155,13 @@ def open_snapshot(path: str) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
-    store, name = store_above(path, options_for(path), create=False, exclusive=is_exclusive())
+    return _snapshot_at(path, options_for(path))
+
+
+def _snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
+    store, name = store_above(
+        path, storage_options, create=False, use=TYPED, exclusive=is_exclusive()
+    )
     return Snapshot.of(store, check_name(name), store.row(name))
 
 
@@ -185,7 +203,7 @@ def open_whole_store(store: str | None) -> Store:
     place = open_store(store)
     backend = place.open_store.backend
     is_local_path = store and place.prefix and backend.folder
-    if is_local_path and not Path(local_path(str(store))).exists():
+    if is_local_path and not exists(local_path(str(store))):
         uri = backend.uri
         raise CommandError(
             f"{store} does not exist; if you mean the whole store above it, name {uri}"
@@ -226,7 +244,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
         if store_uri(path) is not None:
             return open_snapshot(path)
         if elsewhere or neighbour.store.open_store.backend.folder:
-            return Snapshot(path)
+            return _snapshot_at(path, None)
     except CasnapError as e:
         if elsewhere:
             raise

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.places import exists
 from casnap.cli.output import (
     CommandError,
     emit,
@@ -40,7 +41,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     """
     base = cache_folder()
     folder = None if base is None else base / FOLDER
-    reason = None if folder is None or not folder.exists() else why_refused(folder)
+    reason = None if folder is None or not exists(folder) else why_refused(folder)
     if reason is not None:
         raise CommandError(f"{quote(str(folder))} {reason}, so casnap does not use it")
     packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))

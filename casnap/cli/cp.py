@@ -94,24 +94,20 @@ def cp(
         return
     sources, destinations = list[Backend](), list[Backend]()
     origin, name = open_or_above(source, sources)
-    place, rename = _destination(destination, destinations, name if name in origin else None)
-    exclusive = is_exclusive() and not isinstance(place, Store)
+    single = name if name in origin else None
+    place, rename, is_new = _destination(destination, destinations, single, origin.chunk_size)
     with progress_bars() as progress:
-        report = origin.copy(
-            name,
-            to=_open_destination(place, destinations),
-            rename=rename,
-            dry_run=dry_run,
-            progress=progress,
-            exclusive=exclusive,
-        )
+        report = origin.copy(name, to=place, rename=rename, dry_run=dry_run, progress=progress)
     by_side = [_requests(backends) for backends in (sources, destinations)]
     if as_json:
         requests = dict(sum(map(Counter, by_side), Counter[str]()))
         counts = {"requests": requests} if requests else {}
-        emit({"source": origin.uri, "destination": _uri(place), **_facts_of(report), **counts})
+        about = {"source": origin.uri, "destination": place.uri, "made_store": is_new}
+        emit({**about, **_facts_of(report), **counts})
         return
-    _show(report, _uri(place))
+    if is_new:
+        _show_new(place.uri, single, dry_run=dry_run)
+    _show(report, place.uri)
     for requests in by_side:
         print_requests(requests)
 
@@ -130,11 +126,11 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
 
     def open_pair() -> Pair:
         origin, name = open_or_above(source, [])
-        to, rename = _destination(destination, [], name if name in origin else None)
-        if isinstance(to, str):
-            options, size = options_of(to), origin.chunk_size
-            to = Store(to, chunk_size=size, storage_options=options, exclusive=is_exclusive())
+        single = name if name in origin else None
+        to, rename, is_new = _destination(destination, [], single, origin.chunk_size)
         place = to.make()
+        if is_new and not as_json:
+            _show_new(place.uri, single, dry_run=False)
         check_pair(origin.open_store, place.open_store)
 
         def jobs() -> list[CopyJob]:
@@ -172,45 +168,53 @@ def _requests(backends: list[Backend]) -> dict[str, int]:
     return dict(sum((Counter(backend.requests) for backend in backends), Counter[str]()))
 
 
-def _uri(place: Store | str) -> str:
-    return place.uri if isinstance(place, Store) else place
-
-
-def _open_destination(destination: Store | str, backends: list[Backend]) -> Store | Backend | str:
-    """Return where to copy to, so that the requests by which a store is made are counted."""
-    if isinstance(destination, Store) or store_uri(destination) is None:
-        return destination
-    backend = locate(destination, options_of(destination)).backend
-    backends.append(backend)
-    return backend
-
-
 def _destination(
-    uri: str, backends: list[Backend], name: str | None
-) -> tuple[Store | str, str | None]:
-    """Return the store to copy to, or where it is to be made; and the new name, if there is one.
+    uri: str, backends: list[Backend], name: str | None, chunk_size: int
+) -> tuple[Store, str | None, bool]:
+    """Return the store to copy to, the new name, if there is one, and whether it is to be made.
 
     Args:
         uri: The destination.
         backends: Gets the backends that are asked.
         name: The one snapshot that is copied; None for more.
+        chunk_size: That of a store that is made.
     """
     try:
-        return open_or_above(uri, backends)
+        return *open_or_above(uri, backends, is_destination=True), False
     except NotAStoreError:
-        remote = store_uri(uri)
-        if remote is not None and remote.name:
-            return remote.store, remote.name
-        base_name = PurePosixPath(uri).name
-        if name is not None and base_name == PurePosixPath(name).name:
-            # As of a take, the path is that of the snapshot, and its parent becomes the store.
-            snapshot_place = snapshot_uri(uri)
-            return (
-                (str(Path(uri).parent), base_name)
-                if snapshot_place is None
-                else (snapshot_place.store, base_name)
-            )
+        place, rename = _new_destination(uri, name)
+    backend = locate(place, options_of(place)).backend
+    backends.append(backend)
+    # By its backend, so that the requests by which a store is made are counted.
+    to = place if backend.folder is not None else backend
+    return Store(to, chunk_size=chunk_size, exclusive=is_exclusive()), rename, True
+
+
+def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:
+    """Return where a store is made to copy to, and the new name, if there is one."""
+    remote = store_uri(uri)
+    if remote is not None and remote.name:
+        return remote.store, remote.name
+    base_name = PurePosixPath(uri).name
+    if name is None or base_name != PurePosixPath(name).name:
         return uri, None
+    # As of a take, the path is that of the snapshot, and its parent becomes the store.
+    place = snapshot_uri(uri)
+    return (str(Path(uri).parent), base_name) if place is None else (place.store, base_name)
+
+
+def _show_new(uri: str, name: str | None, *, dry_run: bool) -> None:
+    """Say that a store is made; for one snapshot also how it gets another name instead.
+
+    Args:
+        uri: The store.
+        name: The one snapshot that is copied; None for more.
+        dry_run: Whether nothing is done.
+    """
+    would = "would become" if dry_run else "is"
+    hint = f"; to copy it into {Path(uri).parent} by another name, make that a store first"
+    is_renamed = name is not None and "://" not in uri
+    say(f"{uri} {would} a new store{hint if is_renamed else ''}")
 
 
 def _show(report: CopyReport, uri: str) -> None:

@@ -10,7 +10,7 @@ from casnap.cli.arguments import identity, is_exclusive, options_for, writing_op
 from casnap.cli.output import amount, emit, progress_bars, say, size
 from casnap.files.file_reports import ImportReport
 from casnap.snapshot import store_above
-from casnap.storage.catalog.location import locate_snapshot
+from casnap.storage.catalog.location import TYPED_TO_TAKE, locate_snapshot
 from casnap.store import Store, import_snapshot
 
 EXAMPLES = """\
@@ -57,7 +57,7 @@ def import_(
 
     def find() -> tuple[Store, str]:
         places.append(
-            store_above(snapshot, reach, create=True, exclusive=is_exclusive()),
+            store_above(snapshot, reach, create=True, use=TYPED_TO_TAKE, exclusive=is_exclusive()),
         )
         return places[-1]
 
@@ -85,7 +85,7 @@ def _identity(
 ) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
     if place is None:
-        location = locate_snapshot(path, reach)
+        location = locate_snapshot(path, reach, TYPED_TO_TAKE)
         return identity(location.backend, location.name, None)
     store, name = place
     full, commit = store.outer_name(name), store.row(name).commit.hex()

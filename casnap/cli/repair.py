@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from casnap.backends import LocalBackend, backend_at
+from casnap.backends.places import exists
 from casnap.cli.arguments import open_store, open_whole_store, options_for, writing_options
 from casnap.cli.check import damage_fields, print_damages
 from casnap.cli.output import (
@@ -34,7 +35,7 @@ from casnap.store import Store
 
 def _source(text: str) -> str:
     path = local_path(text)
-    if "://" not in path and not Path(path).exists():
+    if "://" not in path and not exists(path):
         raise click.BadParameter(f"{quote(text)} does not exist")
     return text
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.places import is_folder
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
 from casnap.cli.garbage import disk_fields
 from casnap.cli.output import (
@@ -108,7 +109,7 @@ def _check_replaceable(output: Path) -> None:
         with output.open("rb") as file:
             begins = file.read(len(HEAD))
     except FileNotFoundError:
-        if not output.absolute().parent.is_dir():
+        if not is_folder(output.absolute().parent):
             raise CommandError(f"{quote(str(output.parent))} is not a folder") from None
         return
     if begins != HEAD.encode():

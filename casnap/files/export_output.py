@@ -12,6 +12,7 @@ from pathlib import Path
 
 from casnap.backends import Backend
 from casnap.backends.client import without_secrets
+from casnap.backends.places import is_folder, is_taken
 from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER
 
@@ -121,7 +122,7 @@ def check_place(out: Path, backend: Backend) -> None:
         "copies snapshots to another store",
     )
     check_absent(out)
-    if not out.parent.is_dir():
+    if not is_folder(out.parent):
         raise FileNotFoundError(2, "No such folder", str(out.parent))
     real = out.resolve()
     if backend.folder is not None and backend.folder.resolve() / STORE_FOLDER in real.parents:
@@ -147,7 +148,7 @@ def check_absent(out: Path, cause: OSError | None = None) -> None:
     Raises:
         FileFormatError: There is something.
     """
-    if os.path.lexists(out):
+    if is_taken(out):
         raise FileFormatError(
             f"{out} exists already; choose another name, or move it away first"
         ) from cause

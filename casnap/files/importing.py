@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from casnap.backends.places import exists, is_file, is_folder, matching
 from casnap.errors import FileFormatError
 from casnap.files.export_output import check_local
 from casnap.files.file_reports import ImportReport
@@ -83,7 +84,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
         OSError: It cannot be read.
     """
     check_local(path, "and an import reads local files: download it first")
-    if not path.is_dir():
+    if not is_folder(path):
         kind, file = _format_of(path), path
     else:
         kind, file = _format_of_folder(path)
@@ -126,15 +127,15 @@ def _format_of(file: Path) -> str:
 def _format_of_folder(folder: Path) -> tuple[str, Path]:
     """Return the format of a folder, and the file to begin with."""
     for name, kind in ((".metadata", "dcp"), (".snapshot_metadata", "torchsnapshot")):
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return kind, folder / name
-    if (folder / STORE_FOLDER).exists():
+    if exists(folder / STORE_FOLDER):
         raise FileFormatError(f"{folder} is a casnap store; `casnap cp` copies its snapshots")
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    files = indices or sorted(folder.glob("*.safetensors"))
+    indices = matching(folder, "*.safetensors.index.json")
+    files = indices or matching(folder, "*.safetensors")
     if len(files) == 1:
         return "safetensors", files[0]
-    if not files and ((folder / METADATA).is_file() or files_of_items(folder)):
+    if not files and (is_file(folder / METADATA) or files_of_items(folder)):
         return "torch_checkpointing", folder
     if not files:
         raise FileFormatError(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from casnap.backends.places import exists, is_file
 from casnap.errors import FileFormatError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, payload_of
 from casnap.format.region import Region, cover_once
@@ -66,7 +67,7 @@ def check_regular(path: Path) -> None:
     Raises:
         FileFormatError: It is one.
     """
-    if path.exists() and not path.is_file():
+    if exists(path) and not is_file(path):
         raise FileFormatError(f"{path} is not a regular file; write its content to one first")
 
 
@@ -180,11 +181,7 @@ def path_below(folder: Path, name: str, index: str, *, links: bool = False) -> P
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise FileFormatError(f"{index} names {name!r:.200}, which is not below its folder")
     file = folder / name
-    try:
-        is_there = file.is_file()
-    except OSError:  # such as a name that is too long
-        is_there = False
-    if not is_there:
+    if not is_file(file):
         raise FileFormatError(f"{index} names {name!r:.200}, which is missing")
     if not links and folder.resolve() not in (real := file.resolve()).parents:
         raise FileFormatError(

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from casnap.backends.places import matching, paths_in
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from casnap.integrations.notices import put_notices
 from casnap.integrations.trainers import (
@@ -299,14 +300,14 @@ def _number(folder: Path) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints of a project that are whole, by their numbers."""
-    numbered = sorted((path for path in folder.glob("*") if _number(path) >= 0), key=_number)
+    numbered = sorted((path for path in paths_in(folder) if _number(path) >= 0), key=_number)
     return [path for path in numbered if _is_its_own(path) or snapshot_at(path) is not None]
 
 
 def _is_its_own(path: StrPath) -> bool:
     """Whether the Accelerator itself has written a checkpoint: the random states come last."""
-    return "://" not in os.fspath(path) and any(
-        Path(local_path(path)).glob(f"{RNG_STATE_NAME}_*.pkl")
+    return "://" not in os.fspath(path) and bool(
+        matching(local_path(path), f"{RNG_STATE_NAME}_*.pkl")
     )
 
 

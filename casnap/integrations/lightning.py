@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from casnap.backends.places import exists, is_file, is_link, is_taken
 from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
 from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
 from casnap.runtime.environment import local_path
@@ -117,7 +118,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             place.replace(aside)
 
         def put_back() -> None:
-            if aside is not None and was_there and not os.path.lexists(place):
+            if aside is not None and was_there and not is_taken(place):
                 aside.replace(place)
 
         def wait() -> Snapshot:
@@ -162,7 +163,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         """
         self.wait()
         aside, snapshot = _aside(path), snapshot_at(path, self._storage_options)
-        if Path(local_path(path)).is_file():
+        if is_file(local_path(path)):
             if snapshot is not None:
                 raise StateError(
                     f"{os.fspath(path)} is a file, and the store {snapshot.store.uri} has a "
@@ -173,7 +174,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                 path, map_location or "cpu", weights_only
             )
             return checkpoint
-        if snapshot is None and aside is not None and aside.exists():
+        if snapshot is None and aside is not None and exists(aside):
             # The save that was to replace it was cut off.
             return self.load_checkpoint(aside, map_location, weights_only)
         if snapshot is None:
@@ -206,7 +207,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             self._forget(path)
 
     def _forget(self, path: StrPath) -> None:
-        if (link := Path(local_path(path))).is_symlink():
+        if is_link(link := Path(local_path(path))):
             link.unlink()
             return
         snapshot = snapshot_at(path, self._storage_options)
@@ -234,7 +235,7 @@ def _aside(path: StrPath) -> Path | None:
 
 def _is_replaceable(place: Path) -> bool:
     """Whether a save replaces what is there, as Lightning does: its own file, or its link."""
-    return place.is_symlink() or (place.is_file() and zipfile.is_zipfile(place))
+    return is_link(place) or (is_file(place) and zipfile.is_zipfile(place))
 
 
 def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from casnap.backends.places import exists
 from casnap.errors import DamagedError, SnapshotNotFoundError, StateError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.entries import TensorEntry
@@ -364,7 +365,7 @@ def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
 def _check_common(snapshot: Snapshot, folder: Path) -> None:
     """Check the file that Megatron has read the common state from."""
     file = folder / COMMON_STATE_FNAME
-    if file.exists() and file.read_bytes() != snapshot.read_object("common"):
+    if exists(file) and file.read_bytes() != snapshot.read_object("common"):
         raise DamagedError(
             f"{file} is damaged, or of a save to this folder that was not completed; give one "
             "CasnapLoadStrategy() to load as sharded_strategy= and as common_strategy=, to read "

@@ -14,7 +14,9 @@ import shutil
 from pathlib import Path
 from typing import NoReturn
 
-from casnap.errors import StateError
+from casnap.backends.places import is_file, is_taken
+from casnap.backends.system_errors import translated
+from casnap.errors import BackendError, StateError
 from casnap.format.names import NOTICE_HEAD
 from casnap.snapshot import Snapshot
 
@@ -49,20 +51,23 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
         return
     for path in (Path(snapshot.path, name) for name in names):
         try:
-            if not os.path.lexists(path) or is_notice(path):
+            if not is_taken(path) or is_notice(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 put_whole(path, notice(subject))
-        except OSError as e:
+        except (OSError, BackendError) as e:
             _log.warning("%s is committed, but %s cannot be written: %s", snapshot.path, path, e)
 
 
 def is_notice(path: Path) -> bool:
-    """Whether a file is a notice: not what its name says."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
-    except OSError:
+    """Whether a file is a notice: not what its name says.
+
+    Raises:
+        BackendError: It cannot be read.
+    """
+    if not is_file(path):
         return False
+    with translated(str(path)), path.open("rb") as file:
+        return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
 def read_this_with_casnap(subject: str) -> NoReturn:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from casnap.backends.places import exists, is_file, is_folder, matching, paths_in
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
 from casnap.integrations.notices import is_notice, put_notices, put_whole
@@ -188,21 +189,21 @@ class CasnapTrainerMixin(_Base):
         # the same way for DeepSpeed.
         self._save(str(staged), state_dict=None if self._has_adapter else {})
         for file in {*_weights_in(folder), *(folder / name for name in (*_MODEL, *_STATE))}:
-            if file.is_file():  # of an earlier run
+            if is_file(file):  # of an earlier run
                 file.unlink()
         for path in sorted(staged.rglob("*")):
-            if path.is_file() and path.name not in (*_MODEL, *_ADAPTER):
+            if is_file(path) and path.name not in (*_MODEL, *_ADAPTER):
                 target = folder / path.relative_to(staged)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
-        files = (path for path in sorted(folder.iterdir()) if path.is_file())
+        files = (path for path in paths_in(folder) if is_file(path))
         return {p.name: p.read_bytes() for p in files if p.name not in (MARKER, _UNFINISHED)}
 
     def _put_weights(self, snapshot: Snapshot, folder: Path, staged: Path) -> None:
         """Put the adapter beside the snapshot, whole, for the tools of PEFT; without, a notice."""
         if not self._has_adapter:
             names = [WEIGHTS_NAME]
-            if self._engine is not None and not [*folder.glob("global_step*")]:
+            if self._engine is not None and not matching(folder, "global_step*"):
                 # The Trainer looks for such a name before it has the engine load anything.
                 names.append(f"global_step{self.state.global_step}")
             put_notices(snapshot, _NOTICE, *names)
@@ -226,7 +227,7 @@ class CasnapTrainerMixin(_Base):
         return isinstance(model, PeftModel)
 
     def _rotate(self, run_dir: str, snapshot: Snapshot) -> None:
-        before = set(Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        before = set(matching(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*"))
         rotate_checkpoints(
             output_dir=run_dir,
             save_total_limit=self.args.save_total_limit,
@@ -234,7 +235,7 @@ class CasnapTrainerMixin(_Base):
             use_mtime=True,
         )
         prefix = snapshot.name.rpartition("/")[0]
-        for folder in before - set(Path(run_dir).iterdir()):
+        for folder in before - set(paths_in(run_dir)):
             name = f"{prefix}/{folder.name}".lstrip("/")
             if name in snapshot.store:
                 snapshot.store.delete(name)
@@ -287,7 +288,7 @@ class CasnapTrainerMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         state = Path(resume_from_checkpoint, _STATE[0])
-        if state.exists() and not is_notice(state):
+        if exists(state) and not is_notice(state):
             raise StateError(
                 f"{resume_from_checkpoint} holds a snapshot of casnap, and a checkpoint that the "
                 f"Trainer itself has written there later: remove {state}, or the snapshot by "
@@ -345,8 +346,9 @@ def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: A
 
 def _weights_in(folder: Path) -> list[Path]:
     """Return the weights that the Trainer itself has written: files, or a folder of FSDP."""
-    names = ("*.safetensors", "*.bin", "*.index.json", "*/adapter_model.*", "pytorch_model_fsdp*")
-    files = (path for name in names for path in folder.glob(name))
+    files = matching(folder, "*.safetensors", "*.bin", "*.index.json", "pytorch_model_fsdp*")
+    for inner in filter(is_folder, paths_in(folder)):
+        files += matching(inner, "adapter_model.*")
     return [path for path in files if path.name != "training_args.bin" and not is_notice(path)]
 
 
@@ -354,8 +356,8 @@ def _last_whole(output_dir: str) -> str | None:
     """Return the last checkpoint that is whole; None if there is none."""
     numbered = [
         (int(path.name.rpartition("-")[2]), path)
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.name.rpartition("-")[2].isdecimal() and path.is_dir()
+        for path in matching(output_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.name.rpartition("-")[2].isdecimal() and is_folder(path)
     ]
     for _, path in sorted(numbered, reverse=True):
         if snapshot_at(path) is not None or _weights_in(path):

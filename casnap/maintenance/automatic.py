@@ -10,6 +10,7 @@ Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -175,7 +176,9 @@ class AutomaticCollector:
             _log.warning("%s: its garbage is not collected: %s", uri, e)
         if report is not None and report.freed_bytes:
             return
-        free = store.backend.free_bytes()
+        # What is free of the disk says nothing about a quota.
+        is_quota = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EDQUOT
+        free = None if is_quota else store.backend.free_bytes()
         lacking = f"up to {size(count_bytes())} are needed"
         lacking += "" if free is None else f", {size(free)} are free"
         raise StorageFullError(f"{error}. {lacking}; {_what_frees(uri, report)}") from (

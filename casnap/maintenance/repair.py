@@ -41,7 +41,7 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.location import locate_store
+from casnap.storage.catalog.location import READS, locate_store
 from casnap.storage.catalog.table import change_table
 from casnap.storage.chunks.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.chunks.copying import one_at_a_time
@@ -447,7 +447,7 @@ class _Repair:
 
 
 def _store_at(source: str) -> Backend:
-    location = locate_store(source)
+    location = locate_store(source, use=READS)
     if location.backend.folder and not location.exists:
         raise NotAStoreError(
             "it is no casnap store. Take or import the tensors of a file into the damaged store: "

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from casnap.errors import StateError
+from casnap.errors import UnavailableError
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import Crew, run_shielded, works_in_background
 
@@ -49,7 +49,11 @@ class Slot:
         try:
             self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
-            raise StateError(f"there is no memory for a buffer of {nbytes:,} bytes: {e}") from e
+            raise UnavailableError(
+                f"there is no memory for a buffer of {nbytes:,} bytes: {e}. Other processes of "
+                "this host, or a bound of this one (`ulimit -v`), leave too little",
+                reason="exhausted",
+            ) from e
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             # Some kernels have no huge pages.
             with suppress(OSError):

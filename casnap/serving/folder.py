@@ -15,6 +15,7 @@ from pathlib import Path
 
 from casnap.backends.durability import sync_folder
 from casnap.backends.file_locks import lock
+from casnap.backends.places import exists, is_folder, is_link, is_taken
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.serving.version import RECORD, Version, VersionRecord, read_record
@@ -49,11 +50,11 @@ class ServedFolder:
         self._check_link()
 
     def _check_link(self) -> None:
-        if self.link.is_symlink():
+        if is_link(self.link):
             target = Path(os.path.normpath(self.link.parent / self.link.readlink()))
             if target.parent == self.versions:
                 return
-        elif not self.link.exists():
+        elif not exists(self.link):
             return
         raise FileFormatError(
             f"{self.link} exists, and no pull made it; choose another name, or move it away first"
@@ -90,7 +91,7 @@ class ServedFolder:
 
     def current(self) -> Version | None:
         """Return the version that the link leads to; None if there is none that can be read."""
-        if not self.link.is_symlink():
+        if not is_link(self.link):
             return None
         try:
             info = (self._target / RECORD).stat()
@@ -124,7 +125,7 @@ class ServedFolder:
         # A name has at most 255 bytes.
         name = os.fsdecode(os.fsencode(snapshot.rpartition("/")[2])[:180])
         number, path = 1, self.versions / f"{name}@{commit}"
-        while os.path.lexists(path):
+        while is_taken(path):
             number += 1
             path = self.versions / f"{name}@{commit}.{number}"
         return path
@@ -168,7 +169,7 @@ def _remove(path: Path) -> None:
     if not _PARTIAL.fullmatch(path.name):
         doomed = path.with_name(f".{os.urandom(6).hex()}.partial")
         path.rename(doomed)
-    if doomed.is_dir() and not doomed.is_symlink():
+    if is_folder(doomed) and not is_link(doomed):
         shutil.rmtree(doomed)
     else:
         with suppress(FileNotFoundError):

@@ -26,6 +26,7 @@ from casnap.restore.renaming import Rename
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
 from casnap.storage.catalog.contents import Contents
+from casnap.storage.catalog.location import READS
 from casnap.storage.catalog.opening import locate, open_at
 from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.follow import Backoff
@@ -109,7 +110,7 @@ class Follower:
         timeout: float | None = None,
         start: bool = True,
     ) -> None:
-        place = locate(uri, storage_options)
+        place = locate(uri, storage_options, READS)
         self._weights = LiveWeights(target, path, rename, strict=strict)
         self._options = PullOptions(tag=tag, match=match)
         self._interval, self._every = interval, every

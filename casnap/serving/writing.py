@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from casnap.backends.base import NO_SPACE
 from casnap.backends.file_io import write_at
+from casnap.backends.system_errors import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
 from casnap.files.export_output import ExportOutput
 from casnap.format.digest import Digest, digest_of

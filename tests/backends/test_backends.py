@@ -14,7 +14,7 @@ import pytest
 
 import casnap.backends.durability
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.backends.base import translated
+from casnap.backends.system_errors import translated
 from casnap.errors import BackendError, StorageFullError
 from casnap.testing.backend_suite import (
     BackendSuite,

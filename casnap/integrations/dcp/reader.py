@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from casnap.backends.places import exists
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
@@ -169,7 +170,7 @@ class CasnapReader(StorageReader):
 
 
 def _is_dcps_own(metadata: Path) -> bool:
-    return metadata.exists() and not is_notice(metadata)
+    return exists(metadata) and not is_notice(metadata)
 
 
 @contextmanager

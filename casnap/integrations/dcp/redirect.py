@@ -7,7 +7,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint._async_process_executor import (
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from casnap.backends.places import exists
 from casnap.errors import InvalidNameError, StateError, StoreError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
@@ -162,7 +162,7 @@ def _construct(
     if place is None:
         return None
     store, allow_pickle, dcp_files = place
-    if cls in _READERS and not name and Path(store.uri, ".metadata").exists():
+    if cls in _READERS and not name and exists(f"{store.uri}/.metadata"):
         return None  # DCP has saved into the folder itself before
     # A class of torch takes these by position, too.
     arguments = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]

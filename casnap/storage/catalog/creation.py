@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.base import TEMPORARY
+from casnap.backends.places import exists, is_folder, status
 from casnap.errors import BackendError, NotAStoreError, StoreError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
@@ -26,7 +26,7 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.catalog.location import exists, has_object
+from casnap.storage.catalog.location import has_object, is_ours
 from casnap.storage.catalog.settings import CODEC
 from casnap.storage.catalog.uris import store_uri
 from casnap.storage.log.config import (
@@ -229,17 +229,16 @@ def _check_remote_place(backend: Backend, *, is_explicit: bool) -> None:
 
 
 def _check_folder(folder: Path, *, is_explicit: bool) -> None:
-    if exists(folder) and not folder.is_dir():
+    if exists(folder) and not is_folder(folder):
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     if exists(folder / STORE_FOLDER / CONFIG_KEY):
         return
-    with suppress(OSError):
-        owner = (folder / STORE_FOLDER).lstat().st_uid
-        if not is_explicit and owner not in (os.geteuid(), 0):
-            raise StoreError(
-                f"{folder / STORE_FOLDER} is a folder of another user (uid {owner}); take to "
-                "another place, or name it: `casnap init`, Store(...)"
-            )
+    begun = None if is_explicit else status(folder / STORE_FOLDER, follow=False)
+    if begun is not None and begun.st_uid != 0 and not is_ours(folder, begun.st_uid):
+        raise StoreError(
+            f"{folder / STORE_FOLDER} is a folder of another user (uid {begun.st_uid}); take to "
+            "another place, or name it: `casnap init`, Store(...)"
+        )
     if not is_explicit and folder in crowded_folders():
         raise StoreError(
             f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from functools import cache
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
+from casnap.backends.places import exists, is_folder, is_link, status
 from casnap.errors import (
+    BackendError,
     CasnapError,
     InvalidNameError,
     NotAStoreError,
@@ -49,18 +50,40 @@ class Location(NamedTuple):
     exists: bool
 
 
+class Use(NamedTuple):
+    """What a store is looked for to be used for.
+
+    Whoever reads needs no trust in a store. What is taken must not be captured by one that somebody
+    has put above the path.
+
+    Attributes:
+        may_take: Whether snapshots may be taken to it, or others be made.
+        is_typed: Whether a person has typed the path, and is told which store it was.
+    """
+
+    may_take: bool = True
+    is_typed: bool = False
+
+
+TAKES, READS = Use(), Use(may_take=False)
+TYPED, TYPED_TO_TAKE = Use(may_take=False, is_typed=True), Use(is_typed=True)
+
+
 def locate_snapshot(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    use: Use = TAKES,
 ) -> Location:
     """Return the store and the name that a snapshot's path means.
 
     Args:
         path: A path or URI.
         storage_options: How a remote place is reached.
+        use: What it is looked for.
 
     Raises:
         InvalidNameError: The path is a store itself, or no name.
-        StoreError: The path holds something else, or a store that is not trusted.
+        StoreError: The path holds something else, or cannot be looked at.
         DamagedError: It lies in a store that has lost its ``casnap.json``.
         ValueError: A local path has storage options.
     """
@@ -81,26 +104,28 @@ def locate_snapshot(
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path; `casnap import` imports it as a snapshot"
         )
-    match = _find_store(parent)
+    match = _find_store(parent, use)
     if match is None:
         return Location(LocalBackend(folder.parent), check_name(name), exists=False)
     store, inner = match
-    if not inner and (refusal := _why_distrusted(store, is_parent=True)) is not None:
-        raise _untrusted(store, refusal)
-    return Location(LocalBackend(store), check_name(f"{inner}/{name}".lstrip("/")), exists=True)
+    backend = _guarded(store, use, is_parent=not inner)
+    return Location(backend, check_name(f"{inner}/{name}".lstrip("/")), exists=True)
 
 
 def locate_store(
-    uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    uri: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    use: Use = TAKES,
 ) -> Location:
     """Return the store that a URI means, and the prefix in it if it lies below.
 
     Args:
         uri: A path or URI.
         storage_options: How a remote place is reached.
+        use: What it is looked for.
 
     Raises:
-        StoreError: A file is there, or the store is not trusted.
+        StoreError: A file is there, or it cannot be looked at.
         DamagedError: The store has lost its ``casnap.json``.
         ValueError: A local path has storage options.
     """
@@ -111,13 +136,15 @@ def locate_store(
     if not local:
         raise NotAStoreError("an empty path is not a store; for the current folder write '.'")
     folder = _resolved(Path(local))
-    if exists(folder) and not folder.is_dir():
+    if exists(folder) and not is_folder(folder):
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
-    match = _find_store(Path(local))
+    match = _find_store(Path(local), use)
     if match is None:
         return Location(LocalBackend(folder), "", exists=False)
     store, inner = match
-    return Location(LocalBackend(store), check_name(inner) if inner else "", exists=True)
+    if not inner:
+        return Location(LocalBackend(store), "", exists=True)
+    return Location(_guarded(store, use, is_parent=False), check_name(inner), exists=True)
 
 
 def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
@@ -162,15 +189,6 @@ def _resolved(folder: Path) -> Path:
         raise NotAStoreError(f"{str(folder)!r} is not a folder: {e}") from e
 
 
-def exists(path: Path) -> bool:
-    """Whether a file or folder is there and can be looked at."""
-    try:
-        path.stat()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def has_object(backend: Backend, key: str) -> bool:
     """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
     return backend.size_if_there(key) is not None
@@ -184,7 +202,7 @@ def as_written(folder: Path) -> Path:
     return place
 
 
-def _find_store(folder: Path) -> tuple[Path, str] | None:
+def _find_store(folder: Path, use: Use) -> tuple[Path, str] | None:
     """Return the nearest store at or above a folder, on the same mount, and the way down from it.
 
     It looks above the folder as it is written first, since below a store a link is a name like any
@@ -192,7 +210,7 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
-        StoreError: The store lies above the folder, and is another user's.
+        BackendError: A place cannot be looked at.
     """
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
         nearest: Path | None = None
@@ -201,12 +219,10 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
             if nearest is not None:
                 # A name below a store that leads to another one is a name of the first, if that
                 # has such names: somebody may have put the link in the place of their folder.
-                links = [p for p in _between(nearest, place) if p.is_symlink()]
+                links = [p for p in _between(nearest, place) if is_link(p)]
                 if not any(_has_below(place, str(link.relative_to(place))) for link in links):
                     continue
-            if _holds_store(place, is_explicit=is_named) and (
-                is_named or _is_usable(place, str(way.relative_to(place)))
-            ):
+            if _holds_store(place, is_explicit=True) if is_named else _is_usable(place, way, use):
                 nearest = place
         if nearest is not None:
             return nearest.resolve(), "" if nearest == way else str(way.relative_to(nearest))
@@ -217,14 +233,13 @@ def _mounted_above(way: Path) -> Iterator[Path]:
     """Yield a folder and those above it, on the same mount."""
     device: int | None = None
     for place in (way, *way.parents):
-        try:
-            device_here = place.stat().st_dev
-        except OSError:
+        info = status(place)
+        if info is None:
             continue
-        if device not in (None, device_here):
+        if device not in (None, info.st_dev):
             return
         # The target of a link may be on another mount than the link.
-        device = None if place.is_symlink() else device_here
+        device = None if is_link(place) else info.st_dev
         yield place
 
 
@@ -258,36 +273,64 @@ def _holds_store(place: Path, *, is_explicit: bool) -> bool:
     inner = place / STORE_FOLDER
     # In this order: a new store has its record before it has a root.
     has_roots = _has_roots(inner, is_explicit=is_explicit)
-    if exists(inner / CONFIG_KEY) and not (inner / CONFIG_KEY).is_dir():
+    if exists(inner / CONFIG_KEY) and not is_folder(inner / CONFIG_KEY):
         return True
     # Where every user may write, any of them can put roots.
-    if has_roots and (is_explicit or not place.stat().st_mode & stat.S_IWOTH):
+    if has_roots and (is_explicit or not _is_open_to_all(place)):
         raise no_config_error(str(place))
     return False
 
 
-def _is_usable(place: Path, inner: str) -> bool:
-    """Whether a store above a path is to be used for it.
+def _is_open_to_all(place: Path) -> bool:
+    info = status(place)
+    return info is not None and bool(info.st_mode & stat.S_IWOTH)
+
+
+def _is_usable(place: Path, way: Path, use: Use) -> bool:
+    """Whether a store is in a folder above a path, and is to be used for it.
+
+    Where every user may write, any of them can have put it there: neither does it get what is
+    taken, nor do its faults stop the users of all folders below.
 
     Args:
-        place: Its folder.
-        inner: The way down from there.
+        place: The folder.
+        way: The path.
+        use: What a store is looked for.
 
     Raises:
-        StoreError: It is another user's.
+        DamagedError: It is this user's, and lacks its ``casnap.json``.
+        BackendError: It cannot be looked at.
     """
-    store = place.resolve()
-    refusal = _why_distrusted(store, is_parent=False)
-    if refusal is None:
-        return _serves(store, inner)
-    with suppress(CasnapError):
-        if not _serves(store, inner):
+    inner = str(way.relative_to(place))
+    try:
+        if not (_holds_store(place, is_explicit=False) and _serves(place.resolve(), inner)):
             return False
-    if place.stat().st_mode & stat.S_IWOTH:
-        # Any user may put such a folder there. It must not stop the users of all folders below.
-        _warn(f"{refusal}, where every user may write, so casnap skips it. {_ADVICE}")
+        refusal = _why_distrusted(place.resolve(), is_parent=False)
+    except CasnapError as e:
+        if not _is_open_to_all(place) or _is_trusted(place):
+            raise
+        refusal = f"{place} has a store that cannot be used ({e})"
+    else:
+        if refusal is None or not _is_open_to_all(place):
+            return True
+        refusal = _why_not_ours(place.resolve(), is_parent=False)
+        if refusal is None:
+            return True
+        # What lies in a folder of ours is not looked for in a store that somebody put above it.
+        is_sought = use.is_typed or not any(map(_is_own, _between(way, place)))
+        if is_sought and not use.may_take:
+            _warn(f"{refusal}, where every user may write; it is read, since the path leads to it")
+            return True
+    _warn(f"{refusal}, where every user may write, so casnap skips it. {_advice(place)}")
+    return False
+
+
+def _is_trusted(place: Path) -> bool:
+    """Whether a store that cannot be used is at least this user's."""
+    try:
+        return _why_distrusted(place.resolve(), is_parent=False) is None
+    except CasnapError:
         return False
-    raise _untrusted(store, refusal)
 
 
 def _serves(store: Path, inner: str) -> bool:
@@ -321,11 +364,10 @@ def narrow_hint(folder: Path) -> str:
 
 def _has_roots(inner: Path, *, is_explicit: bool) -> bool:
     """Whether there are roots; of this user, unless the folder was named."""
-    try:
-        status = (inner / root_key(0)).lstat()
-    except (OSError, ValueError):
+    info = status(inner / root_key(0), follow=False)
+    if info is None or not stat.S_ISREG(info.st_mode):
         return False
-    return stat.S_ISREG(status.st_mode) and (is_explicit or status.st_uid == os.geteuid())
+    return is_explicit or is_ours(inner.parent, info.st_uid)
 
 
 @cache
@@ -333,18 +375,69 @@ def _warn(text: str) -> None:
     _log.warning("%s", text)
 
 
-_ADVICE = (
-    "To use it, name it: store=..., or Store(...). If it is yours alone, `chown -R` its "
-    f"{STORE_FOLDER} to you, and `chmod -R go-w` it"
-)
+def _advice(store: Path) -> str:
+    return (
+        f"To write to it, name it: store={str(store)!r}, or Store({str(store)!r}). If it is yours "
+        f"alone, `chown -R` its {STORE_FOLDER} to you, and `chmod -R go-w` it"
+    )
 
 
-def _untrusted(store: Path, reason: str) -> StoreError:
-    return StoreError(f"{reason}, found by the path given. {_ADVICE}")
+# --- whose it is --------------------------------------------------------------------------------
 
 
-def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:
-    """Return why a store that a path leads to is not to be used; None if it is.
+def is_ours(store: Path, uid: int) -> bool:
+    """Whether an owner of files in the folder of a store is this user.
+
+    On a volume that gives all files to one user, that is the one whom a new file of ours belongs
+    to: an access point of EFS, an export with ``all_squash`` or, for root, ``root_squash``, CIFS.
+    """
+    if uid == os.geteuid():
+        return True
+    new_file = LocalBackend(store).new_file()
+    return new_file is not None and new_file.st_uid == uid
+
+
+def _is_own(path: Path) -> bool:
+    info = status(path, follow=False)
+    return info is not None and info.st_uid == os.geteuid()
+
+
+def _guarded(store: Path, use: Use, *, is_parent: bool) -> LocalBackend:
+    """Return the place of a store that a path leads to; another user's is only to be read."""
+    backend = LocalBackend(store)
+    if not use.is_typed and _why_distrusted(store, is_parent=is_parent) is not None:
+        backend.guard(partial(_check_ours, store, is_parent=is_parent))
+    return backend
+
+
+def _check_ours(store: Path, *, is_parent: bool) -> None:
+    refusal = _why_not_ours(store, is_parent=is_parent)
+    if refusal is not None:
+        raise StoreError(
+            f"{refusal}, found by the path given: it can be read, and is not written to. "
+            f"{_advice(store)}"
+        )
+
+
+def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
+    """Do as :func:`_why_distrusted`, also where files do not get the owner or mode of their maker.
+
+    A file is made in the store's folder, and removed, to find out.
+    """
+    new_file = LocalBackend(store).new_file()
+    refusal = _why_distrusted(store, is_parent=is_parent)
+    if refusal is None or new_file is None:
+        return refusal
+    keeps_modes = not new_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return _why_distrusted(
+        store, is_parent=is_parent or not keeps_modes, uids={new_file.st_uid, os.geteuid(), 0}
+    )
+
+
+def _why_distrusted(
+    store: Path, *, is_parent: bool, uids: Collection[int] | None = None
+) -> str | None:
+    """Return why a store that a path leads to does not get what is taken; None if it does.
 
     All of it has to be this user's, or root's, and other users must not be able to write to it: one
     that somebody else has put there must not get the snapshots of all who take below.
@@ -353,11 +446,14 @@ def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:
         store: The folder.
         is_parent: Whether the snapshot lies right in it, so that the path names it. Then others may
             write to it.
+        uids: The users whose it may be; by default this one and root.
     """
     inner = store / STORE_FOLDER
     # Not followed: a link to a file of this user proves nothing.
-    folder, record = inner.lstat(), (inner / CONFIG_KEY).lstat()
-    if not {folder.st_uid, record.st_uid} <= {os.geteuid(), 0}:
+    folder, record = status(inner, follow=False), status(inner / CONFIG_KEY, follow=False)
+    if folder is None or record is None:
+        raise BackendError(f"{store} was moved, or removed, just now; try again")
+    if not {folder.st_uid, record.st_uid} <= set(uids or (os.geteuid(), 0)):
         return f"{store} is a store of another user (uid {record.st_uid})"
     is_shared = folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if (is_shared and not is_parent) or not stat.S_ISDIR(folder.st_mode):

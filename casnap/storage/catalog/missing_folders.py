@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.base import Backend, translated
+from casnap.backends.base import Backend
 from casnap.backends.safe_paths import folder_at
+from casnap.backends.system_errors import is_of_the_place, translated
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import Row
@@ -34,13 +36,19 @@ class _Listing(NamedTuple):
     names: frozenset[str]
 
     def commit_of(self, name: str) -> bytes | None:
-        """Return the commit that the marker in a folder here names; None if there is no marker."""
+        """Return the commit that the marker in a folder here names; None if there is no marker.
+
+        Raises:
+            BackendError: It cannot be looked at.
+        """
         key = "/".join(part for part in (self.run, name, MARKER) if part)
         try:
             return commit_in(self.backend.read_marker(key))
-        except UnavailableError:
-            raise
-        except (FileNotFoundError, DamagedError, BackendError):
+        except (FileNotFoundError, DamagedError):
+            return None
+        except BackendError as e:
+            if is_of_the_place(e):
+                raise
             return None
 
     def markers(self) -> set[bytes]:
@@ -167,7 +175,10 @@ def unknown_markers(store: OpenStore) -> dict[str, bytes]:
         if listing is None or len(listing.names) > _MOST_NAMES:
             continue
         for name in sorted(listing.names):
-            commit = listing.commit_of(name)
+            commit = None
+            # Who may write could put a folder there that nobody else can look into.
+            with suppress(BackendError):
+                commit = listing.commit_of(name)
             if commit is not None:
                 markers[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.

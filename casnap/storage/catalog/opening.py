@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from casnap.backends import Backend
+from casnap.backends.places import exists
 from casnap.errors import NotAStoreError, UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.storage.catalog.creation import CreatedStore, create_store
-from casnap.storage.catalog.location import Location, exists, locate_store, narrow_hint
+from casnap.storage.catalog.location import TAKES, Location, Use, locate_store, narrow_hint
 from casnap.storage.catalog.other_formats import no_store_error
 from casnap.storage.catalog.table import only_marker_error
 from casnap.storage.chunks.chunk_cache import room_for
@@ -113,11 +114,13 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
 
 
 def locate(
-    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
+    uri: str | os.PathLike[str] | Backend,
+    storage_options: Mapping[str, Any] | None,
+    use: Use = TAKES,
 ) -> Location:
     """Return the store that a URI or a backend means, and the prefix in it."""
     if not isinstance(uri, Backend):
-        return locate_store(uri, storage_options)
+        return locate_store(uri, storage_options, use)
     if storage_options:
         raise ValueError("a backend knows how it is reached; give storage_options to its maker")
     # A backend without a store is noticed when the store's record is read.

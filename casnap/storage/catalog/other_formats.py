@@ -10,7 +10,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from casnap.errors import NotAStoreError, SnapshotExistsError
+from casnap.backends.places import exists, is_file, is_folder, is_taken
+from casnap.backends.system_errors import translated
+from casnap.errors import BackendError, NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.storage.catalog.location import narrow_hint
@@ -32,21 +34,22 @@ _FOLDERS = {".metadata": "torch.distributed.checkpoint", ".snapshot_metadata": "
 def form_of(path: Path) -> str | None:
     """Return the form of a checkpoint that ``casnap import`` reads, judged by names; or None."""
     try:
-        if path.is_file():
+        if is_file(path):
             return _FILES.get(path.suffix)
-        if not path.is_dir() or (path / MARKER).exists():
+        if not is_folder(path) or exists(path / MARKER):
             return None
         if (form := _folder_form(path)) is not None:
             return form
         names = [entry.name for entry in _entries(path)]
-    except OSError:
+    except (OSError, BackendError):
+        # It is only for a hint.
         return None
     return "safetensors" if any(name.endswith(".safetensors") for name in names) else None
 
 
 def _is_ours(path: Path) -> bool:
     """Whether a file only stands there for programs that look for it (integrations/notices.py)."""
-    with path.open("rb") as file:
+    with translated(str(path)), path.open("rb") as file:
         return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
@@ -55,10 +58,9 @@ def check_no_other_form(folder: Path) -> None:
 
     Raises:
         SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
+        BackendError: It cannot be looked at.
     """
-    form = None
-    with suppress(OSError):
-        form = _folder_form(folder)
+    form = _folder_form(folder)
     if form is not None:
         raise SnapshotExistsError(
             f"{folder} holds a checkpoint of {form}, and one name is not for two states: take "
@@ -70,7 +72,7 @@ def check_no_other_form(folder: Path) -> None:
 def _folder_form(folder: Path) -> str | None:
     """Return the form of a checkpoint that is a folder, judged by the file that each has."""
     for name, form in _FOLDERS.items():
-        if (folder / name).is_file() and not _is_ours(folder / name):
+        if is_file(folder / name) and not _is_ours(folder / name):
             return form
     return None
 
@@ -129,9 +131,12 @@ def _stores_below(folder: Path) -> list[str]:
         entries = _entries(folder)
     except OSError:
         return []
-    return sorted(
-        e.name for e in entries if os.path.lexists(Path(e.path, STORE_FOLDER, CONFIG_KEY))
-    )
+    stores: list[str] = []
+    for entry in entries:
+        with suppress(BackendError):
+            if is_taken(Path(entry.path, STORE_FOLDER, CONFIG_KEY)):
+                stores.append(entry.name)
+    return sorted(stores)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from casnap.backends import Backend
+from casnap.backends.places import exists, is_folder, is_link, is_taken
 from casnap.errors import (
     CasnapError,
     FencedError,
@@ -29,7 +29,6 @@ from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
 from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.location import exists
 from casnap.storage.catalog.other_formats import hint_at
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
@@ -127,15 +126,15 @@ def check_path_is_free(backend: Backend, name: str) -> None:
     for part in name.split("/") if place is not None else ():
         assert place is not None
         place /= part
-        if exists(place) and not place.is_dir():
+        if exists(place) and not is_folder(place):
             raise SnapshotExistsError(
                 f"{place} is a file, which casnap leaves alone, so {name!r} cannot be a snapshot "
                 f"of {backend.uri}; choose another name, or move the file away"
             )
-        if place.is_symlink():
+        if is_link(place):
             # What it leads to is not in this store.
             return
-        if os.path.lexists(place / STORE_FOLDER):
+        if is_taken(place / STORE_FOLDER):
             raise SnapshotExistsError(
                 f"{place} is a store itself, so {name!r} cannot be a snapshot of {backend.uri}; "
                 "take it into that store, or choose another name"

@@ -19,7 +19,8 @@ from typing import TypeVar
 
 import lmdb
 
-from casnap.backends.base import EXHAUSTED, Backend
+from casnap.backends.base import Backend
+from casnap.backends.system_errors import EXHAUSTED
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS

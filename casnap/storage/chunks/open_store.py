@@ -168,8 +168,10 @@ class OpenStore:
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
-            StoreError: The place does not honour put-if-absent.
+            StoreError: The place does not honour put-if-absent, or is only to be read.
         """
+        if not dry_run:
+            self.backend.check_changes()
         root = root or self.recent()
         check_writable(self.backend.uri, root.write_features, doing)
         if not dry_run:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 
 from casnap.backends.base import Backend
+from casnap.backends.system_errors import is_of_the_place
 from casnap.errors import (
     BackendError,
     DamagedError,
     NotAStoreError,
-    UnavailableError,
     UnsupportedFormatError,
 )
 from casnap.format.decoding import json_decoder
@@ -62,21 +64,25 @@ def not_a_store_error(backend: Backend) -> NotAStoreError:
 
 
 def _config_bytes(backend: Backend) -> bytes:
-    try:
-        return backend.read(CONFIG_KEY, MAX_CONFIG_BYTES)
-    except UnavailableError:
-        raise
-    except (FileNotFoundError, BackendError):
-        # What fails for the whole place, such as a wrong option, fails here too, and is raised.
-        if not backend.names("roots/0"):
-            raise not_a_store_error(backend) from None
+    unread: BackendError | None = None
     # Another process may have just made the store: it puts this record before any root.
-    try:
-        return backend.read(CONFIG_KEY, MAX_CONFIG_BYTES)
-    except UnavailableError:
-        raise
-    except (FileNotFoundError, BackendError):
-        raise no_config_error(backend.uri) from None
+    for is_first in (True, False):
+        try:
+            return backend.read(CONFIG_KEY, MAX_CONFIG_BYTES)
+        except FileNotFoundError:
+            unread = None
+        except BackendError as e:
+            unread = e
+        if unread is not None and is_of_the_place(unread):
+            # Of a disk that fails here and not at the roots, this one object is damaged.
+            cause = unread.__cause__
+            is_damage = isinstance(cause, OSError) and cause.errno == errno.EIO
+            if not (is_damage and backend.names("roots/0")):
+                raise unread
+        # What fails for the whole place, such as a wrong option, fails here too, and is raised.
+        elif is_first and not backend.names("roots/0"):
+            raise not_a_store_error(backend)
+    raise no_config_error(backend.uri) from unread
 
 
 def read_config(backend: Backend) -> StoreConfig:

@@ -1,0 +1,94 @@
+"""Looking at a place of this machine: what is there, by the one rule for what is not there.
+
+Nothing is there if the system says so. If it says anything else, such as that this user may not
+look or that the disk has failed, that is an error: a program that took it for "nothing" would begin
+its run anew. The functions of ``os.path`` and ``pathlib`` swallow such errors, each release others.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeAlias
+
+from casnap.backends.system_errors import ABSENT, told
+
+_Path: TypeAlias = str | os.PathLike[str]
+
+
+def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
+    """Return what is at a path; None if nothing is.
+
+    Args:
+        path: The path.
+        follow: Whether a link stands for what it leads to.
+
+    Raises:
+        BackendError: It cannot be looked at.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - of any path
+    except OSError as e:
+        if e.errno in ABSENT:
+            return None
+        raise told(e, os.fspath(path)) from e
+    except ValueError:
+        # A NUL, or a character that the file system does not have: no file has such a name.
+        return None
+
+
+def exists(path: _Path) -> bool:
+    """Whether something is at a path; a link that leads nowhere is nothing."""
+    return status(path) is not None
+
+
+def is_taken(path: _Path) -> bool:
+    """Whether a name is taken, if only by a link that leads nowhere."""
+    return status(path, follow=False) is not None
+
+
+def is_file(path: _Path) -> bool:
+    """Whether a regular file is there, or a link to one."""
+    info = status(path)
+    return info is not None and stat.S_ISREG(info.st_mode)
+
+
+def is_folder(path: _Path) -> bool:
+    """Whether a folder is there, or a link to one."""
+    info = status(path)
+    return info is not None and stat.S_ISDIR(info.st_mode)
+
+
+def is_link(path: _Path) -> bool:
+    """Whether a link is there, wherever it leads."""
+    info = status(path, follow=False)
+    return info is not None and stat.S_ISLNK(info.st_mode)
+
+
+def paths_in(folder: _Path) -> list[Path]:
+    """Return what is right in a folder, by name; nothing if there is no folder.
+
+    Raises:
+        BackendError: It cannot be listed.
+    """
+    try:
+        return sorted(Path(folder).iterdir())
+    except OSError as e:
+        if e.errno in ABSENT:
+            return []
+        raise told(e, os.fspath(folder)) from e
+
+
+def matching(folder: _Path, *patterns: str) -> list[Path]:
+    """Return what is right in a folder and has a name that matches one of some patterns.
+
+    Raises:
+        BackendError: The folder cannot be listed.
+    """
+    return [
+        path
+        for path in paths_in(folder)
+        if any(fnmatchcase(path.name, pattern) for pattern in patterns)
+    ]

@@ -1,0 +1,120 @@
+"""What an error of the operating system means, and what to do about it: one table."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from casnap.errors import BackendError, CasnapError, StorageFullError, UnavailableError
+
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""Errors that say that nothing is there. Any other says that it could not be looked at."""
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that say that a disk, or a quota, is full."""
+
+_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, *_MEMORY})
+"""Errors that say that this host has run out of something, and nothing about the object."""
+
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+"""Errors by which a file system without hard links refuses one to a file of our own."""
+
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
+_UNREACHABLE = frozenset(
+    {
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+    }
+)
+_ADVICE = {
+    errno.EFBIG: "no file may become that large: raise `ulimit -f`, which bounds the files that "
+    "this process writes, or choose a file system for larger ones",
+    errno.EROFS: "it is mounted read-only, so what is there can be read, and nothing is stored. "
+    "Have it mounted for writing, or choose another place",
+    errno.EIO: "the disk, or what serves it, failed; the log of the system (`dmesg`) may say more",
+    errno.ESTALE: "the server has it under another handle by now: it was replaced there, or "
+    "exported anew. Try again; if that does not help, mount it anew",
+}
+
+
+def told(error: OSError, subject: str) -> BackendError:
+    """Return the error of casnap for one of the system, with what to do about it.
+
+    Args:
+        error: The error.
+        subject: What it is about: a path.
+    """
+    number, text = error.errno, error.strerror or str(error)
+    if number in NO_SPACE:
+        lack = "quota" if number == errno.EDQUOT else "space"
+        return StorageFullError(
+            f"no {lack} left to write {subject}; earlier snapshots are whole. "
+            "Free some space, then try again"
+        )
+    if number in EXHAUSTED:
+        cause = "no memory left" if number in _MEMORY else "too many files open (`ulimit -n`)"
+        return UnavailableError(
+            f"{subject}: {text}; nothing is known to be wrong with it. This process or host has "
+            f"{cause}; then try again",
+            reason="exhausted",
+        )
+    if number in _UNREACHABLE:
+        return UnavailableError(
+            f"{subject}: {text}; the server of this file system does not answer. Nothing is known "
+            "to be wrong with what it holds",
+            reason="unreachable",
+        )
+    if number == errno.EISDIR:
+        return BackendError(f"{subject} is a folder, not a file")
+    if number in _DENIED:
+        return BackendError(
+            f"{subject}: {text}; may this user have it? Whoever reads a store needs the right to "
+            "read all that is in it, and to look into its folders; whoever writes, also to write: "
+            "after chown, chgrp or chmod of a folder, do the same with -R"
+        )
+    advice = _ADVICE.get(number or 0)
+    return BackendError(f"{subject}: {text}; {advice}" if advice else f"{subject}: {text}")
+
+
+def no_links_error(error: OSError, subject: str) -> BackendError:
+    """Return the error for a new file that cannot be given its name by a hard link."""
+    return BackendError(
+        f"{subject}: {error.strerror}; this file system has no hard links (as exFAT, FAT and "
+        "mounts of Google Drive), by which a store gives its files their names. Have the store on "
+        "another disk or in a bucket; its whole folder can be copied here to be read"
+    )
+
+
+@contextmanager
+def translated(subject: str) -> Iterator[None]:
+    """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""
+    try:
+        yield
+    except (FileNotFoundError, CasnapError):
+        raise
+    except OSError as e:
+        if e.errno is None:
+            # None of the system: a signal handler has raised it, such as an alarm.
+            raise
+        raise told(e, subject) from e
+
+
+def is_of_the_place(error: BaseException) -> bool:
+    """Whether an error of casnap says that something could not be looked at.
+
+    Then it is not known whether it is there. An error without one of the system below it says what
+    is there instead: a folder, a link, a pipe.
+    """
+    cause = error.__cause__
+    return isinstance(error, UnavailableError) or (
+        isinstance(error, BackendError)
+        and isinstance(cause, OSError)
+        and cause.errno not in {*ABSENT, errno.EISDIR}
+    )
