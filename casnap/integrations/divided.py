@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from casnap.restore.loading import Loading
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.snapshot import Snapshot
+from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, describe_shards, why_not_writable
 from casnap.storage.catalog.contents import Entries
@@ -57,7 +58,9 @@ def load_together(
     comm: Comm,
     targets: Iterable[Target],
     values: Iterable[ObjectPath] = (),
-) -> dict[str, Leaf]:
+    *,
+    allow_pickle: bool = False,
+) -> dict[ObjectPath, Any]:
     """Fill the parts of this rank, and read values. All ranks call this, each with its own.
 
     Args:
@@ -65,12 +68,14 @@ def load_together(
         comm: The ranks.
         targets: What to fill.
         values: The paths of the values.
+        allow_pickle: Whether to unpickle values that were stored by pickle.
 
     Returns:
-        The leaves of the values, for :func:`casnap.state.flatten.inflate`.
+        The values, by their paths.
 
     Raises:
         MismatchError: Something does not fit the snapshot; no rank has filled anything.
+        UnsupportedTypeError: A value cannot be read; no rank has filled anything.
         DamagedError: Stored bytes are missing or damaged.
     """
     contents = snapshot.contents
@@ -90,7 +95,8 @@ def load_together(
             loading.add(path, entry, _within(entry, target))
         else:
             loading.add(path, entry, target.parts)
-    for path in map(casnap_path, values):
+    paths = {value: casnap_path(value) for value in values}
+    for path in paths.values():
         if _entry_at(trees, path) is None:
             problems.append(f"{path} is not in the snapshot")
             continue
@@ -101,13 +107,15 @@ def load_together(
             f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
             + "; ".join(problems)
         )
-    comm.all_gather(b"")  # no rank writes before all have compared
+    fetch = partial(fetch_shared, comm, contents.store)
     with torch.no_grad(), without_torch_modes():
+        known = loading.load_values(fetch, allow_pickle=allow_pickle)
+        comm.all_gather(b"")  # no rank writes before all have compared
         for memory in to_clear:
             memory.zero_()
-        leaves = loading.load(fetch=partial(fetch_shared, comm, contents.store))
+        leaves = loading.load(fetch=fetch)
     comm.all_gather(b"")
-    return leaves
+    return {value: inflate(path, leaves, known=known) for value, path in paths.items()}
 
 
 def entries_below(trees: Mapping[str, Entries], path: str) -> Iterator[tuple[str, Entry]]:

@@ -42,7 +42,7 @@ from casnap.ranks.joining import join, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
-from casnap.state.flatten import containers_of, flatten, inflate
+from casnap.state.flatten import containers_of, flatten
 from casnap.state.tensors import Leaf, allocate, describe
 from casnap.state.values import decode_value
 from casnap.take.capture import DividedLeaves
@@ -278,13 +278,18 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
             tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
             objects = [_path_of(shard) for shard in shards if isinstance(shard, ShardedObject)]
             with snapshot.contents.reading():
-                leaves = load_together(snapshot, comm, map(_target_of, tensors), objects)
+                values = load_together(
+                    snapshot,
+                    comm,
+                    map(_target_of, tensors),
+                    objects,
+                    allow_pickle=self._allow_pickle,
+                )
 
         def value_of(shard: Any) -> Any:
             if isinstance(shard, ShardedTensor):
                 return shard.data
-            path = casnap_path(_path_of(shard))
-            return inflate(path, leaves, allow_pickle=self._allow_pickle)
+            return values[_path_of(shard)]
 
         return dict_list_map_outplace(value_of, sharded_state_dict)
 

@@ -12,9 +12,10 @@ import torch
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of
 from casnap.restore.key_state import KeyState
+from casnap.restore.loaders import known_loader
 from casnap.restore.restore_report import RestoreReport
 from casnap.state.containers import DICT_KINDS
-from casnap.state.stateful import TORCH_NAMES, RNGState, StateDict
+from casnap.state.stateful import TORCH_NAMES, RNGState
 from casnap.state.tensors import holds_no_values, why_not_writable
 
 # FSDP2's hook, there from the first forward on, only shards the parameters again. That of
@@ -37,11 +38,16 @@ def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> 
     live_names = {f"{state.component}/{component_of(k)}" for k in state.current}
     live_names = {path for path in live_names if not path.startswith(unchecked)}
     shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(rewritten)}
-    report.missing += sorted(live_names - stored_names)
+    report.missing += sorted(live_names - stored_names - state.skipped)
     report.unexpected += sorted(stored_names - live_names)
     report.mismatched += [shapes[p] for p in sorted(shapes)]
-    skipped = frozenset((stored_names - live_names) | shapes.keys())
-    return replace(state, rewritten=rewritten, unchecked=unchecked, skipped=skipped)
+    unfit = (stored_names ^ live_names) | shapes.keys()
+    return replace(
+        state.without(unfit),
+        rewritten=rewritten,
+        unchecked=unchecked,
+        skipped=state.skipped | unfit,
+    )
 
 
 def load_what_fits(
@@ -52,8 +58,6 @@ def load_what_fits(
     def path_of(key: str) -> str:
         return f"{state.component}/{component_of(key)}"
 
-    for key in [k for k in values if path_of(k) in state.skipped]:
-        del values[key]
     if _has_own_loader(module) and "strict" not in signature(module.load_state_dict).parameters:
         module.load_state_dict(values)
         return
@@ -103,8 +107,7 @@ def _forgives(module: torch.nn.Module) -> bool:
 
 
 def _has_own_loader(module: torch.nn.Module) -> bool:
-    loader = getattr(module.load_state_dict, "__func__", None)
-    return loader is not torch.nn.Module.load_state_dict
+    return known_loader(module) is not torch.nn.Module
 
 
 def _other_shapes(state: KeyState) -> dict[str, str]:
@@ -137,7 +140,8 @@ def why_unfit(state: KeyState) -> list[str]:
     Only loaders of torch and casnap are known. Any other loader says itself what it refuses.
     """
     component, stateful, entries = state.component, state.stateful, state.entries
-    if component in entries and _wants_dict(stateful):
+    loader = known_loader(stateful)
+    if component in entries and loader is not None:
         entry = entries[component]
         if not isinstance(entry, ContainerEntry) or entry.kind not in DICT_KINDS:
             type_name = type(stateful).__name__
@@ -146,33 +150,19 @@ def why_unfit(state: KeyState) -> list[str]:
                 f"{component}: {_type_text(entry)} in the snapshot; {type_name} loads a dict; "
                 f"{advice}"
             ]
-    if isinstance(stateful, torch.optim.Optimizer) and _is_of_torch(stateful):
+    if isinstance(stateful, torch.optim.Optimizer) and loader is torch.optim.Optimizer:
         return list(_other_groups(component, stateful, state))
-    if type(stateful) is RNGState and component in entries:
+    if loader is RNGState and component in entries:
         return list(_no_random_state(component, state))
     return []
-
-
-def _wants_dict(stateful: object) -> bool:
-    loader = getattr(type(stateful), "load_state_dict", None)
-    return (
-        loader is torch.nn.Module.load_state_dict
-        or loader is StateDict.load_state_dict
-        or loader is RNGState.load_state_dict
-        or (isinstance(stateful, torch.optim.Optimizer) and _is_of_torch(stateful))
-    )
-
-
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it loads as torch does, and no hook changes the state before."""
-    is_own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
-    return not is_own and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
 
 
 def _other_groups(
     component: str, optimizer: torch.optim.Optimizer, state: KeyState
 ) -> Iterator[str]:
     groups, groups_path = optimizer.param_groups, f"{component}/param_groups"
+    if groups_path in state.known:
+        return  # they stay as they are
     for path in (groups_path, f"{component}/state"):
         if path not in state.entries:
             yield f"{path}: not in the snapshot; an optimizer needs it"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from casnap.format.entries import ContainerEntry, Entry
-from casnap.format.names import component_of, rank_names
+from casnap.format.names import component_of
+from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
-from casnap.state.containers import container_builder
-from casnap.state.flatten import flatten
+from casnap.state.containers import DICT_KINDS, container_builder
+from casnap.state.flatten import Known, Reopened, live_parts
 from casnap.state.parts import check_state
-from casnap.state.stateful import Stateful
-from casnap.state.tensors import Leaf
+from casnap.state.stateful import Stateful, StateDict
 from casnap.storage.catalog.contents import Contents
 
 
@@ -28,30 +29,55 @@ class KeyState:
         component: The first component of the key's paths.
         stateful: The value in the app state.
         current: Its state now.
-        entries: The entries in the snapshot for this rank, by path.
-        known_leaves: Leaves that are known and need not be read.
+        entries: The entries to read from the snapshot for this rank, by path.
+        known: What of the current state stands in for entries that the snapshot does not have.
         rewritten: Prefixes of paths whose names or values the module may change while it loads.
         unchecked: Prefixes of paths whose names only the module itself can check.
-        skipped: Paths that must not be loaded into the module.
+        skipped: Paths that must not be loaded.
     """
 
     component: str
     stateful: Stateful
     current: Any
     entries: Mapping[str, Entry]
-    known_leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    known: Known = field(default_factory=dict)
     rewritten: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     skipped: frozenset[str] = frozenset()
 
+    def without(self, paths: Collection[str]) -> KeyState:
+        """Return the key without the entries of some paths, and all below these."""
+        if not paths:
+            return self
+        below = tuple(f"{path}/" for path in paths)
+        entries = {
+            path: entry
+            for path, entry in self.entries.items()
+            if path not in paths and not path.startswith(below)
+        }
+        return replace(self, entries=entries)
+
 
 def key_state(
-    contents: Contents, key: str, stateful: Stateful, report: RestoreReport, rank: int
+    contents: Contents,
+    key: str,
+    stateful: Stateful,
+    report: RestoreReport,
+    rank: int,
+    kept_for_others: dict[str, list[int]],
 ) -> KeyState | None:
     """Return a key with its current state and its entries.
 
+    Args:
+        contents: The snapshot.
+        key: The key.
+        stateful: The value in the app state.
+        report: Is told if the snapshot lacks the key.
+        rank: This rank.
+        kept_for_others: Gets the paths that only other ranks have, with these ranks.
+
     Returns:
-        None if the snapshot has nothing of the key for this rank; the report says what is missing.
+        None if the snapshot has nothing of the key for this rank.
     """
     component = component_of(key)
     trees = contents.trees(rank).get(component)
@@ -64,11 +90,13 @@ def key_state(
         of_submodules = _of_own_submodules(contents, state)
         if of_submodules is not None:
             return of_submodules
-    of_other_ranks = _kept_for_others(contents, component, rank, entries)
-    if not of_other_ranks and trees is not None:
-        return replace(state, entries=_reached(contents, component, rank, entries))
-    report.missing += of_other_ranks or [key]
-    return None
+    if of_others := _kept_for_others(contents, component, rank, entries):
+        kept_for_others |= of_others
+        return _of_everyone(state, of_others)
+    if trees is None:
+        report.missing.append(key)
+        return None
+    return replace(state, entries=_reached(contents, component, rank, entries))
 
 
 def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
@@ -84,8 +112,8 @@ def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
     if not names or not state.entries.keys() >= {f"{state.component}/{name}" for name in names}:
         return None
     entries = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}
-    current = {state.component: next(flatten(state.current, state.component))}
-    return replace(state, entries=entries, known_leaves=current)
+    top = next(live_parts(state.current, state.component))
+    return replace(state, entries=entries, known=dict([top]))
 
 
 def _reached(
@@ -115,18 +143,67 @@ def _reached(
 
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
-) -> list[str]:
-    """Return why a rank that did not take part in the take cannot restore a key."""
-    if rank < contents.row.world_size:
-        return []
+) -> dict[str, list[int]]:
+    """Return what of a key a rank that did not take part in the take cannot have, and who can."""
     holders: dict[str, list[int]] = {}
+    if rank < contents.row.world_size:
+        return holders
     for other_rank in contents.ranks():
         digest = contents.manifest.ranks[str(other_rank)].get(component)
         if digest is not None:
             for path in [component + inner for inner, _ in contents.tree(digest).items()]:
-                holders.setdefault(path, []).append(other_rank)
-    return [
-        f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
-        for path, ranks in holders.items()
-        if path not in entries
-    ]
+                if path not in entries:
+                    holders.setdefault(path, []).append(other_rank)
+    return holders
+
+
+def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None:
+    """Return the key with what is everyone's; where others have their own, it stays as it is.
+
+    Args:
+        state: The key, with the global entries.
+        of_others: The paths that only other ranks have.
+
+    Returns:
+        None if that would restore nothing.
+    """
+    live = dict(live_parts(state.current, state.component))
+    skipped, unread = set[str](), set[str]()
+    for path in of_others:
+        if path != state.component and path.rpartition("/")[0] not in state.entries:
+            continue  # so is the container that it is in
+        while path not in live and not _may_lack(state, path):
+            path = path.rpartition("/")[0]
+        if _is_of_module(state, path) or path not in live:
+            skipped.add(path)
+        elif path in state.entries:
+            unread.add(path)  # a container that cannot be put together without it
+    state = state.without(skipped | unread)
+    if all(isinstance(entry, ContainerEntry) for entry in state.entries.values()):
+        return None
+    known = {path: value for path, value in live.items() if path not in state.entries}
+    if known_loader(state.stateful) is None:
+        # It may overwrite what it has before it reads what it is given.
+        known = {path: _copied(value) for path, value in known.items()}
+    return replace(state, known=known, skipped=frozenset(skipped))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value if isinstance(value, Reopened) else deepcopy(value)
+
+
+def _may_lack(state: KeyState, path: str) -> bool:
+    """Whether a value loads a state without this part of it, and leaves that alone."""
+    loader, (parent, _, _) = known_loader(state.stateful), path.rpartition("/")
+    if loader is torch.optim.Optimizer:
+        return parent == f"{state.component}/state"
+    entry = state.entries.get(parent)
+    is_in_dict = isinstance(entry, ContainerEntry) and entry.kind in DICT_KINDS
+    return is_in_dict and (loader is StateDict or _is_of_module(state, path))
+
+
+def _is_of_module(state: KeyState, path: str) -> bool:
+    """Whether a path is that of a parameter, buffer or extra state of a module."""
+    return isinstance(state.stateful, torch.nn.Module) and path.count("/") == 1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,6 +29,7 @@ from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import fill
 from casnap.state.devices import pin, synchronize_workers
+from casnap.state.flatten import decode
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import (
     Leaf,
@@ -132,6 +133,28 @@ class Loading:
         if self._reports:
             self._counter.total += sum(box.numel for box, _ in parts) * itemsize_of(entry)
         self._items.append(_Item(path, entry, content, parts))
+
+    def load_values(
+        self, fetch: Fetch | None = None, *, allow_pickle: bool = False
+    ) -> dict[str, Any]:
+        """Read what is no tensor, and return it decoded, for :func:`casnap.state.flatten.inflate`.
+
+        Then :meth:`load` reads the tensors. So no tensor is overwritten if a value cannot be read.
+
+        Args:
+            fetch: As for :meth:`load`.
+            allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
+
+        Raises:
+            DamagedError: Some chunks are missing or damaged, or one value is.
+            UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
+            UnsupportedFormatError: A newer version wrote a value.
+        """
+        all_items = self._items
+        self._items = [item for item in all_items if not isinstance(item.entry, TensorEntry)]
+        leaves = self.load(fetch=fetch)
+        self._items = [item for item in all_items if isinstance(item.entry, TensorEntry)]
+        return decode(leaves.values(), allow_pickle=allow_pickle)
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
         """Read everything, verified, and return it by path.

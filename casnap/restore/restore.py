@@ -12,11 +12,12 @@ import torch
 
 from casnap.errors import CasnapError, MismatchError, retold
 from casnap.format.entries import Entry, ValueEntry
-from casnap.format.names import component_of, key_of
+from casnap.format.names import component_of, key_of, rank_names
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.restore.comparison import compare, load_what_fits, why_unfit
 from casnap.restore.key_state import KeyState, key_state
+from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
@@ -70,9 +71,12 @@ def restore(
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
     keys = [key for key in map(key_of, agreed.order) if key in app_state]
-    key_states = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
-    # Their state is read in the modes of the caller.
+    kept_for_others: dict[str, list[int]] = {}
+    key_states = [
+        key_state(contents, key, app_state[key], report, comm.rank, kept_for_others) for key in keys
+    ]  # read in the modes of the caller
     states, targets = _compared([state for state in key_states if state is not None], report)
+    report.missing += _missed_by_new_ranks(contents, kept_for_others, comm)
     if options.strict and report:
         has = contents.keys()
         lacks_key = not has.issuperset(app_state) or options.rename is not None
@@ -85,16 +89,16 @@ def restore(
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
             check_pickle_allowed(path, entry.kind)
     comm.enter_phase("reading")
-    leaves = _load(contents, entries, targets, options, comm, agreed)
+    known, leaves = _load(contents, entries, targets, options, comm, agreed)
     for state in states:
-        leaves |= state.known_leaves
+        known |= state.known
     # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")
     # The random state comes last, since loading the others may draw random numbers.
     states.sort(key=lambda s: isinstance(s.stateful, RNGState))
     with without_torch_modes():
-        values = [inflate(s.component, leaves, allow_pickle=options.allow_pickle) for s in states]
+        values = [inflate(s.component, leaves, known=known, skipped=s.skipped) for s in states]
     for i, state in enumerate(states):
         try:
             _load_state(state, values[i], report, strict=options.strict)
@@ -161,7 +165,11 @@ def _what_failed(
     """Return what to tell of an error of a ``load_state_dict``, and of what was written already."""
     restored_keys = {path.partition("/")[0] for path in targets}
     loaded = ", ".join(key_of(s.component) for s in before)
-    partly = ", ".join(key_of(s.component) for s in others if s.component in restored_keys)
+    partly = ", ".join(
+        key_of(s.component)
+        for s in others
+        if s.component in restored_keys and known_loader(s.stateful) is not None
+    )
     return (
         f"load_state_dict() of {key_of(state.component)!r} raised {type(error).__name__}: {error}. "
         f"Restored before: {loaded or 'nothing'}"
@@ -251,6 +259,41 @@ def _agree(
     return agreed
 
 
+class _Missed(msgspec.Struct, array_like=True):
+    """What new ranks cannot have: path → the ranks that have it, and the new ranks.
+
+    Attributes:
+        by_path: Both, by path.
+    """
+
+    by_path: dict[str, tuple[list[int], list[int]]]
+
+
+def _missed_by_new_ranks(
+    contents: Contents, kept_for_others: Mapping[str, list[int]], comm: Comm
+) -> list[str]:
+    """Return on all ranks what the ranks that did not take part in the take cannot have.
+
+    Args:
+        contents: The snapshot.
+        kept_for_others: The paths that this rank cannot have, with the ranks that can.
+        comm: The ranks.
+    """
+    if comm.size <= contents.row.world_size:
+        return []
+    mine = {path: (holders, [comm.rank]) for path, holders in kept_for_others.items()}
+    joined: dict[str, tuple[list[int], list[int]]] = {}
+    for of_rank in comm.gather_messages(_Missed(mine), _Missed):
+        for path, (holders, new_ranks) in of_rank.by_path.items():
+            joined.setdefault(path, (holders, []))[1].extend(new_ranks)
+    missed = comm.broadcast_message(_Missed(joined), _Missed).by_path
+    return [
+        f"{path} is kept for {rank_names(holders)} alone; {rank_names(new_ranks)} "
+        f"{'is' if len(new_ranks) == 1 else 'are'} new"
+        for path, (holders, new_ranks) in missed.items()
+    ]
+
+
 def _left_behind(contents: Contents, size: int) -> list[str]:
     ranks = (rank for rank in contents.ranks() if rank >= size)
     return [f"{rank}/{key}" for rank in ranks for key in sorted(contents.manifest.ranks[str(rank)])]
@@ -265,8 +308,12 @@ def _load(
     options: RestoreOptions,
     comm: Comm,
     agreed: _Agreed,
-) -> dict[str, Leaf]:
-    """Read all entries, into their targets if they have some; together, unless that costs more."""
+) -> tuple[dict[str, Any], dict[str, Leaf]]:
+    """Read all entries, into their targets if they have some; together, unless that costs more.
+
+    Returns:
+        What is no tensor, decoded; and the leaves of the tensors.
+    """
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
     # Filling one could overwrite a part of another, so these are read into new memory first.
@@ -286,15 +333,16 @@ def _load(
         else:
             pairs = zip(shards.boxes, shards.tensors, strict=True)
             loading.add(path, entry, pairs, shards.value)
-    # From here on tensors are written, so every rank must have finished its checks.
-    comm.all_gather(b"")
     fetch = None
     if options.read_once is not False:
         # One page cache reads each byte once by itself, and passes it on faster than sockets do.
         only_in_memory = options.read_once is None and agreed.has_one_cache
         fetch = partial(fetch_shared, comm, contents.store, only_in_memory=only_in_memory)
+    known = loading.load_values(fetch, allow_pickle=options.allow_pickle)
+    # From here on tensors are written, so every rank must have finished its checks.
+    comm.all_gather(b"")
     leaves = loading.load(fetch=fetch)
     for group in groups:
         if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
-    return leaves
+    return known, leaves

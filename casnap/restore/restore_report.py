@@ -13,7 +13,8 @@ class RestoreReport:
     """What a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks, or keeps only for other ranks.
+        missing: Paths of the state that the snapshot lacks, or keeps for ranks that the take had,
+            while others are new. Of the latter each rank's report names all, in words.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words.
         left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.

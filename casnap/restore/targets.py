@@ -8,26 +8,56 @@ import torch
 
 from casnap.format.entries import Entry, TensorEntry
 from casnap.restore.key_state import KeyState
+from casnap.restore.loaders import known_loader
 from casnap.state.flatten import fill_targets
 from casnap.state.overlap import conflicting_groups, end_address
 from casnap.state.sharded import Shards, shards_of, without_torch_function
-from casnap.state.tensors import carrier_dtype, is_float4
+from casnap.state.tensors import allocate, carrier_dtype, is_float4
+
+_EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def targets_of(state: KeyState) -> dict[str, Shards]:
-    """Return the tensors of a state that can be filled from the snapshot in place, by path."""
+    """Return the tensors to fill from the snapshot, by path; others are made when they are read.
+
+    They are the live ones where it is known what the loader does with them. Any other loader may
+    overwrite what it has before it reads what it is given, or compare both. So it gets new ones.
+    """
     targets = fill_targets(state.current, state.component)
+    moments: dict[str, Shards] = {}
     if isinstance(state.stateful, torch.optim.Optimizer):
-        targets |= _moments(state.stateful, state.component, state.entries)
+        moments = _moments(state.stateful, state.component, state.entries)
+    tied: dict[object, Shards] = {}
     return {
-        path: _fresh(path, shards.value) if path.startswith(state.rewritten) else shards
+        path: _new(path, state.entries[path], shards, tied) if _is_new(state, path) else shards
         for path, shards in targets.items()
-        # A module that renames while it loads could overwrite a tensor before reading it. It loads
-        # new ones: they are made when they are read, but those that must be sharded here.
         if path in state.entries
-        and (shards.is_sharded or not path.startswith(state.rewritten))
         and fits(state.entries[path], shards.value)
-    }
+        # A module that renames while it loads needs no memory on its device.
+        and (shards.is_sharded or not path.startswith(state.rewritten))
+    } | {path: s for path, s in moments.items() if fits(state.entries[path], s.value)}
+
+
+def _is_new(state: KeyState, path: str) -> bool:
+    """Whether the loader of a value gets a new tensor."""
+    is_module = isinstance(state.stateful, torch.nn.Module)
+    if is_module and path.split("/")[1].endswith(_EXTRA_STATE):
+        return True  # loaded by set_extra_state()
+    return path.startswith(state.rewritten) or known_loader(state.stateful) is None
+
+
+def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> Shards:
+    """Return a new tensor where a live one is; the same one for tied tensors."""
+    assert isinstance(entry, TensorEntry)
+    value = live.value
+    if live.is_sharded:
+        return _sharded_like(path, value)
+    memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    content = (entry.dtype, entry.data)
+    if (memory, content) not in tied:
+        tensor = allocate(entry, value.device)
+        tied[memory, content] = live._replace(tensors=(tensor,), value=tensor)
+    return tied[memory, content]
 
 
 def _moments(
@@ -46,11 +76,11 @@ def _moments(
         if isinstance(entry, TensorEntry) and entry.shape == tuple(parameter.shape):
             shards = shards_of(path, parameter)
             if shards is not None:
-                moments[path] = _fresh(path, parameter, carrier_dtype(entry))
+                moments[path] = _sharded_like(path, parameter, carrier_dtype(entry))
     return moments
 
 
-def _fresh(path: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> Shards:
+def _sharded_like(path: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> Shards:
     """Return a new tensor that is sharded like another one."""
     shards = shards_of(path, torch.zeros_like(like.detach(), dtype=dtype))
     assert shards is not None

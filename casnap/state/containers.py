@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count as count_from
 from typing import Any, NamedTuple, TypeAlias
 
@@ -344,20 +344,22 @@ def _read_deque(label: str, entry: ContainerEntry, data: bytes) -> tuple[None, B
 
 def _read_namedtuple(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
     spec = decode(data, _Named, label)
-
-    def build(children: list[Any]) -> Any:
-        # tuple.__new__ runs no code of the class, which the store names, not the caller.
-        return tuple.__new__(_namedtuple_class(spec), children)
-
-    return _components(label, spec.fields), build
+    components, kind = _components(label, spec.fields), _namedtuple_class(label, spec)
+    # tuple.__new__ runs no code of the class, which the store names, not the caller.
+    return components, partial(tuple.__new__, kind)
 
 
-def _namedtuple_class(spec: _Named) -> Any:
+def _namedtuple_class(label: str, spec: _Named) -> Any:
     kind: Any = find_class(spec.module, spec.name)
     is_same = kind is not None and issubclass(kind, tuple)
-    if is_same and getattr(kind, "_fields", None) == spec.fields:
-        return kind
-    return _fresh_namedtuple(spec)
+    if not is_same or getattr(kind, "_fields", None) != spec.fields:
+        kind = _fresh_namedtuple(spec)
+    if kind._fields != spec.fields:
+        raise UnsupportedTypeError(
+            f"{label} has the fields {spec.fields[:20]}, which only its own class "
+            f"{spec.module}.{spec.name} can have; import {spec.module} first"
+        )
+    return kind
 
 
 @lru_cache(maxsize=256)
@@ -366,13 +368,7 @@ def _fresh_namedtuple(spec: _Named) -> Any:
     if not _are_fields(spec.fields):
         raise ValueError(f"{spec.fields[:20]} cannot be fields of a namedtuple")
     # Fields that were renamed, like "_1", get the same names again.
-    kind = namedtuple(name, spec.fields, module=spec.module, rename=True)  # type: ignore[misc]
-    if kind._fields != spec.fields:
-        raise UnsupportedTypeError(
-            f"a namedtuple has the fields {spec.fields[:20]}, which only its own class "
-            f"{spec.module}.{spec.name} can have; import {spec.module} first"
-        )
-    return kind
+    return namedtuple(name, spec.fields, module=spec.module, rename=True)
 
 
 def _read_sparse(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:

@@ -8,8 +8,8 @@ deep states do not hit the recursion limit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -49,7 +49,16 @@ from casnap.state.values import (
     encode_value,
 )
 
-__all__ = ["Leaf", "containers_of", "fill_targets", "flatten", "inflate"]
+__all__ = [
+    "Known",
+    "Leaf",
+    "containers_of",
+    "decode",
+    "fill_targets",
+    "flatten",
+    "inflate",
+    "live_parts",
+]
 
 MAX_NESTING = 1000
 
@@ -195,6 +204,64 @@ def _is_fillable_part(part: torch.Tensor) -> bool:
 # --- inflate ----------------------------------------------------------------------------------
 
 
+class Reopened(NamedTuple):
+    """A container that can be built again.
+
+    Attributes:
+        components: The components of its elements.
+        build: Makes it of its elements.
+    """
+
+    components: list[str]
+    build: Build
+
+
+Known: TypeAlias = Mapping[str, Any]
+"""Path → a value that need not be decoded, or a :class:`Reopened` container."""
+
+
+def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield everything in a live state by its path, for :func:`inflate` to put in as it is."""
+    for child_path, child, node in _walk(value, path, sparse=False):
+        if node is None:
+            yield child_path, child
+        else:
+            leaf = _container_leaf(child_path, node)
+            yield child_path, _decode(leaf, allow_pickle=False)
+
+
+def decode(leaves: Iterable[Leaf], *, allow_pickle: bool) -> dict[str, Any]:
+    """Return values and containers decoded, by path. Then :func:`inflate` needs only tensors.
+
+    Raises:
+        DamagedError: One is not what was written.
+        UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
+        UnsupportedFormatError: An entry is of a kind that a newer version wrote.
+    """
+    return {leaf.path: _decode(leaf, allow_pickle=allow_pickle) for leaf in leaves}
+
+
+def _decode(leaf: Leaf, *, allow_pickle: bool) -> Any:
+    """Return the value of a leaf that is no tensor; of a container, what builds it."""
+    path, entry, content = leaf
+    assert not isinstance(entry, TensorEntry)
+    if not isinstance(content, bytes):
+        raise DamagedError(f"{path} is not a tensor, but has the content of one", (path,))
+    if isinstance(entry, ValueEntry):
+        return decode_value(path, entry.kind, content, allow_pickle=allow_pickle)
+    try:
+        components, build = container_builder(path, entry, content)
+        return Reopened(list(components), build)
+    except DamagedError as e:
+        raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
+    except CasnapError:
+        raise
+    except RecursionError as e:
+        raise DamagedError(f"{path} has keys that are nested too deeply", (path,)) from e
+    except DECODE_ERRORS as e:
+        raise DamagedError(f"{path} cannot be put together: {e}", (path,)) from e
+
+
 class _Frame(NamedTuple):
     """A container whose elements are being collected."""
 
@@ -204,39 +271,45 @@ class _Frame(NamedTuple):
     children: list[Any]
 
 
-def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False) -> Any:
+def inflate(
+    path: str,
+    leaves: Mapping[str, Leaf],
+    *,
+    allow_pickle: bool = False,
+    known: Known | None = None,
+    skipped: Collection[str] = (),
+) -> Any:
     """Return the state that was flattened.
 
     Args:
         path: The path of the state.
         leaves: The leaves by path; other paths are ignored.
         allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
+        known: What there are no leaves for.
+        skipped: Paths of elements of dicts that are left out.
 
     Raises:
         DamagedError: Leaves are missing or contradict each other.
         UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
         UnsupportedFormatError: An entry is of a kind that a newer version wrote.
     """
+    known = known or {}
     stack = [_Frame(path, lambda children: children[0], iter((path,)), [])]
     while True:
         frame = stack[-1]
         for child_path in frame.paths:
-            leaf = leaves.get(child_path)
-            if leaf is None:
+            if child_path in known:
+                child = known[child_path]
+            elif (leaf := leaves.get(child_path)) is None:
                 raise DamagedError(f"{child_path} is missing from the snapshot", (child_path,))
-            entry = leaf.entry
-            if isinstance(entry, TensorEntry):
-                frame.children.append(assemble(leaf))
-            elif isinstance(entry, ValueEntry):
-                data = _bytes_of(leaf)
-                frame.children.append(
-                    decode_value(child_path, entry.kind, data, allow_pickle=allow_pickle)
-                )
+            elif isinstance(leaf.entry, TensorEntry):
+                child = assemble(leaf)
             else:
-                components, build = _reopened(child_path, entry, _bytes_of(leaf))
-                prefix = child_path + "/"
-                stack.append(_Frame(child_path, build, map(prefix.__add__, components), []))
+                child = _decode(leaf, allow_pickle=allow_pickle)
+            if isinstance(child, Reopened):
+                stack.append(_frame(child_path, child, skipped))
                 break
+            frame.children.append(child)
         else:
             stack.pop()
             value = _build_container(frame)
@@ -245,19 +318,29 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
             stack[-1].children.append(value)
 
 
-def _reopened(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
-    try:
-        return container_builder(path, entry, spec)
-    except DamagedError as e:
-        raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
-    except RecursionError as e:
-        raise DamagedError(f"{path} has keys that are nested too deeply", (path,)) from e
+def _frame(path: str, container: Reopened, skipped: Collection[str]) -> _Frame:
+    components, build = container
+    prefix = path + "/"
+    if skipped and any(other.startswith(prefix) for other in skipped):
+        components, build = _without(prefix, container, skipped)
+    return _Frame(path, build, map(prefix.__add__, components), [])
 
 
-def _bytes_of(leaf: Leaf) -> bytes:
-    if not isinstance(leaf.content, bytes):
-        raise DamagedError(f"{leaf.path} is not a tensor, but has the content of one", (leaf.path,))
-    return leaf.content
+def _without(prefix: str, container: Reopened, skipped: Collection[str]) -> Reopened:
+    """Return a container without some elements, if it is a dict."""
+    components = container.components
+    is_left_out = [prefix + component in skipped for component in components]
+    if not any(is_left_out):
+        return container
+
+    def build(children: list[Any]) -> Any:
+        given = iter(children)
+        value = container.build([None if left_out else next(given) for left_out in is_left_out])
+        for key in [k for k, left_out in zip(value, is_left_out, strict=True) if left_out]:
+            del value[key]
+        return value
+
+    return Reopened([c for c in components if prefix + c not in skipped], build)
 
 
 def _build_container(frame: _Frame) -> Any:

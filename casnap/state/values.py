@@ -424,7 +424,13 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
     if kind == "pickle":
         if not allow_pickle:
             check_pickle_allowed(path, kind)
-        return _torch_load(data, weights_only=False)
+        try:
+            return _torch_load(data, weights_only=False)
+        except Exception as e:  # the code of any class may run
+            raise UnsupportedTypeError(
+                f"{path} was stored by pickle and cannot be unpickled here: {type(e).__name__}: "
+                f"{e}. Its class must be there under the module and name that it was stored with"
+            ) from e
     try:
         return _load(data if allow_pickle else checked_archive(data))
     except RefusedError as e:

@@ -122,13 +122,160 @@ def test_a_new_rank_keeps_its_own_if_that_is_allowed(world: Worlds, taken: Any) 
     results = world(4).run(restore, path, COMMON + OWN, False)
     for (_, after, report), mine in zip(results, had, strict=False):
         assert after == mine
-        assert not report
+        assert report == results[3][2]  # each rank is told what the new one lacks
     before, after, report = results[3]
     assert {key: after[key] for key in COMMON} == {key: had[0][key] for key in COMMON}
     assert {key: after[key] for key in OWN} == {key: before[key] for key in OWN}
     assert report
     assert any(p.startswith("loader/position is kept for ranks 0, 1 and 2") for p in report.missing)
     assert {p.partition("/")[0].split()[0] for p in report.missing} == set(OWN)
+
+
+class Resetting:
+    """Forgets what it has before it reads what it is given."""
+
+    def __init__(self, value: float) -> None:
+        self.own, self.common = torch.full((3,), value), torch.full((3,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own, "common": self.common}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.zero_()
+        self.common.zero_()
+        self.own += state["own"]
+        self.common += state["common"]
+
+
+class Counted(nn.Linear):
+    """A layer with a buffer, and an extra state, of which a part is the rank's."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(6, 6, bias=False)
+        nn.init.constant_(self.weight, value)
+        self.register_buffer("seen", torch.tensor(value + rank_of()))
+        self.register_buffer("scale", torch.tensor(value))
+        self.extra = {"rank": value + rank_of(), "all": value}
+
+    def get_extra_state(self) -> dict[str, float]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.extra = state
+
+
+def mixed(value: float) -> dict[str, Any]:
+    """Return a state in whose keys some is everyone's, and some is of the rank."""
+    own = value + rank_of()
+    model = Counted(value)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    weights = [nn.Parameter(torch.tensor([w])) for w in (own, value)]
+    optimizer = torch.optim.SGD(weights, lr=value, momentum=0.9)
+    if value == 1:  # a new optimizer has no moments
+        for weight in weights:
+            weight.grad = weight.detach().clone()
+        optimizer.step()
+    progress = StateDict(
+        step=value,
+        data={"shard": own, "epoch": value, "seen": [value, own]},
+        **{f"of rank {rank_of()}": value},
+    )
+    return {"model": model, "optim": optimizer, "progress": progress, "other": Resetting(value)}
+
+
+def mixed_values(state: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer, progress, other = state.values()
+    moments = [moment["momentum_buffer"] for moment in optimizer.state.values()]
+    return {
+        "weight": model.weight.full_tensor().unique().tolist(),
+        "buffers": [model.seen.item(), model.scale.item()],
+        "extra": model.extra,
+        "lr": optimizer.param_groups[0]["lr"],
+        "moments": [moment.item() for moment in moments],
+        "progress": dict(progress),
+        "other": [other.own.tolist(), other.common.tolist()],
+    }
+
+
+def take_mixed(path: str) -> None:
+    state = mixed(1.0)
+    state["other"].own += rank_of()
+    Snapshot.take(path, state)
+
+
+def restore_mixed(path: str, strict: bool) -> tuple[Any, Any]:
+    state = mixed(5.0)
+    before = mixed_values(state)
+    try:
+        report: Any = Snapshot(path).restore(state, strict)
+    except MismatchError as e:
+        assert mixed_values(state) == before
+        report = str(e)
+    return mixed_values(state), report
+
+
+def test_a_new_rank_gets_what_is_everyones_in_a_key_too(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(2).run(take_mixed, path)
+    results = world(3).run(restore_mixed, path, False)
+    for rank, (values, report) in enumerate(results):
+        is_new = rank == 2
+        own = 5.0 + rank if is_new else 1.0 + rank
+        assert values["weight"] == [1.0]
+        assert values["buffers"] == [own, 1.0]
+        assert values["extra"] == {"rank": own, "all": 1.0}
+        assert values["lr"] == 1.0
+        assert values["moments"] == ([1.0] if is_new else [own, 1.0])
+        assert values["progress"]["step"] == 1.0
+        assert values["progress"]["data"] == {"shard": own, "epoch": 1.0, "seen": [1.0, own]}
+        assert values["other"] == [[5.0 if is_new else own] * 3, [1.0] * 3]
+        assert {line.partition(" is kept for ")[0] for line in report.missing} == {
+            "model/seen",
+            "model/_extra_state/rank",
+            "optim/state/0/momentum_buffer",
+            "progress",
+            "progress/of rank 0",
+            "progress/of rank 1",
+            "progress/data/shard",
+            "progress/data/seen/1",
+            "other/own",
+        }
+        assert "model/seen is kept for ranks 0 and 1 alone; rank 2 is new" in report.missing
+        assert not report.unexpected
+        assert not report.mismatched
+    for _, error in world(4).run(restore_mixed, path, True):
+        assert "model/seen is kept for ranks 0 and 1 alone; ranks 2 and 3 are new" in error
+
+
+def other_lengths(value: float, length: int) -> dict[str, Any]:
+    losses = [value] * length
+    if losses:
+        losses[-1] += rank_of()
+    return {"progress": StateDict(step=value, losses=losses, deep={"losses": [losses], "n": value})}
+
+
+def take_lengths(path: str) -> None:
+    Snapshot.take(path, other_lengths(1.0, 3))
+
+
+def restore_lengths(path: str, length: int) -> tuple[Any, Any]:
+    state = other_lengths(5.0, length)
+    report = Snapshot(path).restore(state, strict=False)
+    return dict(state["progress"]), report
+
+
+@pytest.mark.parametrize("length", [0, 2, 3])
+def test_a_list_that_lacks_an_element_stays_as_it_is(
+    world: Worlds, tmp_path: Path, length: int
+) -> None:
+    path = str(tmp_path / "store/s")
+    world(2).run(take_lengths, path)
+    progress, report = world(3).run(restore_lengths, path, length)[2]
+    losses = [1.0, 1.0, 7.0] if length == 3 else other_lengths(5.0, length)["progress"]["losses"]
+    if length not in (0, 3):
+        losses[-1] += 2
+    assert progress == {"step": 1.0, "losses": losses, "deep": {"losses": [losses], "n": 1.0}}
+    assert any(line.startswith("progress/losses/2 is kept for ranks") for line in report.missing)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -85,6 +85,7 @@ class PlanLoad:
         for item in objects:
             for path, entry in entries_below(trees, self._values[item.storage_index.fqn].path):
                 loading.add(path, entry)
+        known = loading.load_values(fetch, allow_pickle=self._allow_pickle)
         synchronize(part.target for part in parts)
         leaves = loading.load(fetch=fetch)
         for i, part in enumerate(parts):
@@ -94,7 +95,7 @@ class PlanLoad:
         synchronize(part.target for part in parts)
         for item in objects:
             path = self._values[item.storage_index.fqn].path
-            value = inflate(path, leaves, allow_pickle=self._allow_pickle)
+            value = inflate(path, leaves, known=known)
             _give(planner, item, value)
 
     def _part(self, item: ReadItem) -> _TensorRead:

@@ -1,0 +1,23 @@
+"""Whose ``load_state_dict`` a value has: what other loaders do with a state is not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from casnap.state.stateful import RNGState, StateDict
+
+_KNOWN: tuple[Any, ...] = (torch.nn.Module, torch.optim.Optimizer, StateDict, RNGState)
+
+
+def known_loader(stateful: object) -> type | None:
+    """Return the class of torch or casnap whose loader a value has; None for any other loader.
+
+    A subclass that overrides ``load_state_dict``, or an object that has one of its own, has
+    another. So does an optimizer with a hook that may change the state before it is loaded.
+    """
+    loader = getattr(getattr(stateful, "load_state_dict", None), "__func__", None)
+    if getattr(stateful, "_optimizer_load_state_dict_pre_hooks", None):
+        return None
+    return next((kind for kind in _KNOWN if loader is kind.load_state_dict), None)

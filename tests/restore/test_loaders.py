@@ -1,0 +1,244 @@
+"""What a ``load_state_dict`` is given, and when: after all values, but before it loads anything."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from casnap import StateDict, Store
+from casnap.errors import MismatchError, UnsupportedTypeError
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Store:
+    return Store(f"memory://{request.node.nodeid}", chunk_size=64 << 10)
+
+
+# --- loaders that are not known -----------------------------------------------------------------
+
+
+class Average:
+    """Forgets what it has before it reads what it is given."""
+
+    def __init__(self, value: float) -> None:
+        self.shadow = [torch.full((50_000,), value), torch.full((2,), value)]
+        self.shadow.append(self.shadow[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "by name": {"first": self.shadow[0]}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for tensor in self.shadow:
+            tensor.zero_()
+        for tensor, given in zip(self.shadow, state["shadow"], strict=True):
+            tensor.copy_(given)
+
+
+class Comparing(Average):
+    """Notices what changes."""
+
+    changed = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pairs = zip(self.shadow, state["shadow"], strict=True)
+        self.changed = all(not torch.equal(old, given) for old, given in pairs)
+        self.shadow = state["shadow"]
+        assert self.shadow[0] is self.shadow[2] is state["by name"]["first"]
+
+
+class Momentum(torch.optim.SGD):
+    """An optimizer that forgets its moments before it loads others."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for moments in self.state.values():
+            moments["momentum_buffer"].zero_()
+        super().load_state_dict(state)
+
+
+class Progress(StateDict):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self["total"].zero_()
+        self["total"] += state["total"]
+
+
+class Scaled(nn.Linear):
+    """A layer whose extra state is forgotten before it is read."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        self.history = torch.full((40_000,), value)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.history.zero_()
+        self.history += state["history"]
+
+
+def optimizer(value: float) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.full((20_000,), value))
+    weight.grad = torch.full((20_000,), value)
+    momentum = Momentum([weight], lr=0.0, momentum=0.9)
+    momentum.step()
+    return momentum
+
+
+def test_an_unknown_loader_gets_new_tensors(store: Store) -> None:
+    def state(value: float) -> dict[str, Any]:
+        return {
+            "average": Average(value),
+            "comparing": Comparing(value),
+            "optim": optimizer(value),
+            "progress": Progress(total=torch.full((30_000,), value)),
+            "model": nn.Sequential(Scaled(value)),
+        }
+
+    store.take(state(3.0), "a")
+    live = state(1.0)
+    before = live["average"].shadow[0]
+    store["a"].restore(live)
+    assert live["average"].shadow[0] is before
+    assert live["comparing"].changed
+    (moments,) = live["optim"].state.values()
+    for tensor in (
+        *live["average"].shadow,
+        *live["comparing"].shadow,
+        moments["momentum_buffer"],
+        live["progress"]["total"],
+        live["model"][0].history,
+    ):
+        assert tensor.unique().tolist() == [3.0]
+
+
+def test_an_object_with_a_loader_of_its_own_gets_new_tensors(store: Store) -> None:
+    store.take({"s": StateDict(x=torch.full((50_000,), 3.0))}, "a")
+    live = StateDict(x=torch.ones(50_000))
+
+    def load(state: dict[str, Any]) -> None:
+        live["x"].zero_()
+        live["x"] += state["x"]
+
+    live.load_state_dict = load  # type: ignore[method-assign]
+    store["a"].restore({"s": live})
+    assert live["x"].unique().tolist() == [3.0]
+
+
+def test_known_loaders_are_filled_in_place(store: Store) -> None:
+    def state(value: float) -> dict[str, Any]:
+        weight = nn.Parameter(torch.full((20_000,), value))
+        weight.grad = torch.full((20_000,), value)
+        sgd = torch.optim.SGD([weight], lr=0.0, momentum=0.9)
+        sgd.step()
+        model = nn.Linear(300, 100)
+        nn.init.constant_(model.weight, value)
+        return {"s": StateDict(x=torch.full((50_000,), value)), "optim": sgd, "model": model}
+
+    store.take(state(3.0), "a")
+    live = state(1.0)
+    (moments,) = live["optim"].state.values()
+    tensors = [live["s"]["x"], moments["momentum_buffer"], live["model"].weight]
+    store["a"].restore(live)
+    (moments,) = live["optim"].state.values()
+    assert live["s"]["x"] is tensors[0]
+    assert moments["momentum_buffer"] is tensors[1]
+    for tensor in tensors:
+        assert tensor.unique().tolist() == [3.0]
+
+
+def test_an_error_of_a_loader_names_what_was_filled_in_place(store: Store) -> None:
+    class Failing(Average):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("on purpose")
+
+    state = {"a": Failing(1.0), "b": Average(1.0), "c": StateDict(x=torch.ones(3))}
+    store.take(state, "a")
+    with pytest.raises(MismatchError, match=r"only tensors were filled in place of: c$"):
+        store["a"].restore(state)
+    assert state["b"].shadow[0].unique().tolist() == [1.0]
+
+
+# --- values that cannot be decoded --------------------------------------------------------------
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    """Return a module that can be imported while a test wants that."""
+    made = types.ModuleType("phases")
+
+    class Phase(enum.Enum):
+        MAIN = 1
+
+    class Config:
+        pass
+
+    class Fussy:
+        def __setstate__(self, state: object) -> None:
+            raise ZeroDivisionError("in __setstate__")
+
+    class Point(namedtuple("Point", "x y")):  # noqa: SLOT002
+        __slots__ = ()
+
+    Point._fields = ("_x", "y")
+    fussy = Fussy()
+    fussy.x = 1  # type: ignore[attr-defined]
+    for name, kind in (("Phase", Phase), ("Config", Config), ("Fussy", Fussy), ("Point", Point)):
+        kind.__module__, kind.__qualname__ = "phases", name
+        setattr(made, name, kind)
+    made.values = {  # type: ignore[attr-defined]
+        "an enum": Phase.MAIN,
+        "a pickle": Config(),
+        "a pickle that raises": fussy,
+        "a namedtuple": Point(1, 2),
+    }
+    sys.modules["phases"] = made
+    yield made
+    sys.modules.pop("phases", None)
+
+
+VALUES = ("an enum", "a pickle", "a pickle that raises", "a namedtuple")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_cannot_be_decoded_leaves_all_as_it_is(
+    store: Store, module: types.ModuleType, name: str
+) -> None:
+    def state(value: float, **more: Any) -> dict[str, Any]:
+        model = nn.Linear(300, 100)
+        nn.init.constant_(model.weight, value)
+        return {"model": model, "progress": StateDict(step=value, big=torch.ones(50_000), **more)}
+
+    store.take(state(3.0, deep=[{"x": module.values[name]}]), "a", allow_pickle=True)
+    if name != "a pickle that raises":
+        del sys.modules["phases"]
+    live = state(1.0)
+    live["progress"]["big"] *= 5
+    with pytest.raises(UnsupportedTypeError, match="progress/deep/0/x"):
+        store["a"].restore(live, allow_pickle=True)
+    assert live["model"].weight.unique().tolist() == [1.0]
+    assert live["progress"]["step"] == 1.0
+    assert live["progress"]["big"].unique().tolist() == [5.0]
+    with pytest.raises(UnsupportedTypeError, match="progress/deep/0/x"):
+        store["a"].read_object("progress", allow_pickle=True)
+
+
+def test_what_a_module_has_not_is_not_decoded(store: Store, module: types.ModuleType) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"config": module.values["a pickle"]}
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
+
+    store.take({"model": Extra(3, 2)}, "a", allow_pickle=True)
+    del sys.modules["phases"]
+    report = store["a"].restore({"model": nn.Linear(3, 2)}, strict=False)
+    assert report.unexpected == ["model/_extra_state"]
