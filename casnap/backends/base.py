@@ -238,6 +238,10 @@ class Backend(ABC):
                 sizes |= self.sizes(key)
         return sizes
 
+    def taken_up(self, folder: str) -> int:
+        """Return how many bytes all objects below a folder take up: on a disk, whole blocks."""
+        return sum(self.sizes(folder).values())
+
     @abstractmethod
     def copy(self, key: str, to: str) -> None:
         """Give an object a second name, which no other process writes; as durable as a write.

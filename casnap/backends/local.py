@@ -44,6 +44,8 @@ _ATTEMPTS = 3
 _UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 # The copy of the newest root holds so much space, for commits on a full disk that let something go.
 _RESERVE_BYTES = 256 << 10
+# What a system counts blocks in, whatever those of the file system are.
+_BLOCK = 512
 
 
 class LocalBackend(Backend):
@@ -267,7 +269,14 @@ class LocalBackend(Backend):
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
-        sizes: dict[str, int] = {}
+        return {key: info.st_size for key, info in self._infos(folder)}
+
+    @override
+    def taken_up(self, folder: str) -> int:
+        return sum(info.st_blocks * _BLOCK for _, info in self._infos(folder))
+
+    def _infos(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield key and status of each object below a folder, at any depth."""
         folders = [folder]
         while folders:
             parent = folders.pop()
@@ -281,14 +290,13 @@ class LocalBackend(Backend):
                                 folders.append(key)
                             elif entry.is_file(follow_symlinks=False):
                                 with suppress(FileNotFoundError):
-                                    sizes[key] = entry.stat(follow_symlinks=False).st_size
+                                    yield key, entry.stat(follow_symlinks=False)
                 except (FileNotFoundError, NotADirectoryError):
                     continue
                 except OSError as e:
                     # Who may write could put folders below that nobody else can list.
                     if parent == folder or e.errno not in _UNLISTED:
                         raise
-        return sizes
 
     @override
     def delete(self, key: str) -> None:

@@ -27,8 +27,8 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
 
     LOGICAL is the size of the state. STORED is everything in the store that the snapshot needs, the
     bases of its deltas too. UNIQUE is the part of it that no other snapshot needs: what deleting it
-    would free. The last lines say what the whole store takes up, what deltas save, and what is
-    garbage.
+    would free. The last lines say what the whole store takes up, on a disk in whole blocks, what
+    deltas save, and what is garbage.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)

@@ -79,7 +79,7 @@ def usage(
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """What the packs and the index of a store take up. Roots and the table are small beside them.
+    """What a store takes up, but for the markers of its snapshots.
 
     Attributes:
         kept_bytes: What the newest root names, but for condemned packs.
@@ -87,17 +87,20 @@ class DiskUsage:
         orphaned_bytes: What the root does not name: takes that failed left it, or are writing it.
         saved_bytes: How much less the chunks that are kept take up than their raw bytes, since they
             are stored as deltas or compressed.
+        other_bytes: Roots and files that are being written; on a disk also the rest of the last
+            block of each file.
     """
 
     kept_bytes: int
     waiting_bytes: int
     orphaned_bytes: int
     saved_bytes: int
+    other_bytes: int
 
     @property
     def nbytes(self) -> int:
         """All bytes."""
-        return self.kept_bytes + self.waiting_bytes + self.orphaned_bytes
+        return self.kept_bytes + self.waiting_bytes + self.orphaned_bytes + self.other_bytes
 
 
 def disk_usage(store: OpenStore) -> DiskUsage:
@@ -105,12 +108,16 @@ def disk_usage(store: OpenStore) -> DiskUsage:
     view = store.view()
     files = StoredFiles(store, view.root)
     segments = (segment_key(segment) for segment in view.segments)
-    return DiskUsage(
-        files.size_of([*map(pack_key, view.live), *segments]),
-        files.size_of(map(pack_key, view.root.condemned)),
-        files.size_of(files.unnamed(view)),
-        _saved_bytes(store, view),
-    )
+    kept = files.size_of([*map(pack_key, view.live), *segments])
+    waiting = files.size_of(map(pack_key, view.root.condemned))
+    orphaned = files.size_of(files.unnamed(view))
+    if store.backend.costly_requests:
+        # All else was listed.
+        other = store.backend.taken_up("roots")
+    else:
+        # A file system that compresses may need less than the lengths of the files.
+        other = max(0, store.backend.taken_up("") - kept - waiting - orphaned)
+    return DiskUsage(kept, waiting, orphaned, _saved_bytes(store, view), other)
 
 
 def _saved_bytes(store: OpenStore, view: View) -> int:

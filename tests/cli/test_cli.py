@@ -376,7 +376,10 @@ def test_du(store: Path) -> None:
     assert re.search(rf"{store} takes up [0-9.]* [kM]B$", total)
 
 
-PARTS = ("kept_bytes", "waiting_bytes", "orphaned_bytes", "saved_bytes", "waiting_until_time")
+PARTS = (
+    *("kept_bytes", "waiting_bytes", "orphaned_bytes", "other_bytes"),
+    *("saved_bytes", "waiting_until_time"),
+)
 
 
 def test_du_json(store: Path) -> None:

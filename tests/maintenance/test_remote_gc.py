@@ -103,7 +103,7 @@ def test_check_and_usage_list_the_packs(tmp_path: Path) -> None:
     backend = RemoteDouble(name)
     store = Store(backend)
     total = disk_usage(store.open_store).nbytes
-    listed = [size for f in ("packs", "index") for size in backend.sizes(f).values()]
+    listed = [size for f in ("packs", "index", "roots") for size in backend.sizes(f).values()]
     assert total == sum(listed)
     assert backend.requests.get("head", 0) == 0
     assert store.check().ok
