@@ -524,7 +524,7 @@ class Snapshot:
     def __contains__(self, path: object) -> bool:
         """Whether :meth:`__getitem__` finds an entry."""
         with self.contents.reading():
-            return isinstance(path, str) and self.contents.find(path) is not None
+            return isinstance(path, str) and self.contents.has(path)
 
     # Without this, Python would try the numbers from 0 on as paths.
     __iter__ = None

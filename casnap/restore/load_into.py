@@ -137,7 +137,7 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
             shared = [each for each in names if each.owner is None]
             owners = [each.owner for each in names if each.owner is not None]
             if not shared:
-                contents.check_one_keeper(path, owners if len(names) > 1 else [])
+                contents.check_one_keeper(path, owners, prefix)
         if by_name:
             return {
                 "/".join(map(key_of, path[len(start) :].split("/"))): names[0]

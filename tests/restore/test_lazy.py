@@ -196,6 +196,9 @@ def test_a_path_that_several_ranks_have_names_them(two_ranks):
     with pytest.raises(EntryNotFoundError, match=r"'0/m/seed', '1/m/seed'"):
         two_ranks.read_objects(["m/b", "m/seed"])
     # As ever, and as documented.
+    assert "m/seed" not in two_ranks
+    assert "0/m/seed" in two_ranks
+    assert "m/b" in two_ranks
     assert_same(two_ranks.read_object("m/seed"), torch.zeros(5))
     with pytest.raises(EntryNotFoundError, match="read it as '1/m/late'"):
         two_ranks["m/late"]

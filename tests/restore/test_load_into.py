@@ -198,7 +198,7 @@ def test_tensors_of_ranks(store):
     ranks[1]["model"]["bias"] = torch.ones(4)
     taken = write(store, "ranks", ranks, own=["model/bias"])
     target = nn.Linear(4, 4)
-    with pytest.raises(EntryNotFoundError, match=r"say which: '0/model/bias', '1/model/bias'"):
+    with pytest.raises(EntryNotFoundError, match=r"model/bias.*say which: '0/model', '1/model'"):
         taken.load_into(target)
     taken.load_into(target, "1/model")
     assert_same(target.bias.detach(), torch.ones(4))

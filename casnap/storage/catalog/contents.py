@@ -281,20 +281,36 @@ class Contents:
             EntryNotFoundError: There is no entry of this path, or several ranks have one each and
                 the path does not say which. The message names them.
         """
-        full, entry, entries = self.entry(path)
-        inner = full[len(full.partition("/")[0]) :]
-        if full == path and self.row.world_size > 1 and entries.owner(inner) is not None:
-            self.check_one_keeper(path, self.keepers(path))
-        return full, entry, entries
+        match = self.entry(path)
+        self.check_one_keeper(path, self._rivals(path, match))
+        return match
 
-    def check_one_keeper(self, path: str, keepers: list[int]) -> None:
+    def has(self, path: str) -> bool:
+        """Whether :meth:`the_entry` finds an entry."""
+        match = self.find(path)
+        return match is not None and len(self._rivals(path, match)) < 2
+
+    def _rivals(self, path: str, match: tuple[str, Entry, Entries]) -> list[int]:
+        """Return the ranks that have entries of their own there, if a path does not say which."""
+        full, _, entries = match
+        inner = full[len(full.partition("/")[0]) :]
+        if full != path or self.row.world_size == 1 or entries.owner(inner) is None:
+            return []
+        return self.keepers(path)
+
+    def check_one_keeper(self, path: str, keepers: list[int], asked: str | None = None) -> None:
         """Check that no more than one rank has an entry of its own at a path without a rank.
+
+        Args:
+            path: The path.
+            keepers: The ranks that have an entry there.
+            asked: What was asked for: the path, or a prefix of it.
 
         Raises:
             EntryNotFoundError: Several have.
         """
         if len(keepers) > 1:
-            names = ", ".join(f"'{rank}/{path}'" for rank in keepers[:4])
+            names = ", ".join(f"'{rank}/{asked or path}'" for rank in keepers[:4])
             more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
             raise EntryNotFoundError(
                 f"{self.label} has {path!r} for {rank_names(keepers)}, each its own; say which: "
