@@ -71,7 +71,7 @@ from casnap.storage.catalog.table import (
     with_tags,
     without_tags,
 )
-from casnap.storage.catalog.thinning import all_thinned_error, thin
+from casnap.storage.catalog.thinning import all_thinned_error, check_keys, check_rules, thin
 from casnap.storage.catalog.uris import joined
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
@@ -1022,13 +1022,19 @@ class Store:
 
         Returns:
             For each snapshot whether it is kept, and by which rules.
+
+        Raises:
+            EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
+        check_retention(retention)
+        if (rules := retention.thin) is not None:
+            self._check_keys(rules, prefix)
         report = self._prune_report(
             RetentionChange(self.open_store, retention, self.folder(prefix)), dry_run=dry_run
         )
-        if retention.thin is None:
+        if rules is None:
             return report
-        thinned = self.thin(retention.thin, prefix=prefix, dry_run=dry_run)
+        thinned = self._thin(rules, prefix, dry_run=dry_run)
         return replace(report, thinned=thinned)
 
     def thin(
@@ -1051,7 +1057,19 @@ class Store:
 
         Raises:
             ValueError: The rules make no sense.
+            EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
+        self._check_keys(rules, prefix)
+        return self._thin(rules, prefix, dry_run=dry_run)
+
+    def _check_keys(self, rules: Mapping[str, int], prefix: str | None) -> None:
+        """Check the rules of a thinning, and that its patterns match keys in a folder."""
+        rows = self.read(lambda table: list(snapshots_in(table, self.folder(prefix))))
+        check_keys(self.open_store, rows, check_rules(rules))
+
+    def _thin(
+        self, rules: Mapping[str, int], prefix: str | None, *, dry_run: bool
+    ) -> dict[str, tuple[str, ...]]:
         thinned = thin(self.open_store, rules, self.folder(prefix), dry_run=dry_run)
         if thinned and not dry_run:
             self._free_later([each.before for each in thinned.values()])

@@ -126,6 +126,37 @@ def test_each_run_and_pattern_by_itself(store: Store) -> None:
     assert view["000"].thinned == ("optim", "progress")
 
 
+def test_a_pattern_that_matches_no_key_is_an_error(store: Store) -> None:
+    fill(store, 3)
+    for dry_run in (True, False):
+        with pytest.raises(EntryNotFoundError, match=r"'optimizer/\*\*' matches; nearest: optim"):
+            store.thin({"optim/**": 1, "optimizer/**": 1}, dry_run=dry_run)
+    assert thinned(store) == []
+    with pytest.raises(EntryNotFoundError):
+        store.prune(Retention(keep_last=1, thin={"optimizer": 1}))
+    assert len(store.snapshots()) == 3
+    assert failure("thin", store.uri, "optimizer", "--keep-last", 1, "--yes")
+    store.thin(THIN)
+    store.delete("run/001")
+    store.delete("run/002")
+    # It is gone, but it was there.
+    assert store.thin(THIN) == {}
+    assert Store(store.uri + "/empty").thin({"x": 1}) == {}
+
+
+def test_takes_warn_once_of_a_pattern_that_matches_no_key(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(store, 5, retention=Retention(thin={"optim/**": 3, "optimizer/**": 1}))
+    (message,) = caplog.messages
+    assert "run/001" in message
+    assert "no snapshot has a key that 'optimizer/**' matches; nearest: optim" in message
+    assert thinned(store) == ["run/000", "run/001"]
+    caplog.clear()
+    fill(store, 4, "other", retention=Retention(thin={"opt*": 1}))
+    assert caplog.messages == []
+
+
 def test_what_belongs_to_ranks_goes_too(store: Store) -> None:
     for step in range(2):
         store.take({"model": StateDict(x=step), "rng": RNGState()}, f"{step}")
@@ -157,9 +188,11 @@ def test_a_snapshot_is_not_thinned_to_nothing(
 
 def test_thinning_again_writes_nothing(store: Store) -> None:
     fill(store, 4)
-    store.thin({"optim/**": 2, "nothing*": 1})
+    # Only the last one has this key.
+    store.take({**state(4), "ema": StateDict(x=1)}, "run/004")
+    store.thin({"optim/**": 2, "ema*": 1})
     before = files(store.uri)
-    store.thin({"optim/**": 2, "nothing*": 1})
+    store.thin({"optim/**": 2, "ema*": 1})
     assert files(store.uri) == before
 
 

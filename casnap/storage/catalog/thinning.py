@@ -8,14 +8,13 @@ their names. The row notes which patterns were applied, so that no manifest is r
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import translate
+from fnmatch import fnmatchcase
 
 import msgspec
 
-from casnap.errors import SnapshotError
+from casnap.errors import EntryNotFoundError, SnapshotError, nearest
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest
 from casnap.format.names import key_of
@@ -29,6 +28,8 @@ from casnap.storage.commits.transaction import Transaction
 _log = logging.getLogger("casnap")
 _APPLIED = f"{INTERNAL}thin:"
 _PATTERN_CHARS = 90
+# The runs, and their rules, whose patterns takes of this process have checked.
+_checked: set[tuple[str, str, frozenset[str]]] = set()
 
 Rules = Mapping[str, int]
 """Of each pattern of keys, how many of the newest snapshots of each run keep them."""
@@ -122,11 +123,10 @@ def thin_table(
 
 def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, list[str]]:
     """Return a manifest without the keys that patterns match, and the components of these."""
-    globs = [re.compile(translate(pattern.removesuffix("/**"))) for pattern in patterns]
     manifest = contents.manifest
 
     def stays(component: str) -> bool:
-        return not any(glob.match(key_of(component)) for glob in globs)
+        return not any(_matches(pattern, key_of(component)) for pattern in patterns)
 
     components = {c for trees in (manifest.shared, *manifest.ranks.values()) for c in trees}
     lost = sorted(component for component in components if not stays(component))
@@ -144,6 +144,30 @@ def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, li
         for rank, trees in manifest.ranks.items()
     }
     return Manifest(shared, ranks, tuple(sorted({*manifest.thinned, *lost}))), lost
+
+
+def _matches(pattern: str, key: str) -> bool:
+    return fnmatchcase(key, pattern.removesuffix("/**"))
+
+
+def check_keys(store: OpenStore, rows: Iterable[tuple[str, Row]], rules: Rules) -> None:
+    """Check that some snapshot has, or has lost by thinning, a key that each pattern matches.
+
+    Raises:
+        EntryNotFoundError: None has one for a pattern.
+        DamagedError: A manifest is missing or damaged.
+    """
+    unmatched, keys = list(rules), set[str]()
+    for name, row in reversed(in_commit_order(rows)):
+        contents = Contents(store, name, row)
+        keys |= contents.keys() | set(map(key_of, contents.manifest.thinned))
+        unmatched = [p for p in unmatched if not any(_matches(p, key) for key in keys)]
+        if not unmatched:
+            return
+    if keys:
+        pattern = unmatched[0].removesuffix("/**")
+        hint = nearest(pattern, keys) or f"; the keys are {', '.join(sorted(keys))[:200]}"
+        raise EntryNotFoundError(f"no snapshot has a key that {unmatched[0]!r} matches{hint}")
 
 
 def putting_in(transaction: Transaction) -> Callable[[bytes], NodeRef]:
@@ -166,18 +190,34 @@ def thin_run(
     if rules is None:
         return {}
     try:
-        return thin_table(store, rows, rules, putting_in(transaction), added)[0]
+        rows = list(rows)
+        new_rows, _ = thin_table(store, rows, rules, putting_in(transaction), added)
+        if new_rows:
+            _warn_of_keys(store, rows, rules, added)
     except Exception as e:  # noqa: BLE001
         text = "%s is added, but its run is not thinned: %s: %s"
         _log.warning(text, added, type(e).__name__, e)
         return {}
+    return new_rows
+
+
+def _warn_of_keys(
+    store: OpenStore, rows: Iterable[tuple[str, Row]], rules: Rules, added: str
+) -> None:
+    """Log a warning, once for a run, if a pattern matches no key of any snapshot."""
+    run = (store.config.store_id, added.rpartition("/")[0], frozenset(rules))
+    if run not in _checked:
+        _checked.add(run)
+        try:
+            check_keys(store, [(name, row) for name, row in rows if name != added], rules)
+        except EntryNotFoundError as e:
+            _log.warning("%s: thin= has no effect: %s", added, e.args[0])
 
 
 def thin(
     store: OpenStore, rules: Rules, folder: str, *, dry_run: bool = False
 ) -> dict[str, Thinned]:
     """Thin the runs in a folder, in one commit; return what each snapshot lost, or would lose."""
-    rules = check_rules(rules)
     thinned: dict[str, Thinned] = {}
     if dry_run:
 
