@@ -11,7 +11,7 @@ from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.state.flatten import fill_targets
 from casnap.state.overlap import conflicting_groups, end_address
-from casnap.state.sharded import Shards, shards_of, without_torch_function
+from casnap.state.sharded import Shards, sharded_like, shards_of, without_torch_function
 from casnap.state.tensors import allocate, carrier_dtype, is_float4
 
 _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -82,7 +82,7 @@ def _moments(
 
 def _sharded_like(path: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> Shards:
     """Return a new tensor that is sharded like another one."""
-    shards = shards_of(path, torch.zeros_like(like.detach(), dtype=dtype))
+    shards = shards_of(path, sharded_like(like, dtype))
     assert shards is not None
     return shards
 

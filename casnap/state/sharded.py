@@ -83,6 +83,25 @@ def shards_of(path: str, value: object) -> Shards | None:
     return None
 
 
+def sharded_like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new tensor that is sharded as a DTensor or ShardedTensor, whatever its values.
+
+    Args:
+        value: The sharded tensor.
+        dtype: That of the new one, if it is not the same; only for a DTensor.
+    """
+    if not hasattr(value, "local_shards"):
+        # torchrec's tables cannot be made empty, only copied.
+        new: torch.Tensor = value.detach().to(dtype or value.dtype, copy=True)
+        return new
+    # Its functions are those of __torch_function__, which warns that the class is deprecated.
+    shards = [type(s)(torch.empty_like(s.tensor), s.metadata) for s in value.local_shards()]
+    like: torch.Tensor = type(value)._init_from_local_shards_and_global_metadata(
+        shards, value.metadata(), value._process_group, sharding_spec=value.sharding_spec()
+    )
+    return like
+
+
 def holders_of(value: torch.Tensor) -> tuple[int, ...]:
     """Return the ranks that hold a sharded tensor: those of its mesh or group."""
     mesh: Any = getattr(value, "device_mesh", None)
