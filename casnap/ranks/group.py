@@ -77,7 +77,7 @@ class Group(Comm):
     def enter_phase(self, phase: str) -> None:
         self._phase = phase
         if self._calls:
-            self._link.note("at", phase)
+            self._link.note_phase(phase)
 
     @override
     def await_end(self, rank: int) -> bool:
@@ -270,7 +270,8 @@ class Group(Comm):
         if self._link.pg is not None:
             self._link.begin(self.operation, phase)
             try:
-                return exchange(self.timeout)
+                with self._link.telling_absent(self.operation, self.timeout):
+                    return exchange(self.timeout)
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise

@@ -9,13 +9,14 @@ also that for an answer of the store.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +32,8 @@ from casnap.ranks.shared_memory import OwnMemory, SharedMemory
 
 T = TypeVar("T")
 
+_log = logging.getLogger("casnap")
+
 PATIENCE = 10.0
 """Seconds that the surviving ranks wait for each other's report before they name the dead ones."""
 # The shortest and the longest pause between two looks at the store, in seconds.
@@ -41,6 +44,12 @@ _EXPLAIN_SECONDS = 1.0
 _DEATHS_SECONDS = 0.1
 # Seconds that the store may take to answer.
 _STORE_SECONDS = 5.0
+# Seconds after which the ranks that have not come to an operation are named.
+_TELL_AFTER = 5.0
+_ALL_MUST_CALL = (
+    "all ranks of the process group must make this call; for some of them alone, take(), "
+    "async_take() and Snapshot() have pg="
+)
 
 
 class _Arrival(msgspec.Struct, array_like=True):
@@ -53,6 +62,18 @@ class _Arrival(msgspec.Struct, array_like=True):
 
     process: Process
     token: bytes = b""
+
+
+class _At(msgspec.Struct, array_like=True):
+    """What a rank does.
+
+    Attributes:
+        number: The number of its operation in the group.
+        phase: What it does in that.
+    """
+
+    number: int
+    phase: str
 
 
 class _Start(msgspec.Struct, array_like=True):
@@ -75,7 +96,7 @@ class Link:
         store: The store of the default group.
         ranks: The ranks of this group, as numbered in the default group.
         rank: This rank, as numbered in this group.
-        suffix: Tells links of the same ranks apart.
+        suffix: Tells links of the same ranks apart; empty for the one where operations begin.
 
     Attributes:
         pg: The gloo group; None if there is none yet, or this rank knows that it broke.
@@ -95,6 +116,8 @@ class Link:
         self.memory: OwnMemory | None = None
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}{suffix}"
+        # In the background a rank may well be behind the others: all have made the call.
+        self._tells = not suffix
         self._background: Link | None = None
         self._name = ""
         # How many operations this group has served, and the name of the present one in the store.
@@ -123,7 +146,7 @@ class Link:
     def release(self, holder: int) -> None:
         """End an operation; a second call does nothing."""
         if self._holder == holder:
-            self.note("ended", self._operation)
+            self._note("ended", self._operation)
             self._holder = None
             self._turn.release()
 
@@ -137,13 +160,45 @@ class Link:
         """
         self._number += 1
         self._operation = f"{self._number} {digest_of(operation.encode()).hex()[:16]}"
-        self.note("at", phase)
+        self.note_phase(phase)
 
-    def note(self, topic: str, text: str) -> None:
-        """Note something about this rank in the store, for other ranks to read."""
+    def note_phase(self, phase: str) -> None:
+        """Note in the store what this rank does, for other ranks to read."""
+        self._note("at", _At(self._number, phase))
+
+    def _note(self, topic: str, value: object) -> None:
         if self._name and self._question.done():
             with suppress(RuntimeError):
-                self._set(f"{self._name}/{topic}/{self.rank}", text)
+                self._set(f"{self._name}/{topic}/{self.rank}", value)
+
+    @contextmanager
+    def telling_absent(self, operation: str, timeout: float) -> Iterator[None]:
+        """While a block waits for the ranks to begin an operation, name those that do not come."""
+        timer = threading.Timer(_TELL_AFTER, self._tell_absent, (operation, timeout))
+        timer.daemon = True
+        if self._tells:
+            with suppress(RuntimeError):  # no thread can be started; it only tells
+                timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if timer.ident is not None:
+                timer.join()
+
+    def _tell_absent(self, operation: str, timeout: float) -> None:
+        def look(_: threading.Event) -> list[int]:
+            if any(map(self._has_begun, range(self.rank))):
+                return []  # one of these tells it
+            return [rank for rank in range(self.size) if not self._has_begun(rank)]
+
+        with suppress(RuntimeError, LinkFailedError):
+            _tell_absent(operation, self._within(look, _STORE_SECONDS), timeout)
+
+    def _has_begun(self, rank: int) -> bool:
+        """Whether a rank has begun the operation that this one has begun."""
+        at = self._get(f"{self._name}/at/{rank}", _At)
+        return at is not None and at.number == self._number
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(key, encode(value))
@@ -221,8 +276,8 @@ class Link:
         def meet(given_up: threading.Event) -> tuple[str, list[_Arrival]]:
             pauses = _pauses(until, given_up)
             if self.rank == 0:
-                return self._gather_ranks(pauses, timeout)
-            return self._come_to_rank_0(pauses, timeout)
+                return self._gather_ranks(pauses, operation, timeout)
+            return self._come_to_rank_0(pauses, operation, timeout)
 
         self._name, arrivals = self._within(meet, seconds + _STORE_SECONDS)
         self._number = 0
@@ -240,19 +295,26 @@ class Link:
                 self._set(f"{name}/apart", "")
             raise
 
-    def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Arrival]]:
+    def _gather_ranks(
+        self, pauses: Iterable[None], operation: str, timeout: float
+    ) -> tuple[str, list[_Arrival]]:
         """Wait, as rank 0, until all ranks have come to a new group; return its name, and them."""
         name = f"{self._base}/{os.urandom(8).hex()}"
         arrival = _Arrival(Process.current())
         self._set(f"{name}/came/0", arrival)
         self._set(f"{self._base}/newest", name)
         absent, dead = list(range(1, self.size)), list[int]()
+        tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
         for _ in pauses:
             while absent and (absent[-1] in dead or self._has(f"{name}/came/{absent[-1]}")):
                 absent.pop()
             if not absent:
                 break
             dead = self._dead_ranks() or self._get(f"{name}/dead", list[int]) or []
+            if time.monotonic() >= tell_at:
+                tell_at = math.inf
+                late = [rank for rank in absent if not self._has(f"{name}/came/{rank}")]
+                _tell_absent(operation, [rank for rank in late if rank not in dead], timeout)
         others = [self._arrival(name, rank) for rank in range(1, self.size)]
         absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
         failure = _failure_to_come(absent, dead, timeout) if absent else None
@@ -268,11 +330,14 @@ class Link:
     def _arrival(self, name: str, rank: int) -> _Arrival | None:
         return self._get(f"{name}/came/{rank}", _Arrival)
 
-    def _come_to_rank_0(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Arrival]]:
+    def _come_to_rank_0(
+        self, pauses: Iterable[None], operation: str, timeout: float
+    ) -> tuple[str, list[_Arrival]]:
         """Come to the group that rank 0 makes; return its name, and the ranks that came."""
         arrival, name = _Arrival(Process.current(), os.urandom(8)), ""
         leader: Process | None = None
         dead: list[int] = []
+        tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
         for _ in pauses:
             newest = self._get(f"{self._base}/newest", str)
             # Asked after that: rank 0 may have ended its wait, and begun the next one already.
@@ -297,6 +362,10 @@ class Link:
             if dead and name:
                 # Rank 0 may be on another host, and cannot see that they died.
                 self._set(f"{name}/dead", dead)
+            # A group that has begun without this rank is an older one.
+            if (not name or start is not None) and time.monotonic() >= tell_at:
+                tell_at = math.inf
+                _tell_absent(operation, [0], timeout)
         absent = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
         if 0 in dead or not name or not absent:
             absent = [0]
@@ -414,9 +483,11 @@ class Link:
             event = f"did not answer within {within} s" if within else "broke off the connection"
         else:
             return Failure((), "the connection between the ranks broke")
-        phase = self._get(f"{self._name}/at/{ranks[0]}", str)
-        last_phase = f" (last seen {phase})" if phase else ""
-        return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last_phase}")
+        at = self._get(f"{self._name}/at/{ranks[0]}", _At)
+        last_phase = f" (last seen {at.phase})" if at is not None else ""
+        is_behind = at is not None and event.startswith("did not") and at.number < self._number
+        advice = f"; {_ALL_MUST_CALL}" if is_behind else ""
+        return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last_phase}{advice}")
 
     def _silent_ranks(self, operation: str) -> list[int]:
         """Return the ranks that have not reported to the store."""
@@ -480,8 +551,24 @@ class Link:
 
 def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) -> Failure:
     """Return the failure of ranks that did not come to a group, of which some have died."""
-    event = "died" if set(missing_ranks) <= set(dead) else f"did not come within {timeout:g} s"
+    if set(missing_ranks) <= set(dead):
+        return Failure(tuple(missing_ranks), f"{rank_names(missing_ranks)} died")
+    event = f"did not come within {timeout:g} s; {_ALL_MUST_CALL}"
     return Failure(tuple(missing_ranks), f"{rank_names(missing_ranks)} {event}")
+
+
+def _tell_absent(operation: str, absent: list[int], timeout: float) -> None:
+    """Log which ranks have not come to an operation yet, if there are any."""
+    if absent:
+        _log.warning(
+            "%s waits for %s, not here after %g s: %s. It goes on when all are here, and fails "
+            "after %g s",
+            operation,
+            rank_names(absent),
+            _TELL_AFTER,
+            _ALL_MUST_CALL,
+            timeout,
+        )
 
 
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from casnap.ranks import group as groups
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
+from casnap.ranks.joining import join
 from casnap.ranks.processes import Process
 from tests.support.faults import kill, stop
 from tests.support.links import forget_links
@@ -120,6 +122,96 @@ def test_a_rank_that_skips_an_operation_is_missed(
             assert SHORT <= seen.seconds < 2 * SHORT + SOON
             assert before == 0 or "last seen" in seen.text
         assert again.value == heard_of(3)
+
+
+# --- what is told while a rank is waited for ---------------------------------------------------
+
+
+class Told(logging.Handler):
+    """Keeps what is logged, and says in the store of the process group that something was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        links.gloo.default_group()[1].set(f"told/{dist.get_rank()}", "")
+
+
+def come_late(absent: int, before: int, timeout: float) -> tuple[Seen, list[str]]:
+    """Come to an operation only when another rank has told that this one is missing."""
+    start_with(before)
+    told, log, store = Told(), logging.getLogger("casnap"), links.gloo.default_group()[1]
+    log.addHandler(told)
+    try:
+        with mock.patch.object(links, "_TELL_AFTER", 0.3):
+            if dist.get_rank() == absent:
+                first = "told/0" if absent else "told/1"
+                store.wait([first], timedelta(seconds=LONG))
+                store.delete_key(first)
+                if timeout < LONG:
+                    return watch(lambda: None), told.lines
+            seen = watch(partial(talk, timeout, 3, doing="the take of 'x'"))
+    finally:
+        log.removeHandler(told)
+    return seen, told.lines
+
+
+ABSENT = [(0, 0), (2, 0), (0, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(("absent", "before"), ABSENT)
+def test_a_rank_that_does_not_come_is_named_while_it_is_waited_for(
+    world: Worlds, absent: int, before: int
+) -> None:
+    outcomes = world(3).run(come_late, absent, before, LONG)
+    line = (
+        f"the take of 'x' waits for rank {absent}, not here after 0.3 s: all ranks of the process "
+        "group must make this call; for some of them alone, take(), async_take() and Snapshot() "
+        "have pg=. It goes on when all are here, and fails after 60 s"
+    )
+    for rank, (seen, lines) in enumerate(outcomes):
+        assert seen.value == heard_of(3)
+        # Where rank 0 is missing, no other knows of the rest before they have met once.
+        tells = rank == min({0, 1, 2} - {absent}) or (absent, before, rank) == (0, 0, 2)
+        assert lines == [line] * tells
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_an_error_says_that_all_ranks_must_call(world: Worlds, before: int) -> None:
+    for rank, (seen, _) in enumerate(world(3).run(come_late, 1, before, STILL)):
+        if rank != 1:
+            assert_missed(seen, 1)
+            assert "; all ranks of the process group must make this call" in seen.text
+
+
+def work_slowly() -> list[str]:
+    """Come at once, and take long for what comes then, here and in the background."""
+    start_with(1)
+    told, log = Told(), logging.getLogger("casnap")
+    log.addHandler(told)
+    try:
+        with mock.patch.object(links, "_TELL_AFTER", 0.1), join(None, LONG, "the take") as comm:
+            comm.all_gather(b"")
+            if comm.rank:
+                time.sleep(0.3)  # what is waited for is that nothing is told
+            comm.all_gather(b"")
+            with comm.background(1) as behind:
+                if comm.rank == 1:
+                    time.sleep(0.3)
+                behind.all_gather(b"")
+            with comm.background(2) as behind:
+                if comm.rank == 1:
+                    time.sleep(0.3)
+                behind.all_gather(b"")
+    finally:
+        log.removeHandler(told)
+    return told.lines
+
+
+def test_nothing_is_told_of_ranks_that_work(world: Worlds) -> None:
+    assert world(2).run(work_slowly) == [[], []]
 
 
 # --- ranks that die ---------------------------------------------------------------------------
