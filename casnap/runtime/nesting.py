@@ -15,6 +15,7 @@ from casnap.errors import CasnapError
 # What stands around the library and takes for the user; and what only waits, and holds nothing.
 _OUTSIDE = ("integrations", "cli", "testing", "preemption")
 _WAITING = ("casnap.take.pending", "casnap.runtime.threads")
+_HOLD_NOTHING = {("casnap.snapshot", "wait"), ("casnap.serving.follower", "__exit__")}
 
 
 def refuse_nested_take() -> None:
@@ -25,15 +26,25 @@ def refuse_nested_take() -> None:
     Raises:
         CasnapError: It is.
     """
-    frame: FrameType | None = sys._getframe(2)
+    if _is_within_call(sys._getframe(2)):
+        raise CasnapError(
+            "a take cannot begin within another call of casnap in the same thread, so nothing "
+            "was taken. In a signal handler, only set a flag; look at it in the training "
+            "loop, and take there. A state_dict(), load_state_dict() or progress= must not take"
+        )
+
+
+def is_within_call() -> bool:
+    """Whether the caller's caller is called, however indirectly, by casnap."""
+    return _is_within_call(sys._getframe(2))
+
+
+def _is_within_call(frame: FrameType | None) -> bool:
     while frame is not None:
         if _holds_something(frame):
-            raise CasnapError(
-                "a take cannot begin within another call of casnap in the same thread, so nothing "
-                "was taken. In a signal handler, only set a flag; look at it in the training "
-                "loop, and take there. A state_dict(), load_state_dict() or progress= must not take"
-            )
+            return True
         frame = frame.f_back
+    return False
 
 
 def _holds_something(frame: FrameType) -> bool:
@@ -42,4 +53,4 @@ def _holds_something(frame: FrameType) -> bool:
     package, _, submodule = module.partition(".")
     if package != "casnap" or submodule.startswith(_OUTSIDE) or module in _WAITING:
         return False
-    return (module, frame.f_code.co_name) != ("casnap.snapshot", "wait")
+    return (module, frame.f_code.co_name) not in _HOLD_NOTHING

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from casnap.ranks.comm import Comm, SingleProcess
 from casnap.ranks.joining import join
 from casnap.restore.patching import LiveWeights, Patch
 from casnap.restore.renaming import Rename
+from casnap.runtime.nesting import is_within_call
+from casnap.serving.gate import Gate, Stopped
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
 from casnap.storage.catalog.contents import Contents
@@ -55,8 +57,9 @@ class Follower:
     """Keeps the tensors of a module, or of a state dict, at the newest version, in place.
 
     The first version is read at once, whole, and then only chunks that change. Run each forward in
-    ``with follower.applied():``. All of a forward then sees one version. What fails is logged and
-    tried again; until then the tensors stay as they are.
+    ``with follower.applied():``, in a coroutine ``async with follower.async_applied():``. All of a
+    forward then sees one version. What fails is logged and tried again; until then the tensors
+    stay as they are.
 
     With ``torch.distributed``, all ranks of ``pg`` make a follower together, each with its slices
     (DTensors) of one model, and all enter :meth:`applied` equally often, from one thread. There
@@ -73,13 +76,16 @@ class Follower:
             has not.
         interval: How often to look for another version, in seconds.
         on_version: Called after each version but the first, before the next forward begins, with an
-            :class:`AppliedVersion`: to drop caches that the old weights filled. What it raises is
-            logged; of several ranks, :meth:`applied` raises it.
+            :class:`AppliedVersion`: to drop caches that the old weights filled. It may run forwards
+            itself; those of other threads wait until it has returned. If it fails, that is logged,
+            forwards go on, and it is called again, on all ranks.
         storage_options: How to reach a remote store.
         cache_bytes: As for :class:`casnap.Store`.
         pg: The process group; by default the world, or this process alone.
         every: Ranks agree at every so-many-th forward.
-        timeout: Seconds that a rank waits for another.
+        timeout: Seconds that a rank waits for another; and that a version waits until forwards have
+            ended, while others wait for it. Then these go on, and it is tried again. By default
+            600 and 60.
         start: Whether a thread looks for other versions. Without it, :meth:`update` does.
 
     Attributes:
@@ -118,16 +124,20 @@ class Follower:
         self._join: Callable[[], Comm] = partial(
             join, pg, timeout, f"the update of {place.backend.uri}"
         )
-        self._gate = _Gate()
+        self._gate = Gate()
+        self._timeout = _PATIENCE if timeout is None else timeout
         self._forwards = 0
         self._seen_root = b""
-        # Only of several ranks: what rank 0 wants all to stage, and what is staged here.
+        # Only of several ranks: what rank 0 wants all to stage.
         self._wanted, self._wanted_since = _NONE, 0.0
         self._staged: Patch | None = None
         self._looking = threading.Lock()
-        self._broken: BaseException | None = None
-        self._stopping = threading.Event()
+        self._looker: int | None = None
+        self._is_mixed = False
+        # Whether on_version has been called for the version, and has not failed.
+        self._is_called = True
         self._looks = Backoff(f"following {place.backend.uri}")
+        self._calls = Backoff(f"on_version, for {place.backend.uri},")
         with self._join() as comm:
             store, _ = open_at(place, create=False, cache_bytes=cache_bytes)
             self._source = Source(store, place.name)
@@ -136,7 +146,7 @@ class Follower:
             commit = bytes(comm.broadcast(newest.row.commit if newest is not None else b""))
             patch = self._stage(newest or self._contents_of(commit))
             comm.all_gather(b"")  # all have staged it
-            self._apply(patch, is_first=True)
+            self._copy(patch)
         self._thread = threading.Thread(target=self._follow, name="casnap-follower", daemon=True)
         if start:
             self._thread.start()
@@ -148,23 +158,43 @@ class Follower:
         """Run a forward with one version of all tensors; yield which.
 
         Many threads may do so at once, unless there are several ranks. A version is applied when
-        all of them have left; those that come meanwhile wait for the copy.
+        all of them have left; those that come meanwhile wait for the copy, unless their thread, or
+        what they are called by, is in already. In a coroutine use :meth:`async_applied`: one thread
+        of coroutines, of which one is always in, never comes to a version here.
 
         Raises:
             CasnapError: Copying a version has failed half way, so that the tensors hold a mix.
             RankError: Another rank failed, died or did not answer in time.
         """
+        self._begin_forward()
+        with self._gate.shared():
+            yield self._whole_version()
+
+    @asynccontextmanager
+    async def async_applied(self) -> AsyncIterator[AppliedVersion]:
+        """Do the same in a coroutine of asyncio: while it waits, others of its thread go on.
+
+        Raises:
+            CasnapError: As :meth:`applied`.
+            RankError: As there.
+        """
+        self._begin_forward()
+        async with self._gate.shared_async():
+            yield self._whole_version()
+
+    def _begin_forward(self) -> None:
         if not self._is_alone and not self._gate.is_inside:
             self._forwards += 1
             if self._forwards % self._every == 0:
                 self._agree()
-        with self._gate.shared():
-            if self._broken is not None:
-                raise CasnapError(
-                    "the copy of a version has failed half way, so the tensors hold a mix of two; "
-                    "load them anew, and make another Follower"
-                ) from self._broken
-            yield self.version
+
+    def _whole_version(self) -> AppliedVersion:
+        if self._is_mixed:
+            raise CasnapError(
+                "the copy of a version has failed half way, so the tensors hold a mix of two; "
+                "load them anew, and make another Follower"
+            ) from self._looks.error
+        return self.version
 
     def update(self) -> bool:
         """Look for another version now, and apply it; return whether there was one.
@@ -173,31 +203,45 @@ class Follower:
 
         Raises:
             CasnapError: It failed, and the tensors hold the version before; or this was called
-                within :meth:`applied`.
+                within :meth:`applied`, ``on_version``, or this itself.
         """
-        if self._gate.is_inside:
-            raise CasnapError("update() waits for all forwards, so call it outside of applied()")
+        if self._gate.is_inside or self._looker == threading.get_ident():
+            raise CasnapError(
+                "update() waits for all forwards, so call it outside of applied(), and neither in "
+                "on_version nor in a signal handler that comes within update()"
+            )
         commit = self.version.commit
-        if self._is_alone:
-            self._look()
-        else:
-            with self._join() as comm:
-                self._look(patience=0)
-                self._hear(bytes(comm.broadcast(self._wanted)))
-                self._stage_wanted()
-            self._agree()
+        with self._looking:
+            self._looker = threading.get_ident()
+            try:
+                if self._is_alone:
+                    self._call_again()
+                    self._look()
+                else:
+                    with self._join() as comm:
+                        self._look(patience=0)
+                        self._hear(bytes(comm.broadcast(self._wanted)))
+                        self._stage_wanted()
+                    self._agree()
+            finally:
+                self._looker = None
         return self.version.commit != commit
 
     def stop(self) -> None:
-        """Stop to look for versions. The tensors stay as they are."""
-        self._stopping.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        """Stop to look for versions. The tensors stay as they are.
+
+        A signal handler may call this, wherever it comes: within another call of casnap the thread
+        that looks is told to end, and not waited for.
+        """
+        self._gate.stop()
+        thread = self._thread
+        if thread.is_alive() and thread is not threading.current_thread() and not is_within_call():
+            thread.join()
 
     @property
     def error(self) -> BaseException | None:
-        """Why the last look failed; None if it did not."""
-        return self._looks.error
+        """Why the last look, or call of ``on_version``, failed; None if it did not."""
+        return self._looks.error or self._calls.error
 
     def __enter__(self) -> Follower:
         return self
@@ -213,17 +257,30 @@ class Follower:
     # --- looking, in the background ---
 
     def _follow(self) -> None:
-        while not self._stopping.wait(max(self._interval, self._looks.delay)):
-            if self._broken is not None:
-                return
+        while not (self._gate.sleep(self._pause()) or self._is_mixed):
+            # Else update() looks; it may be what a signal handler that stops this has interrupted.
+            if not self._looking.acquire(timeout=0.1):
+                continue
             try:
-                self._look()
-                if not self._is_alone:
-                    self._stage_wanted()
+                if self._is_alone and not self._calls.delay:
+                    self._call_again()
+                if not self._looks.delay:
+                    self._look()
+                    if not self._is_alone:
+                        self._stage_wanted()
+            except Stopped:
+                return
             except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
                 self._looks.note_failure(e)
             else:
                 self._looks.note_success()
+            finally:
+                self._looking.release()
+
+    def _pause(self) -> float:
+        seconds = max(self._interval, self._looks.delay)
+        calls_again = self._is_alone and self._calls.error is not None
+        return min(seconds, self._calls.delay) if calls_again else seconds
 
     def _look(self, patience: float = _PATIENCE) -> None:
         """Look for another version; apply it, or have all ranks stage it.
@@ -231,40 +288,73 @@ class Follower:
         Args:
             patience: For how many seconds all ranks may stage one version while another is newer.
         """
-        with self._looking:
-            root = self._source.store.newest().commit if self._leads else self._seen_root
-            if root == self._seen_root:
+        root = self._source.store.newest().commit if self._leads else self._seen_root
+        if root == self._seen_root:
+            return
+        contents = self._source.newest(self._options)
+        commit = contents.row.commit
+        if commit.hex() != self.version.commit:
+            if not self._is_alone:
+                # If another one were wanted at once, they might never come to any.
+                waited = time.monotonic() - self._wanted_since
+                if waited >= patience or not self._is_there(self._wanted):
+                    self._wanted, self._wanted_since = commit, time.monotonic()
                 return
-            contents = self._source.newest(self._options)
-            commit = contents.row.commit
-            if commit.hex() != self.version.commit:
-                if not self._is_alone:
-                    # If another one were wanted at once, they might never come to any.
-                    waited = time.monotonic() - self._wanted_since
-                    if waited >= patience or not self._is_there(self._wanted):
-                        self._wanted, self._wanted_since = commit, time.monotonic()
-                    return
-                self._apply(self._stage(contents))
-            self._seen_root = root
+            self._apply(self._stage(contents))
+        self._seen_root = root
 
     def _stage(self, contents: Contents) -> Patch:
-        with contents.reading():
-            return self._weights.stage(contents)
+        """Return what brings the tensors to a snapshot, as it was staged, or staged now."""
+        staged = self._staged
+        is_staged = staged is not None and staged.contents.row.commit == contents.row.commit
+        if staged is None or not is_staged or not self._weights.fits(staged):
+            with contents.reading():
+                staged = self._weights.stage(contents)
+        self._staged = staged
+        return staged
 
-    def _apply(self, patch: Patch, *, is_first: bool = False) -> None:
-        """Copy what was staged into the tensors, once no forward runs."""
-        with self._gate.alone():
-            start = time.monotonic()
+    def _apply(self, patch: Patch) -> None:
+        """Copy what was staged into the tensors, once no forward runs; call ``on_version``."""
+        with self._between_forwards():
+            self._copy(patch)
+            self._is_called = False
+            self._call()
+
+    def _between_forwards(self) -> AbstractContextManager[None]:
+        if not self._is_alone:
+            return self._gate.alone()
+        in_thread = threading.current_thread() is self._thread
+        return self._gate.alone(self._timeout, unless_stopped=in_thread)
+
+    def _copy(self, patch: Patch) -> None:
+        start = time.monotonic()
+        # Until it is done: it may fail, and a signal handler may come.
+        self._is_mixed = True
+        self._weights.apply(patch)
+        self._is_mixed = False
+        self._staged = None
+        seconds = time.monotonic() - start
+        commit = patch.contents.row.commit.hex()
+        self.version = AppliedVersion(patch.contents.name, commit, patch.nbytes, seconds)
+
+    def _call_again(self) -> None:
+        if not self._is_called:
             try:
-                self._weights.apply(patch)
-            except BaseException as e:
-                self._broken = e
-                raise
-            seconds = time.monotonic() - start
-            commit = patch.contents.row.commit.hex()
-            self.version = AppliedVersion(patch.contents.name, commit, patch.nbytes, seconds)
-            if self._on_version is not None and not is_first:
+                with self._between_forwards():
+                    self._call()
+            except CasnapError as e:
+                self._calls.note_failure(e)
+
+    def _call(self) -> None:
+        """Call ``on_version`` for the version. If it fails, the version stays applied."""
+        try:
+            if self._on_version is not None:
                 self._on_version(self.version)
+        except Exception as e:  # noqa: BLE001 - whatever it is, it is called again
+            self._calls.note_failure(e)
+        else:
+            self._is_called = True
+            self._calls.note_success()
 
     # --- several ranks ---
 
@@ -297,70 +387,25 @@ class Follower:
             self._wanted = wanted
 
     def _stage_wanted(self) -> None:
-        wanted, staged = self._wanted, self._staged
-        if wanted == _NONE or wanted.hex() == self.version.commit:
-            return
-        is_staged = staged is not None and staged.contents.row.commit == wanted
-        if staged is None or not is_staged or not self._weights.fits(staged):
-            self._staged = self._stage(self._contents_of(wanted))
+        wanted = self._wanted
+        if wanted != _NONE and wanted.hex() != self.version.commit:
+            self._stage(self._contents_of(wanted))
 
     def _agree(self) -> None:
         """Apply what is staged, if all ranks have staged the same; hear what rank 0 wants."""
         staged = self._staged
         is_mine = staged is not None and self._weights.fits(staged)
         mine = staged.contents.row.commit if staged is not None and is_mine else _NONE
+        calls_again = not self._is_called and not self._calls.delay
         with self._join() as comm:
-            parts = [bytes(part) for part in comm.all_gather(mine + self._wanted)]
-        self._hear(parts[0][16:])
+            told = mine + self._wanted + bytes([calls_again])
+            parts = [bytes(part) for part in comm.all_gather(told)]
+        self._hear(parts[0][16:32])
         if staged is not None and mine != _NONE and all(part[:16] == mine for part in parts):
-            self._staged = None
             self._apply(staged)
             if self._wanted == mine:
                 self._wanted = _NONE
-
-
-class _Gate:
-    """Lets many threads in at once, or one alone; who wants to be alone has the next turn."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = threading.local()
-        self._count = 0
-        self._is_taken = False
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether this thread is in."""
-        return getattr(self._inside, "depth", 0) > 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Be in, with others."""
-        depth = getattr(self._inside, "depth", 0)
-        if not depth:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_taken)
-                self._count += 1
-        self._inside.depth = depth + 1
-        try:
-            yield
-        finally:
-            self._inside.depth = depth
-            if not depth:
-                with self._changed:
-                    self._count -= 1
-                    self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Be in alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_taken)
-            self._is_taken = True
-            self._changed.wait_for(lambda: not self._count)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_taken = False
-                self._changed.notify_all()
+        elif any(part[32] for part in parts):
+            # On all, since it may have the ranks do something together.
+            self._is_called = False
+            self._call_again()
