@@ -11,7 +11,7 @@ import click
 
 from casnap.backends import Backend
 from casnap.backends.places import exists
-from casnap.cli.output import CommandError, json_option, json_time, quote
+from casnap.cli.output import CommandError, json_option, json_time, quote, say
 from casnap.errors import (
     CasnapError,
     DamagedError,
@@ -196,6 +196,8 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
 def open_whole_store(store: str | None) -> Store:
     """Return the store at or above a folder, for a command that works on the whole store.
 
+    If it is above, that is said.
+
     Raises:
         StoreError: There is no store, or it cannot be used.
         CommandError: The folder was named, but does not exist.
@@ -208,6 +210,10 @@ def open_whole_store(store: str | None) -> Store:
         raise CommandError(
             f"{store} does not exist; if you mean the whole store above it, name {uri}"
         )
+    if place.prefix:
+        folder = store or "the current folder"
+        command = click.get_current_context().info_name
+        say(f"{folder} lies in {backend.uri}; {command} is for the whole store", err=True)
     return place
 
 

@@ -89,8 +89,6 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         except CommandError as e:  # there is no such folder
             hint = nearest(place.prefix, (s.name for s in whole_store.snapshots()))
             raise CommandError(f"{e.message}{hint}") from e
-        uri = place.open_store.backend.uri
-        say(f"{text} is a folder of {uri}: the whole store is checked", err=True)
     return place, None
 
 

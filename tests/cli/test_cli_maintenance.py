@@ -135,9 +135,16 @@ def test_a_path_that_is_not_there_is_not_the_store_above(store: Path, command: l
     assert str(store) in invoke(*command, store / "run").stdout.splitlines()[0]
 
 
-def test_gc_names_the_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_says_that_it_is_for_the_whole_store(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"lies in {store}; gc is for the whole store\n"
+    assert invoke("gc", store / "run", "--dry-run").stderr == f"{store / 'run'} {said}"
+    assert invoke("gc", store, "--dry-run").stderr == ""
     monkeypatch.chdir(store / "run")
-    assert invoke("gc").stdout.startswith(f"{store}: 3 snapshots marked, ")
+    result = invoke("gc")
+    assert result.stdout.startswith(f"{store}: 3 snapshots marked, ")
+    assert result.stderr == f"the current folder {said}"
 
 
 # --- usage ------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_one_snapshot_alone(store: Path) -> None:
     with pytest.raises(SnapshotNotFoundError, match="nearest"):
         Store(store).check(name="run/cc")
     assert "nearest: run/c" in failure("check", store / "run/cc")
-    assert "is a folder of" in invoke("check", store / "run").stderr
+    assert "check is for the whole store" in invoke("check", store / "run").stderr
 
 
 def test_much_damage_is_little_output(tmp_path: Path) -> None:
