@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from casnap.errors import CasnapError, RankError
+from casnap.runtime.units import Duration, seconds_of
 
 if TYPE_CHECKING:
     from casnap.snapshot import PendingSnapshot, Snapshot
@@ -191,9 +192,9 @@ def on_preemption(
     store: Store,
     app_state: Mapping[str, Stateful],
     *,
-    within: float = 30.0,
+    within: Duration = 30.0,
     signals: Sequence[int] = (signal.SIGTERM,),
-    every: float = 1.0,
+    every: Duration = 1.0,
     name: str = "preempted_{step}",
     pg: Any = None,
 ) -> Preemption:
@@ -215,7 +216,8 @@ def on_preemption(
     Args:
         store: The store.
         app_state: What to take.
-        within: How many seconds after the first signal the last snapshot is waited for.
+        within: How long after the first signal the last snapshot is waited for: seconds, or such as
+            ``"90s"``.
         signals: The signals.
         every: On many ranks, about how many seconds pass until the ranks agree again. That is one
             small collective, on a group of its own; other steps only count.
@@ -231,7 +233,8 @@ def on_preemption(
         ValueError: ``within`` or ``every`` is not above 0, or there is no such signal.
         OSError: A signal cannot be handled, as SIGKILL.
     """
-    for argument, seconds in (("within", within), ("every", every)):
-        if not seconds > 0:
-            raise ValueError(f"{argument} is a number of seconds above 0; got {seconds!r:.80}")
-    return Preemption(store, app_state, within, signals, every, name, pg)
+    within_seconds, every_seconds = (
+        seconds_of(option, value, above_zero=True)
+        for option, value in (("within", within), ("every", every))
+    )
+    return Preemption(store, app_state, within_seconds, signals, every_seconds, name, pg)

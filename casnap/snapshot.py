@@ -18,6 +18,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
+from casnap.runtime.units import Size, bytes_if_given
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.location import READS, TAKES, Use, locate_snapshot, locate_store
 from casnap.storage.catalog.mirror_notes import note_restored
@@ -161,7 +162,7 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: Size | None = None,
     ) -> None:
         try:
             opened_store, name = find_store(
@@ -330,7 +331,7 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        max_staging_bytes: int | None = None,
+        max_staging_bytes: Size | None = None,
         max_pending: int = 1,
         progress: Progress | None = None,
         retention: Retention | None = None,
@@ -347,9 +348,9 @@ class Snapshot:
         store does, on all ranks, and does not begin. The arguments are those of :meth:`take`, and
         two more.
 
-        ``max_staging_bytes`` bounds the memory for the copies of all pending takes together, which
-        is kept for the next take; at least four blocks of 64 MiB are used. If the states are
-        larger, this blocks until enough of them has been stored.
+        ``max_staging_bytes``, such as ``"20GB"``, bounds the memory for the copies of all pending
+        takes together, which is kept for the next take; at least four blocks of 64 MiB are used. If
+        the states are larger, this blocks until enough of them has been stored.
 
         ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.
         While there are as many, this blocks. Each is stored, and committed, once the one before it
@@ -371,7 +372,7 @@ class Snapshot:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            max_staging_bytes=max_staging_bytes,
+            max_staging_bytes=bytes_if_given("max_staging_bytes", max_staging_bytes, least=0),
             max_pending=max_pending,
             progress=progress,
             retention=retention,
@@ -459,7 +460,7 @@ class Snapshot:
         *,
         path: str | None = None,
         format: str | None = None,
-        max_shard_size: int | None = None,
+        max_shard_size: Size | None = None,
         tensors_only: bool = False,
         tied: Sequence[str] | torch.nn.Module = (),
         dry_run: bool = False,
@@ -473,7 +474,8 @@ class Snapshot:
             format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``. By default,
                 the suffix of ``out`` decides: ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are for
                 ``torch``, ``.dcp`` is for ``dcp``, all others are for ``safetensors``.
-            max_shard_size: Bytes of tensors in each file, of safetensors with an index, at most.
+            max_shard_size: Bytes of tensors in each file, at most, such as ``"5GB"``; an index of
+                safetensors lists the files.
             tensors_only: Leave out what safetensors cannot hold: values, sparse tensors, …
             tied: Names of tensors to store only under another name, whose bytes they have; or the
                 module, if ``path`` is where its state is: each of its parameters is stored once,
@@ -494,7 +496,7 @@ class Snapshot:
         options = ExportOptions(
             path=path,
             format=format_of(out, format),
-            max_shard_size=max_shard_size,
+            max_shard_size=bytes_if_given("max_shard_size", max_shard_size),
             tensors_only=tensors_only,
             tied=names,
             dry_run=dry_run,
@@ -543,7 +545,7 @@ class Snapshot:
     def read_objects(
         self,
         paths: str | Iterable[str],
-        memory_budget_bytes: int | None = None,
+        memory_budget_bytes: Size | None = None,
         *,
         allow_pickle: bool = False,
         progress: Progress | None = None,
@@ -595,7 +597,7 @@ class Snapshot:
         self,
         path: str,
         obj_out: Any = None,
-        memory_budget_bytes: int | None = None,
+        memory_budget_bytes: Size | None = None,
         *,
         index: Index | None = None,
         allow_pickle: bool = False,
@@ -924,7 +926,7 @@ def find_store(
     store: Store | str | os.PathLike[str] | None,
     *,
     create: bool,
-    cache_bytes: int | None = None,
+    cache_bytes: Size | None = None,
 ) -> tuple[Store, str]:
     """Return the store, and the name in it, that the arguments of a Snapshot name.
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,14 @@ from casnap.runtime.environment import local_path, threads_asked
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
-from casnap.storage.catalog.creation import check_chunk_size
+from casnap.runtime.units import (
+    Duration,
+    Size,
+    bytes_if_given,
+    seconds_if_given,
+    seconds_of,
+)
+from casnap.storage.catalog.creation import chunk_size_of
 from casnap.storage.catalog.location import Location, Use, has_object
 from casnap.storage.catalog.mirror_notes import (
     detach_mirror,
@@ -112,7 +118,7 @@ class Store:
             :meth:`make`. Reading makes none: where there is no store, there is no snapshot. With
             ``mirror``, the store is made at once. Until it is made, a path below it does not lead
             to it: call :meth:`make` before ``Snapshot.take`` of a path, or pass it ``store=``.
-        chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
+        chunk_size: For a new store: a power of two from 64 KiB to 64 MiB, such as ``"4MiB"``.
         codec: For a new store: how chunks are stored. With "auto", the default, takes store them as
             they are; on a disk, :meth:`gc` makes what older snapshots hold smaller, and into a
             bucket, mirrors and copies send deltas. With "zstd", takes compress, and both others
@@ -130,8 +136,9 @@ class Store:
         mirror_options: How the mirror is reached, like ``storage_options``.
         mirror_retention: Which snapshots to keep at the mirror; by default all.
         cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
-            so many bytes for all stores together, so that they are fetched once. 0: no cache. By
-            default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
+            so many bytes for all stores together, such as ``"50GB"``, so that they are fetched
+            once. 0: no cache. By default ``CASNAP_CACHE_BYTES`` of the environment counts; without
+            it there is no cache.
         threads: How many threads of each step of a take may run, unless the take itself says; see
             :meth:`Snapshot.take`. By default ``CASNAP_THREADS`` of the environment counts.
 
@@ -150,7 +157,7 @@ class Store:
         uri: str | os.PathLike[str] | Backend,
         *,
         create: bool = True,
-        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        chunk_size: Size = DEFAULT_CHUNK_SIZE,
         codec: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
@@ -158,7 +165,7 @@ class Store:
         mirror: str | os.PathLike[str] | Backend | None = None,
         mirror_options: Mapping[str, Any] | None = None,
         mirror_retention: Retention | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
         if threads is not None:
@@ -166,7 +173,7 @@ class Store:
         place = locate(uri, storage_options, Use(may_take=create))
         opening = partial(
             open_at,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size_of(chunk_size),
             codec=None if codec is None else check_codec(codec),
             exclusive=exclusive,
             cache_bytes=cache_bytes,
@@ -182,8 +189,8 @@ class Store:
         )
         if mirror is not None and create:
             self._open(place, create=True)
-        elif self._look() is None:
-            check_chunk_size(chunk_size)
+        else:
+            self._look()
 
     # --- the store, which may not be there yet ---
 
@@ -413,7 +420,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        max_staging_bytes: int | None = None,
+        max_staging_bytes: Size | None = None,
         max_pending: int = 1,
         progress: Progress | None = None,
         retention: Retention | None = None,
@@ -439,7 +446,7 @@ class Store:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            max_staging_bytes=max_staging_bytes,
+            max_staging_bytes=bytes_if_given("max_staging_bytes", max_staging_bytes, least=0),
             max_pending=max_pending,
             progress=progress,
             retention=retention,
@@ -693,6 +700,7 @@ class Store:
         """
         from casnap.take.pending import wait_for_last
 
+        timeout = seconds_if_given("timeout", timeout)
         mirror = self.mirror
         if mirror is None:
             raise MirrorError(f"{self.uri} was opened without mirror=")
@@ -916,7 +924,7 @@ class Store:
         name: str | None = None,
         *,
         options: PullOptions | None = None,
-        interval: float = 5.0,
+        interval: Duration = 5.0,
         on_version: Callable[[Path, list[str]], object] | None = None,
         progress: Progress | None = None,
     ) -> Iterator[FollowEvent]:
@@ -928,7 +936,7 @@ class Store:
             folder: As in :meth:`pull`.
             name: As there.
             options: As there.
-            interval: How often to look for a new version, in seconds.
+            interval: How often to look for a new version: seconds, or such as ``"30s"``.
             on_version: Called after each switch with the folder of the version, without links, and
                 the names of the tensors that have changed since the last call. If it raises an
                 error, it is called again later, then for the version that is current by then.
@@ -945,7 +953,7 @@ class Store:
             lambda: self._pull_source(name),
             out,
             options or PullOptions(),
-            interval,
+            seconds_of("interval", interval),
             on_version,
             progress,
         )
@@ -1119,7 +1127,7 @@ class Store:
         *,
         codec: str | None = None,
         mirror: str | None = None,
-        gc: str | float | timedelta | None = None,
+        gc: Duration | None = None,
     ) -> bool:
         """Change settings of the whole store; return whether anything changed.
 
@@ -1130,7 +1138,7 @@ class Store:
             mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
                 ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
             gc: "auto", the default, has each process that lets snapshots go collect their garbage
-                in the background. "off" leaves that to :meth:`gc`. A number of seconds is as
+                in the background. "off" leaves that to :meth:`gc`. A time, such as "12h", is as
                 "auto", and the grace of all collections that are not given another one.
 
         Raises:
@@ -1153,7 +1161,7 @@ class Store:
     def gc(
         self,
         *,
-        grace: float | timedelta | None = None,
+        grace: Duration | None = None,
         repack: float = 0.5,
         recode_after: int | None = 3,
         dry_run: bool = False,
@@ -1166,10 +1174,11 @@ class Store:
         collector always works on the whole store, not only on this view.
 
         Args:
-            grace: How long to keep unreferenced data, in seconds (0: delete it now). For so long,
-                a deleted snapshot can still be read, and a running take can still rely on the data.
-                After that the reader gets an error, and the take begins again. By default what the
-                store is set to (see :meth:`configure`), else 24 hours.
+            grace: How long to keep unreferenced data, such as ``"12h"``, a ``timedelta``, or
+                seconds (0: delete it now). For so long, a deleted snapshot can still be read, and a
+                running take can still rely on the data. After that the reader gets an error, and
+                the take begins again. By default what the store is set to (see :meth:`configure`),
+                else 24 hours.
             repack: Copy the rest out of packs of which less than this share is needed (0: never).
             recode_after: Store what all but so many of the newest snapshots of each folder hold as
                 how it differs from the snapshot before, or compressed, where that is smaller;
@@ -1186,9 +1195,8 @@ class Store:
         """
         from casnap.maintenance.gc import GcOptions, collect
 
-        seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
         options = GcOptions(
-            grace=seconds,
+            grace=seconds_if_given("grace", grace),
             repack=repack,
             dry_run=dry_run,
             exclusive=exclusive,

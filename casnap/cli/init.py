@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import re
-
 import click
 
 from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
-from casnap.format.records import (
-    DEFAULT_CHUNK_SIZE,
-    MAX_CHUNK_SIZE,
-    MIN_CHUNK_SIZE,
-    serving_below,
-)
+from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
+from casnap.storage.catalog.creation import chunk_size_of
 from casnap.storage.catalog.location import locate_store
 from casnap.storage.catalog.settings import CODEC, CODECS, change_settings
 from casnap.storage.log.put_if_absent import check_put_if_absent
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
     if text is None:
         return None
-    match = re.fullmatch(r"(\d{1,10})\s*([km]?)i?b?", text.strip().lower())
-    nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
-    if not MIN_CHUNK_SIZE <= nbytes <= MAX_CHUNK_SIZE or nbytes & (nbytes - 1):
-        raise click.BadParameter(f"{quote(text)} is not a power of two from 64KiB to 64MiB")
-    return nbytes
+    try:
+        return chunk_size_of(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{quote(text)} is not a power of two from 64KiB to 64MiB"
+        ) from None
 
 
 @click.command()

@@ -7,11 +7,9 @@ import re
 import click
 
 from casnap.cli.output import quote
-from casnap.runtime.sizes import parsed_size
+from casnap.runtime.units import parsed_size, parsed_time
 
-_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])")
 _WAYS = "write 30s, 15m, 24h, 7d, 2w"
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)(%?)")
 
 
@@ -21,7 +19,7 @@ def duration(text: str) -> float:
     Raises:
         click.BadParameter: The text is not such a duration.
     """
-    seconds = _seconds(text)
+    seconds = parsed_time(text)
     if not seconds:
         raise click.BadParameter(f"{quote(text)} is not a duration; {_WAYS} or 1.5h")
     return seconds
@@ -33,15 +31,10 @@ def duration_or_none(text: str) -> float:
     Raises:
         click.BadParameter: The text is not a duration.
     """
-    seconds = 0.0 if text == "0" else _seconds(text)
+    seconds = parsed_time(text)
     if seconds is None:
         raise click.BadParameter(f"{quote(text)} is not a duration; {_WAYS}, 1.5h or 0")
     return seconds
-
-
-def _seconds(text: str) -> float | None:
-    match = _DURATION.fullmatch(text)
-    return float(match[1]) * _SECONDS[match[2]] if match else None
 
 
 def size_in_bytes(text: str) -> int:

@@ -90,8 +90,6 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if isinstance(self.tied, str):
             raise TypeError(f"tied is a list of names, such as [{self.tied!r}]; got a str")
-        if self.max_shard_size is not None and self.max_shard_size < 1:
-            raise ValueError(f"max_shard_size= is a number of bytes; got {self.max_shard_size!r}")
         if self.max_shard_size is not None and self.format == "torch":
             raise ValueError(
                 "torch.save makes one file; leave max_shard_size= out, or export safetensors or dcp"

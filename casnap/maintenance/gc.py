@@ -10,7 +10,6 @@ protocol, and why it is safe even if clocks are wrong.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
@@ -81,10 +80,7 @@ class GcOptions:
     recode_after: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
-        grace = DAY if self.grace is None else self.grace
-        if not _is_number(grace) or not 0 <= grace < math.inf:
-            raise ValueError(f"grace is a number of seconds from 0 on; got {self.grace!r}")
+        """Check the options."""
         if not _is_number(self.repack) or not 0 <= self.repack <= 1:
             raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
         if self.forgotten and not self.dry_run:

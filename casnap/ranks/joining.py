@@ -13,6 +13,7 @@ from casnap.ranks.comm import DEFAULT_TIMEOUT, Comm, SingleProcess
 from casnap.ranks.group import Group
 from casnap.ranks.link import Link
 from casnap.runtime.buffers import on_release
+from casnap.runtime.units import seconds_of
 
 _links: dict[tuple[int, ...], Link] = {}
 _links_of_parent: list[Link] = []
@@ -48,9 +49,9 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     Raises:
         StateError: This process is not in the group.
     """
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not timeout > 0:
-        raise ValueError(f"timeout is a number of seconds above 0, not {timeout!r}")
+    timeout = (
+        DEFAULT_TIMEOUT if timeout is None else seconds_of("timeout", timeout, above_zero=True)
+    )
     if not (dist.is_available() and dist.is_initialized()):
         if pg is not None:
             raise StateError("pg= needs torch.distributed.init_process_group() first")

@@ -28,6 +28,7 @@ from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import fill
+from casnap.runtime.units import Size, bytes_if_given
 from casnap.state.devices import pin, synchronize_workers
 from casnap.state.flatten import decode
 from casnap.state.numpy_values import is_numpy
@@ -156,7 +157,7 @@ class Loading:
         self._items = [item for item in all_items if isinstance(item.entry, TensorEntry)]
         return decode(leaves.values(), allow_pickle=allow_pickle)
 
-    def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
+    def load(self, budget: Size | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
         """Read everything, verified, and return it by path.
 
         Args:
@@ -167,9 +168,10 @@ class Loading:
             DamagedError: Some chunks are missing or damaged. All others were read.
         """
         fetch = fetch or self._contents.store.fetch
+        most = bytes_if_given("memory_budget_bytes", budget, least=0)
         try:
             with python_gc_paused():
-                fetch(self.wants(), ReadOptions(budget, _preparation(self._tensors_to_fill())))
+                fetch(self.wants(), ReadOptions(most, _preparation(self._tensors_to_fill())))
         finally:
             # torch does not see what is read into memory: a backward of older values must fail.
             torch.autograd.graph.increment_version(self._tensors_to_fill())

@@ -15,6 +15,7 @@ from casnap.restore.indexing import Index, select
 from casnap.restore.loading import Loading, naming, with_item_axis
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, without_torch_modes
+from casnap.runtime.units import Size
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory, overlaps_itself
@@ -38,7 +39,7 @@ def read_object(
     contents: Contents,
     path: str,
     obj_out: Any = None,
-    memory_budget_bytes: int | None = None,
+    memory_budget_bytes: Size | None = None,
     index: Index | None = None,
     *,
     allow_pickle: bool = False,
@@ -63,7 +64,7 @@ def read_object(
 def read_objects(
     contents: Contents,
     paths: Iterable[str],
-    memory_budget_bytes: int | None = None,
+    memory_budget_bytes: Size | None = None,
     *,
     allow_pickle: bool = False,
     progress: Progress | None = None,
@@ -102,7 +103,7 @@ def _all_entries(path: str, entry: Entry, entries: Entries) -> Iterator[tuple[st
 def _read_entries(
     contents: Contents,
     by_path: Mapping[str, Iterable[tuple[str, Entry]]],
-    budget: int | None,
+    budget: Size | None,
     progress: Progress | None = None,
     *,
     allow_pickle: bool,
@@ -124,7 +125,7 @@ def read_tensor(
     path: str,
     entry: TensorEntry,
     obj_out: Any,
-    budget: int | None,
+    budget: Size | None,
     index: Index | None,
 ) -> Any:
     """Read a tensor into another one, or a part of it."""

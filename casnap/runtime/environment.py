@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import StoreError
-from casnap.runtime.sizes import parsed_size
+from casnap.runtime.units import parsed_size
 
 _log = logging.getLogger("casnap")
 _NETWORK = re.compile(

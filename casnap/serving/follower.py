@@ -24,6 +24,7 @@ from casnap.ranks.joining import join
 from casnap.restore.patching import LiveWeights, Patch
 from casnap.restore.renaming import Rename
 from casnap.runtime.nesting import is_within_call
+from casnap.runtime.units import Duration, Size, seconds_of
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
@@ -74,7 +75,7 @@ class Follower:
         rename: The names here for those of the snapshot: a mapping, or a function.
         strict: Whether it is an error if the snapshot or the target has a name that the other one
             has not.
-        interval: How often to look for another version, in seconds.
+        interval: How often to look for another version: seconds, or such as ``"30s"``.
         on_version: Called after each version but the first, before the next forward begins, with an
             :class:`AppliedVersion`: to drop caches that the old weights filled. It may run forwards
             itself; those of other threads wait until it has returned. If it fails, that is logged,
@@ -107,10 +108,10 @@ class Follower:
         match: str | None = None,
         rename: Rename | None = None,
         strict: bool = True,
-        interval: float = 5.0,
+        interval: Duration = 5.0,
         on_version: Callable[[AppliedVersion], object] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: Size | None = None,
         pg: Any = None,
         every: int = 1,
         timeout: float | None = None,
@@ -119,7 +120,7 @@ class Follower:
         place = locate(uri, storage_options, READS)
         self._weights = LiveWeights(target, path, rename, strict=strict)
         self._options = PullOptions(tag=tag, match=match)
-        self._interval, self._every = interval, every
+        self._interval, self._every = seconds_of("interval", interval), every
         self._on_version = on_version
         self._join: Callable[[], Comm] = partial(
             join, pg, timeout, f"the update of {place.backend.uri}"

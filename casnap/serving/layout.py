@@ -25,6 +25,7 @@ from casnap.files.to_safetensors import INDEX, index_of, shard_names
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import INLINE_BYTES, TensorEntry, ValueEntry
 from casnap.format.names import key_of
+from casnap.runtime.units import bytes_of
 from casnap.serving.options import FLOATS, PullOptions
 from casnap.serving.version import VersionTensor
 from casnap.storage.catalog.contents import Contents
@@ -179,7 +180,7 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
         for name in names
         for entry in (tensors[name].entry,)
     }
-    groups = shards_of(sizes, options.max_shard_size)
+    groups = shards_of(sizes, bytes_of("max_shard_size", options.max_shard_size))
     file_names = shard_names(len(groups))
     files = []
     for file_name, group in zip(file_names, groups, strict=True):

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from casnap.runtime.threads import check_count
+from casnap.runtime.units import Size, bytes_of
+
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that tensors are cast from and to."""
 _SEPARATED = re.compile(r"s([^\w\s\\])((?:\\.|(?!\1).)+)\1((?:\\.|(?!\1).)*)\1(g?)")
@@ -37,7 +40,7 @@ class PullOptions:
     rename: Sequence[str] = ()
     dtype: str | None = None
     tied: Sequence[str] = ()
-    max_shard_size: int = 5_000_000_000
+    max_shard_size: Size = 5_000_000_000
     keep: int = 2
 
     def __post_init__(self) -> None:
@@ -46,9 +49,8 @@ class PullOptions:
                 raise TypeError(f"{option} is a list, such as [{value!r}]; got a str")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ValueError(f"dtype= is one of {', '.join(FLOATS)}; got {self.dtype!r}")
-        for option, number in (("max_shard_size", self.max_shard_size), ("keep", self.keep)):
-            if number < 1:
-                raise ValueError(f"{option}= is a number from 1 on; got {number!r}")
+        object.__setattr__(self, "max_shard_size", bytes_of("max_shard_size", self.max_shard_size))
+        check_count("keep", self.keep)
         self.renaming()
 
     def renaming(self) -> Callable[[str], str]:

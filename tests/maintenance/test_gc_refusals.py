@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 # --- bad input --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grace", [-1, math.nan, math.inf, True, timedelta(days=-1), "1h"])
+@pytest.mark.parametrize("grace", [-1, math.nan, math.inf, True, timedelta(days=-1), "1"])
 def test_durations_that_make_no_sense(path: Path, grace: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="grace"):
         Store(path).gc(grace=grace)

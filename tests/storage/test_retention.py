@@ -135,7 +135,7 @@ BEST = r"keep_best is \(metric, count\)"
         *(({rule: n}, f"{rule} is {COUNT}") for rule in ("keep_last", "keep_every")
           for n in (0, -1, True, 1.5, "3", math.nan)),
         *(({"keep_within": t}, "keep_within is a time") for t in (
-            0, -1, True, math.nan, math.inf, -math.inf, 1e300, 10**400, "7d",
+            0, -1, True, math.nan, math.inf, -math.inf, 1e300, 10**400, "7", "7 days", "0",
             timedelta(0), timedelta(-1),
         )),
         *(({"keep_best": b}, BEST) for b in (

@@ -177,9 +177,9 @@ def test_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.gc().freed_bytes > 0
 
 
-@pytest.mark.parametrize("wrong", ["sometimes", -1, float("nan"), float("inf"), True, [], "1h"])
+@pytest.mark.parametrize("wrong", ["sometimes", -1, float("nan"), float("inf"), True, "1"])
 def test_a_grace_that_is_none(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(ValueError, match="'auto' or 'off', or for how many seconds"):
+    with pytest.raises(ValueError, match="gc, if not 'auto' or 'off', is a time"):
         Store(tmp_path / "s").configure(gc=wrong)
 
 

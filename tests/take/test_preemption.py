@@ -189,7 +189,7 @@ def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         casnap.on_preemption(store, {}, signals=(signal.SIGTERM, signal.SIGKILL))
     assert signal.getsignal(signal.SIGTERM) == before
-    with pytest.raises(ValueError, match="within is a number of seconds above 0"):
+    with pytest.raises(ValueError, match="within is a time above 0"):
         casnap.on_preemption(store, {}, within=0)
 
 

@@ -26,6 +26,7 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
+from casnap.runtime.units import parsed_size
 from casnap.storage.catalog.location import has_object, is_ours
 from casnap.storage.catalog.settings import CODEC
 from casnap.storage.catalog.uris import store_uri
@@ -77,7 +78,7 @@ def create_store(
         StoreError: No store can be made here.
         ValueError: The chunk size is not possible.
     """
-    check_chunk_size(chunk_size)
+    chunk_size = chunk_size_of(chunk_size)
     if isinstance(backend, LocalBackend):
         _check_folder(backend.folder, is_explicit=is_explicit)
     backend.make()
@@ -109,10 +110,22 @@ def create_store(
     return CreatedStore(is_new, config, root)
 
 
-def check_chunk_size(chunk_size: int) -> None:
-    """Raise ValueError if no store has chunks of this size."""
-    if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
+def chunk_size_of(size: object) -> int:
+    """Return the bytes of a chunk size that a user gave. ``64k`` can only mean 64 KiB here.
+
+    Raises:
+        TypeError: It is neither a number nor a text.
+        ValueError: No store has chunks of this size.
+    """
+    nbytes = parsed_size(size, 1024) if isinstance(size, str) else size
+    sizes = (1 << n for n in range(MIN_CHUNK_SIZE.bit_length() - 1, MAX_CHUNK_SIZE.bit_length()))
+    if isinstance(nbytes, int) and nbytes in sizes:
+        return nbytes
+    error = ValueError if isinstance(size, str | int | float) else TypeError
+    raise error(
+        "chunk_size is a power of two from 64 KiB to 64 MiB, such as 1_048_576 or '1MiB'; got "
+        f"{size!r:.80}"
+    )
 
 
 def _first_settings(backend: Backend, codec: str | None, *, is_explicit: bool) -> dict[str, Any]:

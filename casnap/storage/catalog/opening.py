@@ -14,6 +14,7 @@ from casnap.backends.places import exists
 from casnap.errors import NotAStoreError, UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
+from casnap.runtime.units import Size
 from casnap.storage.catalog.creation import CreatedStore, create_store
 from casnap.storage.catalog.location import TAKES, Location, Use, locate_store, narrow_hint
 from casnap.storage.catalog.other_formats import no_store_error
@@ -35,7 +36,7 @@ def open_at(
     exclusive: bool = False,
     config: StoreConfig | None = None,
     look_ahead: bool = False,
-    cache_bytes: int | None = None,
+    cache_bytes: Size | None = None,
     markers: bool = True,
 ) -> tuple[OpenStore, bool]:
     """Open a store, or make it.

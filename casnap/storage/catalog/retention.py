@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from heapq import nsmallest
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -24,6 +23,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.runtime.threads import check_count
 from casnap.runtime.typing import override
+from casnap.runtime.units import Duration, seconds_of
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
 from casnap.storage.catalog.table import Table, change_table, snapshots_in, unmark
@@ -52,8 +52,8 @@ class Retention:
         keep_every: Keep snapshots whose step is a multiple of this. The step is
             ``metadata["step"]`` if that is an int, else the last number in the last component of
             the name. A snapshot without a step is kept.
-        keep_within: Keep snapshots taken within so many seconds, or a ``timedelta``, by the clocks
-            of the writers. A time in the future counts as within.
+        keep_within: Keep snapshots taken within a time, by the clocks of the writers: ``"7d"``, a
+            ``timedelta``, or seconds. A time in the future counts as within.
         keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``, of
             equals the newer one; ``(metric, count, "max")`` those with the highest. A list of
             these is possible. While no snapshot of a run has the metric as a number, all are kept.
@@ -67,7 +67,7 @@ class Retention:
 
     keep_last: int | None = None
     keep_every: int | None = None
-    keep_within: float | timedelta | None = None
+    keep_within: Duration | None = None
     keep_best: Best | Sequence[Best] = ()
     thin: Mapping[str, int] | None = None
 
@@ -77,7 +77,8 @@ class Retention:
                 check_count(rule, count)
         # One form for each rule, so that equal retentions compare equal.
         if self.keep_within is not None:
-            object.__setattr__(self, "keep_within", _seconds(self.keep_within))
+            seconds = seconds_of("keep_within", self.keep_within, above_zero=True)
+            object.__setattr__(self, "keep_within", seconds)
         object.__setattr__(self, "keep_best", _best_rules(self.keep_best))
         if self.thin is not None:
             object.__setattr__(self, "thin", check_rules(self.thin))
@@ -114,7 +115,7 @@ class Retention:
         if self.keep_every is not None:
             yield from _multiples(run, self.keep_every)
         if self.keep_within is not None:
-            seconds = _seconds(self.keep_within)
+            seconds = seconds_of("keep_within", self.keep_within)
             # NaN is not older than anything.
             recent = (name for name, row in run if not now - row.time > seconds)
             yield from ((name, f"within {_duration(seconds)}") for name in recent)
@@ -175,18 +176,6 @@ def _duration(seconds: float) -> str:
 
 
 # --- checking the arguments --------------------------------------------------------------------
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, timedelta):
-        return _seconds(value.total_seconds())
-    seconds = _number(value)
-    if seconds is None or not 0 < seconds <= timedelta.max.total_seconds():
-        raise ValueError(
-            "keep_within is a time of more than nothing, in seconds or as a timedelta, such as "
-            f"timedelta(days=7); got {value!r:.80}"
-        )
-    return float(seconds)
 
 
 def _best_rules(value: object) -> tuple[tuple[str, int, str], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from casnap.backends import Backend
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.records import Root, Row
+from casnap.runtime.units import Duration, seconds_of
 from casnap.storage.catalog.table import Table, change_table, snapshots_in
 from casnap.storage.chunks.open_store import OpenStore
 
@@ -40,19 +40,15 @@ def settings_of(root: Root) -> dict[str, Any]:
     return {CODEC: CODECS[0], GC: _GC_WORDS[0], **root.settings}
 
 
-def gc_settings(gc: str | float | timedelta) -> dict[str, Any]:
+def gc_settings(gc: Duration) -> dict[str, Any]:
     """Return the setting that says whether garbage is collected unasked, and with which grace.
 
     Raises:
+        TypeError: It is something else than a word or a time.
         ValueError: It is neither a word that is known nor a time.
     """
-    value = gc.total_seconds() if isinstance(gc, timedelta) else gc
-    if value not in _GC_WORDS and not _is_time(value):
-        raise ValueError(
-            "gc is 'auto' or 'off', or for how many seconds to keep what no snapshot needs; got "
-            f"{value!r:.80}"
-        )
-    return {GC: value if isinstance(value, str) else float(value)}
+    is_word = isinstance(gc, str) and gc in _GC_WORDS
+    return {GC: gc if is_word else seconds_of("gc, if not 'auto' or 'off',", gc)}
 
 
 def collects_unasked(root: Root) -> bool:

@@ -29,6 +29,7 @@ from casnap.runtime.buffers import PAGE, whole_pages
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
+from casnap.runtime.units import Size, bytes_of
 from casnap.storage.chunks.chunk_reads import ReadOptions, Want, read_places
 from casnap.storage.chunks.lmdb_files import BusyError, locked
 
@@ -287,20 +288,19 @@ class CacheRoom(NamedTuple):
         return ChunkCache(self.folder, self.nbytes, config.store_id, backend.uri)
 
 
-def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
+def room_for(backend: Backend, bound: Size | None) -> CacheRoom | None:
     """Return where the chunks of a store are cached; None for nowhere.
 
     Args:
         backend: Where the store is.
-        nbytes: The bound that the user gave; 0 for no cache, None for what the environment says.
+        bound: The bound that the user gave; 0 for no cache, None for what the environment says.
 
     Raises:
-        ValueError: The bound is not a number of bytes, or the store is on this machine.
+        TypeError: The bound is not a size.
+        ValueError: It is not a number of bytes, or the store is on this machine.
         StoreError: The folder of the cache is another user's, or on a network file system.
     """
-    bound: object = nbytes
-    if bound is not None and (not isinstance(bound, int) or bound < 0):
-        raise ValueError(f"cache_bytes is a number of bytes, 0 or more; got {nbytes!r}")
+    nbytes = None if bound is None else bytes_of("cache_bytes", bound, least=0)
     if backend.has_page_cache:
         if nbytes:
             raise ValueError(
