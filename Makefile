@@ -167,6 +167,8 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	folder=$$(mktemp -d) && sed -n '/^```python/,/^```/{/^```/d;p}' README.md >$$folder/readme.py && \
+	    $(BIN)/mypy $$folder/readme.py
 	$(BIN)/lint-imports
 
 format: $(STAMP)

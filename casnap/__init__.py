@@ -2,26 +2,93 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from casnap import errors
 from casnap.errors import CasnapError
-from casnap.preemption import on_preemption
+from casnap.preemption import Preemption, on_preemption
 from casnap.runtime.buffers import release_memory
-from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.snapshot import EntriesByPath, PendingSnapshot, Snapshot, SnapshotMetadata, TakeStats
 from casnap.state.stateful import RNGState, StateDict, Stateful
-from casnap.storage.catalog.retention import Retention
+from casnap.storage.catalog.published import TagMove
+from casnap.storage.catalog.retention import PruneReport, Retention
 from casnap.store import Store
 from casnap.version import __version__ as __version__
 
+if TYPE_CHECKING:
+    from casnap.files.file_reports import ExportReport, ImportReport
+    from casnap.maintenance.check import CheckReport
+    from casnap.maintenance.diff import Diff
+    from casnap.maintenance.gc import GcReport
+    from casnap.maintenance.repair import RepairReport
+    from casnap.maintenance.usage import Usage
+    from casnap.restore.handle import Handle
+    from casnap.restore.restore_report import RestoreReport
+    from casnap.serving.options import FollowEvent, PullReport
+    from casnap.transfer.copy_jobs import CopyReport
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import MirrorStatus
+
 __all__ = [
     "CasnapError",
+    "CheckReport",
+    "CopyReport",
+    "Diff",
+    "EntriesByPath",
+    "ExportReport",
+    "FollowEvent",
+    "GcReport",
+    "Handle",
+    "ImportReport",
+    "Mirror",
+    "MirrorStatus",
     "PendingSnapshot",
+    "Preemption",
+    "PruneReport",
+    "PullReport",
     "RNGState",
+    "RepairReport",
+    "RestoreReport",
     "Retention",
     "Snapshot",
+    "SnapshotMetadata",
     "StateDict",
     "Stateful",
     "Store",
+    "TagMove",
+    "TakeStats",
+    "Usage",
     "errors",
     "on_preemption",
     "release_memory",
 ]
+
+# What methods return, for annotations. They are imported when they are asked for: some need torch.
+_RESULTS = {
+    "CheckReport": "casnap.maintenance.check",
+    "CopyReport": "casnap.transfer.copy_jobs",
+    "Diff": "casnap.maintenance.diff",
+    "ExportReport": "casnap.files.file_reports",
+    "FollowEvent": "casnap.serving.options",
+    "GcReport": "casnap.maintenance.gc",
+    "Handle": "casnap.restore.handle",
+    "ImportReport": "casnap.files.file_reports",
+    "Mirror": "casnap.transfer.mirror",
+    "MirrorStatus": "casnap.transfer.mirror_report",
+    "PullReport": "casnap.serving.options",
+    "RepairReport": "casnap.maintenance.repair",
+    "RestoreReport": "casnap.restore.restore_report",
+    "Usage": "casnap.maintenance.usage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RESULTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_RESULTS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +89,10 @@ class EntriesByPath(dict[str, Entry]):
 
 class SnapshotMetadata:
     """A snapshot's manifest and metadata.
+
+    Args:
+        snapshot: The snapshot.
+        version: The version of casnap that reads it.
 
     Attributes:
         version: The version of casnap that reads the snapshot.
@@ -769,6 +775,10 @@ class Snapshot:
     def __repr__(self) -> str:
         return f"Snapshot({self.path!r})"
 
+    def __dir__(self) -> list[str]:
+        """Leave out, for completion, what is for casnap's own modules."""
+        return [name for name in super().__dir__() if name not in ("contents", "of", "row")]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; process groups stay in their process."""
         measured = self._requests, self._freed_bytes
@@ -878,6 +888,29 @@ class NotBegun(PendingSnapshot):
     def wait(self) -> Snapshot:
         """Return what has the error."""
         return self._not_stored
+
+
+# --- the methods of a store, which take the same arguments ---
+
+
+def _of_a_store(text: str | None) -> str:
+    """Return the docstring of a take by path as that of a take by a store: it is given a name."""
+    lines = inspect.cleandoc(text or "").split("\n")
+    kept, is_kept = list[str](), True
+    for line in lines:
+        if argument := re.match(r"    (\w+): ", line):
+            is_kept = argument[1] not in ("path", "storage_options", "store")
+        elif not line.startswith("    "):
+            is_kept = True
+        if is_kept:
+            kept.append(line)
+        if argument and argument[1] == "app_state":
+            kept.append("    name: The snapshot's name in this store.")
+    return "\n".join(kept)
+
+
+Store.take.__doc__ = _of_a_store(Snapshot.take.__doc__)
+Store.async_take.__doc__ = _of_a_store(Snapshot.async_take.__doc__)
 
 
 # --- the store of a path ---

@@ -104,6 +104,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
+_FOR_MODULES = {
+    *("begin_take", "folder", "full_name", "hooks", "inner_name", "is_new"),
+    *("open_store", "outer_name", "read", "row", "take_from"),
+}
 
 
 class Store:
@@ -323,6 +327,10 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
+
+    def __dir__(self) -> list[str]:
+        """Leave out, for completion, what is for casnap's own modules."""
+        return [name for name in super().__dir__() if name not in _FOR_MODULES]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; the pickle holds the storage options."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import subprocess
 import sys
 import types
@@ -20,14 +21,50 @@ ERRORS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass
 
 def test_all_is_what_is_exported():
     assert casnap.__all__ == sorted(casnap.__all__)
+    # Some are imported when they are asked for.
+    assert all(getattr(casnap, name) is not None for name in casnap.__all__)
     public = {
         name
         for name, value in vars(casnap).items()
         if not name.startswith("_")
-        and name != "annotations"
+        and name not in ("annotations", "Any", "TYPE_CHECKING", "import_module")
         and not (isinstance(value, types.ModuleType) and value is not errors)
     }
     assert public == set(casnap.__all__)
+
+
+def test_what_methods_return_can_be_imported_from_casnap() -> None:
+    store = casnap.Store("memory://results")
+    pending = store.async_take({"s": casnap.StateDict(x=1)}, "step_1")
+    unknown = set[str]()
+    for example in (store, pending, pending.wait()):
+        for name in set(dir(example)) & {n for n in vars(type(example)) if n[0] != "_"}:
+            member = inspect.getattr_static(example, name)
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            answer = str(getattr(function, "__annotations__", {}).get("return"))
+            unknown |= {w for w in re.findall(r"\b[A-Z]\w+", answer) if not hasattr(casnap, w)}
+    assert unknown <= {"Any", "BaseException", "Iterator", "None", "Path"}
+
+
+def test_completion_leaves_out_what_is_for_other_modules() -> None:
+    store = casnap.Store("memory://completion")
+    snapshot = store.take({"s": casnap.StateDict(x=1)}, "step_1")
+    shown = {name for name in dir(store) if not name.startswith("_")}
+    assert {"take", "latest", "gc", "uri", "thin"} < shown
+    assert not shown & {"open_store", "take_from", "hooks", "row", "read", "full_name"}
+    assert not set(dir(snapshot)) & {"contents", "row", "of"}
+    assert "restore" in dir(snapshot)
+
+
+@pytest.mark.parametrize("name", ["take", "async_take"])
+def test_help_says_all_of_the_takes_of_a_store(name: str) -> None:
+    text = inspect.getdoc(getattr(casnap.Store, name))
+    of_a_path = inspect.getdoc(getattr(casnap.Snapshot, name))
+    assert text.splitlines()[0] == of_a_path.splitlines()[0]
+    assert "storage_options" not in text
+    for argument in inspect.signature(casnap.Store.take).parameters:
+        assert name == "async_take" or argument == "self" or f"\n    {argument}: " in text
+    assert len(text) > 0.7 * len(of_a_path)
 
 
 @pytest.mark.parametrize("part", ["modules", "answers", "commands"])

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from casnap import PendingSnapshot, Retention, RNGState, Snapshot, StateDict, Store
+from casnap import PendingSnapshot, Retention, RNGState, Snapshot, StateDict, Stateful, Store
 
 CONTEXT = 64
 """How many bytes of text the model sees at once."""
@@ -148,7 +148,7 @@ def train(args: argparse.Namespace) -> None:
         optimizer, lambda step: (1 + math.cos(math.pi * step / args.steps)) / 2
     )
     progress = StateDict(step=0)
-    app_state = {
+    app_state: dict[str, Stateful] = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
