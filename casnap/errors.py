@@ -173,6 +173,13 @@ def retold(error: BaseException, text: str) -> CasnapError:
     return copy
 
 
+def with_article(noun: str) -> str:
+    """Return a noun, such as the name of a type, with "a" or "an"."""
+    # As it is said: an ndarray, but a UserDict.
+    is_vowel = noun.lower().startswith(("a", "e", "i", "o", "ndarray"))
+    return f"{'an' if is_vowel else 'a'} {noun}"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of a message: the names that are most like one that does not exist.
 

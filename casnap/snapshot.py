@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from casnap.backends.places import is_file
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, retold
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, retold, with_article
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of
 from casnap.format.records import Root, Row, Stats, StoreConfig
@@ -973,7 +973,7 @@ def find_store(
             store, create=create, storage_options=storage_options, cache_bytes=cache_bytes
         )
     elif not isinstance(store, Store):
-        raise TypeError(f"store= is a Store or its URI; got a {type(store).__name__}")
+        raise TypeError(f"store= is a Store or its URI; got {with_article(type(store).__name__)}")
     elif storage_options:
         raise ValueError(f"{store.uri} is open already; give storage_options to Store(...)")
     elif cache_bytes is not None:

@@ -106,10 +106,11 @@ def _show(report: ExportReport, out: str) -> None:
     say(f"{out}: {tensors}, {size(report.nbytes)}, {would}exported to {files}")
     if report.left_out:
         say(f"{amount(len(report.left_out), 'value')} left out")
-    print_warnings(
-        [
-            f"{names} and {name} have the same bytes; if they are tied, --tied with one of the two "
-            "leaves that one out"
-            for name, names in list(report.equal.items())[:8]
-        ]
-    )
+    for name, earlier in list(report.equal.items())[:1]:
+        count = amount(len(report.equal), "tensor")
+        print_warnings(
+            [
+                f"{name} has the bytes of {earlier}; if they are tied, --tied {name} leaves it out "
+                f"({count} like that)"
+            ]
+        )

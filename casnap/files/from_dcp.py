@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
+from casnap.errors import FileFormatError, StateError, UnsupportedTypeError, with_article
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.sources import MappedFile, MappedFolder, SourceFiles, joined_leaf
 from casnap.format.region import Region
@@ -142,25 +142,27 @@ def _read_metadata(data: memoryview) -> _Metadata:
 def _fields(term: object, name: str = "") -> dict[str, Any]:
     """Return the attributes of an object of a class."""
     if not isinstance(term, Term) or term.kind != "call" or (name and term.name != name):
-        raise ValueError(f"a {getattr(term, 'name', kind_of(term))} in place of a {name}")
+        raise ValueError(
+            f"{with_article(getattr(term, 'name', kind_of(term)))} in place of {with_article(name)}"
+        )
     return {_text(key): value for key, value in _pairs(term.state)}
 
 
 def _pairs(term: object) -> list[tuple[Any, Any]]:
     if not isinstance(term, Term) or term.kind != "dict":
-        raise ValueError(f"a {kind_of(term)} in place of a dict")
+        raise ValueError(f"{with_article(kind_of(term))} in place of a dict")
     return list(zip(term.parts[::2], term.parts[1::2], strict=True))
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a {kind_of(value)} in place of a name")
+        raise TypeError(f"{with_article(kind_of(value))} in place of a name")
     return value
 
 
 def _component(value: object) -> str | int:
     if type(value) not in (str, int):
-        raise TypeError(f"a {kind_of(value)} in the path of a value")
+        raise TypeError(f"{with_article(kind_of(value))} in the path of a value")
     return value  # type: ignore[return-value]
 
 
@@ -173,7 +175,7 @@ def _number(value: object) -> int:
 def _sizes(term: object) -> tuple[int, ...]:
     """Return what a torch.Size holds."""
     if not isinstance(term, Term) or term.name != _SIZE or kind_of(term.parts[0]) != "tuple":
-        raise ValueError(f"a {kind_of(term)} in place of sizes")
+        raise ValueError(f"{with_article(kind_of(term))} in place of sizes")
     return tuple(map(_number, term.parts[0].parts))
 
 

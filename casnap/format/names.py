@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from casnap.errors import InvalidNameError
+from casnap.errors import InvalidNameError, with_article
 
 MARKER = "casnap-snapshot.json"
 NOTICE_HEAD = b"\x80\x02ccasnap.integrations.notices\n"
@@ -62,7 +62,8 @@ def is_deep(name: str) -> bool:
 def _check_text(name: object) -> None:
     if not isinstance(name, str):
         raise InvalidNameError(
-            f"the name of a snapshot is a str, like 'run1/step_100'; got a {type(name).__name__}"
+            "the name of a snapshot is a str, like 'run1/step_100'; got "
+            f"{with_article(type(name).__name__)}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from casnap.errors import StateError
+from casnap.errors import StateError, with_article
 from casnap.ranks import gloo
 from casnap.ranks.comm import DEFAULT_TIMEOUT, Comm, SingleProcess
 from casnap.ranks.group import Group
@@ -60,8 +60,9 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
         raise StateError("this process is not in the process group pg; only its members take part")
     if pg is not None and not isinstance(pg, dist.ProcessGroup):
         raise StateError(
-            f"pg= is a process group, as of torch.distributed.new_group(); got a "
-            f"{type(pg).__name__}, which is not a process group (of a mesh, pass mesh.get_group())"
+            "pg= is a process group, as of torch.distributed.new_group(); got "
+            f"{with_article(type(pg).__name__)}, which is not a process group (of a mesh, pass "
+            "mesh.get_group())"
         )
     return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)
 

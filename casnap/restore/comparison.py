@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from casnap.errors import with_article
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of
 from casnap.restore.key_state import KeyState
@@ -192,5 +193,5 @@ def _count(entry: Entry | None) -> int:
 
 def _type_text(entry: Entry) -> str:
     if isinstance(entry, TensorEntry):
-        return f"a {entry.kind}"
+        return with_article(entry.kind)
     return f"a value of kind {entry.kind}"

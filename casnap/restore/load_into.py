@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from casnap.errors import EntryNotFoundError, MismatchError, nearest
+from casnap.errors import EntryNotFoundError, MismatchError, nearest, with_article
 from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.format.names import key_of
 from casnap.format.region import Region
@@ -59,8 +59,8 @@ def load_into(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
-            f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
-            "other states, and read_object(path, tensor) a tensor"
+            f"load_into() fills a torch.nn.Module; got {with_article(type(module).__name__)}. "
+            "restore() fills other states, and read_object(path, tensor) a tensor"
         )
     shard_again(module)
     tensors = dict(tensors_of(module))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from casnap.errors import MismatchError
+from casnap.errors import MismatchError, with_article
 from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.restore.indexing import Index, select
@@ -192,7 +192,7 @@ def _check_out(
 ) -> None:
     if not isinstance(out, torch.Tensor):
         raise MismatchError(
-            f"{contents.label}: {path} is a tensor; obj_out is a {type(out).__name__}"
+            f"{contents.label}: {path} is a tensor; obj_out is {with_article(type(out).__name__)}"
         )
     if holds_parts(out):
         raise MismatchError(

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+from casnap.errors import with_article
+
 MAX_DEPTH = 1000
 """Hashing a tuple that is nested deeper can overflow the stack."""
 
@@ -181,7 +183,7 @@ class PickleMachine:
     def _add(self, items: list[Any], kinds: tuple[str, ...], width: int) -> None:
         top = self._stack[-1]
         if kind_of(top) not in kinds or len(items) % width:
-            raise RefusedError(f"its pickle adds to a {kind_of(top)}")
+            raise RefusedError(f"its pickle adds to {with_article(kind_of(top))}")
         if top.kind == "call":
             self._ask("item", top)
         top.parts += items
@@ -218,7 +220,7 @@ class PickleMachine:
         state = self._stack.pop()
         top = self._stack[-1]
         if kind_of(top) != "call":
-            raise RefusedError(f"its pickle gives a state to a {kind_of(top)}")
+            raise RefusedError(f"its pickle gives a state to {with_article(kind_of(top))}")
         self._ask("build", top)
         top.state = state
 

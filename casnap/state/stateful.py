@@ -12,7 +12,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from casnap.errors import UnsupportedTypeError
+from casnap.errors import UnsupportedTypeError, with_article
 
 _log = logging.getLogger("casnap")
 
@@ -203,16 +203,16 @@ def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
     """
     if not isinstance(app_state, Mapping):
         raise UnsupportedTypeError(
-            f"an app state is a dict of keys and Statefuls, like {{'model': model}}; got a "
-            f"{type(app_state).__qualname__}"
+            f"an app state is a dict of keys and Statefuls, like {{'model': model}}; got "
+            f"{with_article(type(app_state).__qualname__)}"
         )
     for key, value in app_state.items():
         if not isinstance(key, str):
             raise UnsupportedTypeError(f"the keys of an app state are str; got {key!r}")
         if not isinstance(value, Stateful):
             raise UnsupportedTypeError(
-                f"app_state[{key!r}] is a {type(value).__qualname__}, which lacks state_dict() or "
-                "load_state_dict(); wrap plain values in casnap.StateDict"
+                f"app_state[{key!r}] is {with_article(type(value).__qualname__)}, which lacks "
+                "state_dict() or load_state_dict(); wrap plain values in casnap.StateDict"
             )
     random = [k for k, v in app_state.items() if isinstance(v, RNGState)]
     if len(random) > 1:

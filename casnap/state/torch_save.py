@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from casnap.errors import with_article
 from casnap.runtime.typing import override
 from casnap.state.pickles import BrokenError, PickleMachine, RefusedError, Term, kind_of
 from casnap.state.tensors import TENSOR_DTYPES
@@ -158,7 +159,7 @@ class _StepCheck:
         elif verb == "call":
             self._check_call(term.name, term.parts)
         elif term.name not in self._registered and (verb, term.name) not in _CHANGES:
-            raise RefusedError(f"its pickle makes or changes a {term.name}")
+            raise RefusedError(f"its pickle makes or changes {with_article(term.name)}")
 
     def _check_storage(self, term: Term) -> None:
         key, numel = term.parts[2:5:2] if len(term.parts) == 5 else (None, None)
@@ -340,7 +341,9 @@ def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
     if kind_of(value) == "call" and value.name == f"{_UTILS}parameter" and value.parts:
         value = value.parts[0]
     if kind_of(value) != "call" or value.name not in TENSORS - {_QUANTIZED}:
-        raise RefusedError(f"it holds a {getattr(value, 'name', kind_of(value))}, no plain tensor")
+        raise RefusedError(
+            f"it holds {with_article(getattr(value, 'name', kind_of(value)))}, no plain tensor"
+        )
     place = TensorPlace.of(value.name, value.parts)
     raw = members.get(f"data/{place.storage.parts[2]}", memoryview(b""))
     if any(place.metadata[1::2]) or place.per_byte > 1:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.errors import StateError
+from casnap.errors import StateError, with_article
 from casnap.format.digest import digest_of
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.grid import grid_of
@@ -272,5 +272,5 @@ def _check_shard_replicas(path: str, holders: Sequence[tuple[int, ShardClaim]]) 
 
 def _description(entry: Entry) -> str:
     if isinstance(entry, TensorEntry):
-        return f"a {entry.kind} of {entry.dtype} and shape {entry.shape}"
-    return f"a {type(entry).__name__}"
+        return f"{with_article(entry.kind)} of {entry.dtype} and shape {entry.shape}"
+    return with_article(type(entry).__name__)

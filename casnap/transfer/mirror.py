@@ -30,6 +30,7 @@ from casnap.errors import (
     NotAStoreError,
     SnapshotExistsError,
     UnavailableError,
+    with_article,
 )
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
@@ -120,7 +121,8 @@ class Mirror:
             )
         if not isinstance(options.uri, str | os.PathLike | Backend):
             raise TypeError(
-                f"mirror= is a path or URI of a store; got a {type(options.uri).__name__}"
+                "mirror= is a path or URI of a store; got "
+                f"{with_article(type(options.uri).__name__)}"
             )
         self.how = options
         self.uri = locate(options.uri, options.options).backend.uri

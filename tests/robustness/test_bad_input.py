@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import Snapshot, StateDict, Store, errors
 from casnap.backends import LocalBackend
 from casnap.errors import (
     BackendError,
@@ -515,3 +515,18 @@ def test_a_plain_file_is_for_import(tmp_path: Path) -> None:
         Snapshot(tmp_path / "f.pt")
     with pytest.raises(SnapshotNotFoundError, match="holds no snapshot"):
         Snapshot(tmp_path / "g.pt")
+
+
+def test_messages_have_the_article_of_a_type(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    with pytest.raises(errors.UnsupportedTypeError, match="is an int, which lacks"):
+        store.take({"step": 3}, "step_1")  # type: ignore[dict-item]
+    with pytest.raises(errors.InvalidNameError, match="got an int"):
+        store[3]  # type: ignore[index]
+    for call in (
+        lambda: Snapshot("x", store=3),  # type: ignore[arg-type]
+        lambda: Store(tmp_path / "b", mirror=3),  # type: ignore[arg-type]
+        lambda: store.take({"s": StateDict(x=1)}, "step_1").load_into(3),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="got an int"):
+            call()

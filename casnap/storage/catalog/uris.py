@@ -118,13 +118,13 @@ def _check(scheme: str, place: str) -> None:
     if ":" in bucket and not is_arn and (scheme in ("s3", "s3a", "gs", "gcs") or "@" in place):
         # They are not shown: messages go to logs.
         raise NotAStoreError(
-            f"a {scheme}:// URI with credentials in it is refused, since URIs are shown and "
+            f"a URI of {scheme} with credentials in it is refused, since URIs are shown and "
             "logged; give them by storage_options=, or by the environment or configuration of the "
             "client"
         )
     if re.search(r"\?.*(signature|credential|token|sig)=", place, re.IGNORECASE):
         raise NotAStoreError(
-            f"a {scheme}:// URI with a signature in its query is refused, since URIs are shown and "
+            f"a URI of {scheme} with a signature in its query is refused, since URIs are shown and "
             "logged, and a signature opens one object alone; name the bucket, and give credentials"
         )
     if scheme in ("http", "https"):
