@@ -22,7 +22,7 @@ from casnap.cli.output import (
     table,
 )
 from casnap.errors import nearest
-from casnap.runtime.environment import cache_folder, why_refused
+from casnap.runtime.environment import cache_folder, local_path, why_refused
 from casnap.storage.chunks.chunk_cache import FOLDER, URI, CachedPack, cached_packs
 from casnap.storage.chunks.index_cache import CachedIndex, cached_indexes
 
@@ -119,7 +119,11 @@ def _uri(folder: Path) -> str:
 
 
 def _stores_named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    matches = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
+    names = {store.rstrip("/"), store}
+    if "://" not in store:
+        # A store on this host is listed by its real path.
+        names.add(str(Path(local_path(store)).resolve()))
+    matches = [fields for fields in stores if names & {fields["store"], fields["id"]}]
     if not matches:
         hint = nearest(store, [fields["store"] for fields in stores])
         raise CommandError(f"nothing of {quote(store)} is cached on this host{hint}")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from casnap.backends.places import exists, is_file
-from casnap.errors import FileFormatError
+from casnap.errors import BackendError, FileFormatError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, payload_of
 from casnap.format.region import Region, cover_once
 from casnap.runtime.buffers import address_of, view_at
@@ -181,7 +181,13 @@ def path_below(folder: Path, name: str, index: str, *, links: bool = False) -> P
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise FileFormatError(f"{index} names {name!r:.200}, which is not below its folder")
     file = folder / name
-    if not is_file(file):
+    try:
+        is_there = is_file(file)
+    except BackendError as e:
+        if not (isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENAMETOOLONG):
+            raise
+        is_there = False
+    if not is_there:
         raise FileFormatError(f"{index} names {name!r:.200}, which is missing")
     if not links and folder.resolve() not in (real := file.resolve()).parents:
         raise FileFormatError(

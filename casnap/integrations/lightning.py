@@ -41,11 +41,15 @@ __all__ = ["CasnapCheckpointIO"]
 
 StrPath = str | os.PathLike[str]
 _log = logging.getLogger("casnap")
+# Names of what the tuner saves beside the run, loads again and removes: in a folder that the user
+# has not named, where no store is to be made.
+_FOR_THE_MOMENT = (".lr_find_", ".scale_batch_size_")
 
 
 class CasnapCheckpointIO(TorchCheckpointIO):
     """Saves each checkpoint of Lightning as a snapshot, of the checkpoint's path.
 
+    What the tuner saves for a moment stays a file, as Lightning writes it.
     The folder of the checkpoints is the store, unless there is one above it. Lightning's own
     files, of before, are still loaded and removed.
 
@@ -90,6 +94,9 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             CasnapError: It, or the one before it, cannot be stored.
         """
         self.wait()
+        if Path(os.fspath(path)).name.startswith(_FOR_THE_MOMENT):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
         try:
             wait = self._take(checkpoint, path, storage_options)
         except UnsupportedTypeError as e:

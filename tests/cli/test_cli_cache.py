@@ -70,6 +70,17 @@ def test_the_indexes_of_local_stores(tmp_path: Path, cache_dir: Path) -> None:
     assert_store(tmp_path / "a", {0})
 
 
+def test_a_store_of_this_host_by_any_path_to_it(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_child(lambda: take(tmp_path / "st", 0)) == 0
+    (tmp_path / "link").symlink_to("st")
+    monkeypatch.chdir(tmp_path)
+    for path in ("st", "./st/", "st/../st", "link", tmp_path / "link"):
+        assert [s["store"] for s in document("cache", path)["stores"]] == [str(tmp_path / "st")]
+    assert "nothing of 'other' is cached" in failure("cache", "other")
+
+
 def test_a_uri_that_cannot_be_shown(two: list[Path], cache_dir: Path) -> None:
     for path in cache_dir.rglob("uri"):
         path.write_bytes(b"\x1b[31m\xff")

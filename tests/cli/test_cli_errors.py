@@ -105,7 +105,7 @@ def test_an_error_of_the_system(own_store: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> bool:
         raise PermissionError(13, "Permission denied", "/a\x1b/b")
 
-    monkeypatch.setattr(Path, "is_symlink", refuse)
+    monkeypatch.setattr("os.path.expanduser", refuse)
     assert failure("ls", own_store) == "casnap: '/a\\x1b/b': Permission denied\n"
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +85,53 @@ def test_a_destination_of_the_same_name_is_a_snapshot_as_in_a_take(
     assert names(tmp_path / "one") == ["step_1"]
     invoke("cp", source / "run1", tmp_path / "all/run1")
     assert names(tmp_path / "all/run1")[0] == "run1/step_0"
+
+
+def test_it_says_that_a_store_is_made(source: Path, tmp_path: Path) -> None:
+    """Not what was meant, perhaps: the copy has the name that it had."""
+    there = tmp_path / "backup/foo"
+    output = invoke("cp", source / "run1/step_2", there, "--dry-run").stdout
+    assert f"{there} would become a new store; to copy it into {tmp_path}/backup by an" in output
+    assert not there.exists()
+    output = invoke("cp", source / "run1/step_2", there).stdout
+    assert f"{there} is a new store" in output
+    assert "copied run1/step_2\n" in output
+    assert "new store" not in invoke("cp", source / "run1/step_1", there).stdout
+    assert document("cp", source, there)["made_store"] is False
+    assert document("cp", source, tmp_path / "other")["made_store"] is True
+
+
+def test_into_the_current_folder(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path} is a new store\n" in invoke("cp", source, ".").stdout
+
+
+@pytest.mark.parametrize("left", ["casnap.json", "casnap.json tmp"])
+@pytest.mark.parametrize("follow", [False, True])
+def test_into_a_store_whose_making_was_cut_off(
+    source: Path, tmp_path: Path, left: str, *, follow: bool
+) -> None:
+    """It is finished, as a take does, and not refused for ever."""
+    there = tmp_path / "there"
+    whole = Store(there, chunk_size=CHUNK).make()
+    for path in (there / "casnap-store").iterdir():
+        if path.name not in left.split():
+            shutil.rmtree(path)
+    if follow:
+        arguments = ["--follow", "--interval", "0.01s", "--give-up-after", "0s"]
+        following = subprocess.Popen(
+            [sys.executable, "-m", "casnap.cli", "cp", str(source), str(there), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert following.stdout is not None
+        assert "copied" in following.stdout.readline()
+        following.send_signal(signal.SIGINT)
+        following.communicate()
+        assert following.returncode == 0
+    else:
+        invoke("cp", source, there)
+    assert names(there) == names(source)
+    assert Store(there).id == whole.id

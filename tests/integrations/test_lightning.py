@@ -408,6 +408,38 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path: Path) -> None:
         io.load_checkpoint(last)
 
 
+def test_the_tuner_saves_where_no_store_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the current folder, HOME say: a path that the user has not given."""
+    import lightning
+    from lightning.pytorch.tuner import Tuner
+
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = make_model(None, "")
+    model.lr = 0.1
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        plugins=[CasnapCheckpointIO()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = Tuner(trainer).lr_find(model, loader, num_training=5, update_attr=False)
+    assert found is not None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {p.name for p in tmp_path.iterdir()} <= {"casnap-cache"}
+
+
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     def work() -> None:
         from lightning.fabric import Fabric

@@ -17,8 +17,10 @@ from weakref import ref
 import pytest
 
 from casnap import Retention, StateDict, Store
+from casnap.runtime.environment import boot_id
+from casnap.storage.chunks import lmdb_files
 from casnap.storage.chunks.index_cache import LmdbCache
-from casnap.storage.chunks.lmdb_files import locked
+from casnap.storage.chunks.lmdb_files import locked, open_environment
 from tests.support.far import FarFolder
 from tests.support.faults import (
     CHUNK,
@@ -417,6 +419,45 @@ def test_processes_that_make_a_cache_at_once(store: Path, cache_dir: Path) -> No
         shutil.rmtree(cache_dir)
         children = [start(lambda: assert_store(store, {0, 1, 2})) for _ in range(4)]
         assert [wait(pid) for pid in children] == [0, 0, 0, 0]
+
+
+def test_a_cache_that_another_process_makes_longer_just_now(tmp_path: Path) -> None:
+    """It is not cut short: whoever took it for that deleted it under the other process."""
+    env = open_environment(tmp_path / "cache")
+
+    class Growing:
+        """What another process writes between both looks."""
+
+        def info(self) -> dict[str, int]:
+            with env.begin(write=True) as txn:
+                txn.put(b"k", bytes(1 << 20))
+            return dict(env.info())
+
+        def stat(self) -> dict[str, int]:
+            return dict(env.stat())
+
+    size = data_of(tmp_path).stat().st_size
+    assert not lmdb_files._cut_short(Growing(), tmp_path / "cache")
+    assert data_of(tmp_path).stat().st_size > size
+    env.close()
+
+
+def test_a_cache_that_is_opened_is_never_seen_without_its_boot(tmp_path: Path) -> None:
+    """Whoever saw it so took it for one of an earlier boot, and deleted it."""
+    open_environment(tmp_path / "cache").close()
+    seen = (tmp_path / "cache/boot").open()
+    for _ in range(3):
+        open_environment(tmp_path / "cache").close()
+    # The file that is open was never written over: each reader of it had all of it.
+    with seen:
+        assert os.fstat(seen.fileno()).st_nlink == 0
+        assert seen.read() == boot_id()
+    assert (tmp_path / "cache/boot").read_text() == boot_id()
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [
+        "boot",
+        "data.mdb",
+        "lock.mdb",
+    ]
 
 
 def test_a_fork_of_a_process_that_has_the_cache_open(store: Path) -> None:

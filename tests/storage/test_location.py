@@ -429,13 +429,14 @@ def test_the_store_of_another_must_be_named(
     for use in (
         lambda: Snapshot.take(tmp_path / "store/step", tiny()),
         lambda: Snapshot.async_take(tmp_path / "store/run/step", tiny()),
-        lambda: Snapshot(tmp_path / "store/run/step_1"),
-        lambda: Store(tmp_path / "store/run"),
+        lambda: Store(tmp_path / "store/run").take(tiny(), "step"),
     ):
         with pytest.raises(StoreError, match=f"uid {NOBODY}.*store="):
             use()
     assert files(tmp_path) == before
     assert value_of(Store(tmp_path / "store")["run/step_1"]) == 1
+    assert value_of(Snapshot(tmp_path / "store/run/step_1")) == 1
+    assert value_of(Store(tmp_path / "store/run")["step_1"]) == 1
     assert value_of(Snapshot("run/step_1", store=tmp_path / "store")) == 1
     Snapshot.take("run/step_2", tiny(2), store=str(tmp_path / "store"))
     Snapshot.take("run/step_3", tiny(3), store=Store(tmp_path / "store"))

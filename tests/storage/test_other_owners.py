@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 import casnap.storage.catalog.location
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import BackendError, CasnapError, StoreError
+from casnap.errors import BackendError, CasnapError, SnapshotNotFoundError, StoreError
 from tests.support.faults import files, in_child
 from tests.support.mounts import NOBODY, as_nobody, let_others_in, needs_root
 
@@ -68,15 +69,25 @@ def test_a_store_of_another_user_in_a_folder_of_everybody(
 def test_a_store_that_is_not_ours_alone(
     tmp_path: Path, shared: Path, mode: int, owner: int, why: str
 ) -> None:
-    """It is used where it is named."""
+    """It is read by any path, and written to where it is named."""
     place = planted(tmp_path / "project", shared, mode, owner)
     before = files(place)
+    assert torch.equal(Snapshot(place / "run/step").read_object("s/x"), STATE["s"]["x"])
+    view = Store(place / "run")
+    assert [s.name for s in view.snapshots()] == ["step"]
     for use in (
-        lambda: Snapshot.take(place / "run/step", STATE),
-        lambda: Snapshot(place / "run/step"),
-        lambda: Store(place / "run"),
+        lambda: Snapshot.take(place / "run/step_2", STATE),
+        lambda: Snapshot.async_take(place / "run/step_2", STATE),
+        lambda: view.take(STATE, "step_2"),
+        lambda: view.async_take(STATE, "step_2"),
+        lambda: view.delete("step"),
+        lambda: view.tag("step", "best"),
+        lambda: view.gc(grace=0),
+        lambda: Store(place / "run").make(),
+        lambda: Store(tmp_path / "shared").copy("run/step", to=place / "run", rename="a"),
+        lambda: pickle.loads(pickle.dumps(view)).take(STATE, "step_2"),
     ):
-        with pytest.raises(StoreError, match=f"{why}.*store=.*`chown -R` its casnap-store"):
+        with pytest.raises(StoreError, match=rf"{why}.*Store\('{place}'\).*`chown -R` its cas"):
             use()
     assert files(place) == before
     Snapshot.take("run/step_2", STATE, store=place)
@@ -96,7 +107,7 @@ def test_a_store_of_which_only_the_folder_was_given_away(
         folder.chmod(0o2775)
 
     def work() -> None:
-        with pytest.raises(BackendError, match=r"is the store writable .*do the same with -R"):
+        with pytest.raises(BackendError, match=r"may this user have it.*do the same with -R"):
             Store(place).take({"s": StateDict(x=torch.ones(3))}, "run/step_2")
 
     as_nobody(tmp_path, monkeypatch, work)
@@ -113,7 +124,7 @@ def test_a_store_of_another_user_right_above_a_snapshot(
     for path in (place / "step", tmp_path / "link/step"):
         with pytest.raises(StoreError, match="of another user"):
             Snapshot.take(path, STATE)
-        with pytest.raises(StoreError, match="of another user"):
+        with pytest.raises(SnapshotNotFoundError, match="nearest: run/step"):
             Snapshot(path)
     assert files(place) == before
     assert Snapshot.take("step", STATE, store=place).store.uri == str(place)

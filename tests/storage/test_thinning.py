@@ -478,6 +478,27 @@ def test_only_a_thinned_manifest_names_what_it_lost(store: Store) -> None:
     assert node("run/000")["global"].keys() == {"model", "progress"}
 
 
+def test_the_first_snapshot_of_a_run_comes_while_it_is_looked_for(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is of one look: before it, or after it."""
+    store.make()
+    reader = Store(tmp_path / "store")
+    look = reader.snapshots
+
+    def and_then_it_comes(prefix: str | None = None) -> list[Snapshot]:
+        found = look(prefix)
+        if not found:
+            fill(store, 1)
+        return found
+
+    monkeypatch.setattr(reader, "snapshots", and_then_it_comes)
+    assert reader.latest("run") is None
+    newest = reader.latest("run")
+    assert newest is not None
+    assert newest.name == "run/000"
+
+
 # --- the command ------------------------------------------------------------------------------
 
 

@@ -350,8 +350,8 @@ def _serves(store: Path, inner: str) -> bool:
 
 def narrow_hint(folder: Path) -> str:
     """Return what a message about a folder is to say of a store above that does not serve it."""
-    store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
     try:
+        store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
         if store is None or serves_below(newest_root(LocalBackend(store))):
             return ""
     except CasnapError:

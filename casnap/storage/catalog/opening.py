@@ -11,7 +11,7 @@ from typing import Any
 
 from casnap.backends import Backend
 from casnap.backends.places import exists
-from casnap.errors import NotAStoreError, UnsupportedFormatError
+from casnap.errors import BackendError, NotAStoreError, UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
@@ -105,7 +105,11 @@ def open_at(
 def _no_name_error(backend: Backend) -> NotAStoreError | None:
     """Return the error for a path right in the folder of a store that has no such name."""
     folder = backend.folder
-    if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
+    try:
+        if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
+            return None
+    except BackendError:
+        # It was passed over: every user may write there.
         return None
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "

@@ -49,6 +49,7 @@ from casnap.storage.chunks.lmdb_files import (
     locked,
     nbytes,
     open_environment,
+    put_text,
     remove,
 )
 
@@ -551,5 +552,5 @@ def _open_folder(base: Path, folder: Path, uri: str) -> LmdbCache:
     cache = LmdbCache(folder)
     # It is told to people, and says whether the store is still there.
     if not (folder / _URI).exists():
-        (folder / _URI).write_text(uri, "utf-8", "surrogateescape")
+        put_text(folder / _URI, uri)
     return cache

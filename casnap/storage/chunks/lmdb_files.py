@@ -94,7 +94,7 @@ def open_environment(folder: Path) -> lmdb.Environment:
         try:
             env = _map_environment(folder)
             if not _cut_short(env, folder):
-                boot.write_text(boot_id())
+                put_text(boot, boot_id())
                 return env
             env.close()
         except lmdb.Error as e:
@@ -103,6 +103,13 @@ def open_environment(folder: Path) -> lmdb.Environment:
             _log.info("the cache %s is unusable (%s) and is made anew", folder, e)
         remove(folder)
     raise lmdb.Error(f"{folder} cannot be made anew")
+
+
+def put_text(path: Path, text: str) -> None:
+    """Put a small file, whole: another process that reads a part of it would delete the cache."""
+    partial = path.with_name(f"{path.name}-{os.urandom(6).hex()}")
+    partial.write_text(text, "utf-8", "surrogateescape")
+    partial.rename(path)
 
 
 def _cut_off(folder: Path) -> bool:
@@ -158,7 +165,9 @@ def inode(folder: Path) -> int | None:
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
     """Whether the file ends before its last page. Touching the missing part would be fatal."""
-    return (folder / "data.mdb").stat().st_size < nbytes(env)
+    # In this order: another process may be making the file longer.
+    needed = nbytes(env)
+    return (folder / "data.mdb").stat().st_size < needed
 
 
 def nbytes(env: lmdb.Environment) -> int:
