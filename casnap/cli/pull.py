@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +25,7 @@ from casnap.cli.output import (
     say,
     size,
 )
+from casnap.cli.shell_command import EndingSignals, run_command
 from casnap.runtime.progress import Progress
 from casnap.serving.options import FLOATS, FollowEvent, PullOptions, PullReport
 from casnap.serving.version import RECORD, read_record, verify
@@ -105,9 +103,10 @@ def pull(
     SOURCE is a store, a folder of snapshots in it, or a snapshot. DIR becomes a link to one whole
     version in DIR.versions, and is replaced at once. Only what has changed is fetched and written.
 
-    With --follow, the command pulls each new version until SIGINT or SIGTERM. --exec runs in a
-    shell with CASNAP_FOLDER, CASNAP_SNAPSHOT and CASNAP_COMMIT; a list of the tensors that have
-    changed is on its standard input, as JSON. If it fails, it is run again.
+    With --follow, the command pulls each new version until SIGINT, SIGTERM or SIGHUP. --exec runs
+    in a shell with CASNAP_FOLDER, CASNAP_SNAPSHOT and CASNAP_COMMIT; a list of the tensors that
+    have changed is on its standard input, as JSON. If it fails, it is run again. If it runs when a
+    signal comes, it is ended with its children.
     """
     given = click.get_current_context().get_parameter_source
     for option, name in (("interval", "interval"), ("command", "exec")):
@@ -176,15 +175,7 @@ def _follow(
             about |= {"CASNAP_SNAPSHOT": record.snapshot, "CASNAP_COMMIT": record.commit}
         # What it prints must not mix with events.
         output = sys.stderr if as_json else None
-        subprocess.run(
-            command,
-            shell=True,
-            check=True,
-            text=True,
-            input=json.dumps(changed),
-            env={**os.environ, **about},
-            stdout=output,
-        )
+        run_command(command, json.dumps(changed), about, signals, output)
 
     bars = ExitStack()
     bar: Progress | None = None
@@ -204,7 +195,7 @@ def _follow(
         on_version=on_version if command else None,
         progress=progress if sys.stderr.isatty() else None,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signals = EndingSignals()
     try:
         with bars:
             for event in events:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -205,6 +206,79 @@ def test_a_signal_ends_it(store: Store, live: Path, tmp_path: Path, when: str) -
         assert process.wait(100) == 0
     assert_served(live, 0)
     store.pull(live)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+CHILDREN = """
+sleep 1000 &
+echo $! >> {pids}
+sh -c 'trap "" TERM; echo $$ >> {pids}; while :; do sleep 0.1; done' &
+setsid sleep 1000 &
+echo $! > {outside}
+while [ $(wc -l < {pids}) != 2 ]; do sleep 0.01; done
+touch {marker}
+wait
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_children_of_the_command(
+    store: Store, live: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    pids, outside, marker = (tmp_path / name for name in ("pids", "outside", "marker"))
+    script = CHILDREN.format(pids=pids, outside=outside, marker=marker)
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until(marker.exists)
+        process.send_signal(number)
+        gentle, stubborn = map(int, pids.read_text().split())
+        wait_until(lambda: not is_running(gentle))
+        process.send_signal(number)  # do not wait for the other one
+        assert process.wait(100) == 0
+    wait_until(lambda: not is_running(stubborn))
+    # Who makes a session of its own wants to stay.
+    assert is_running(int(outside.read_text()))
+    os.kill(int(outside.read_text()), signal.SIGKILL)
+
+
+def test_ctrl_c_at_a_terminal(store: Store, live: Path, tmp_path: Path) -> None:
+    pids, marker = tmp_path / "pids", tmp_path / "marker"
+    script = f"sleep 1000 & echo $! > {pids}; touch {marker}; wait"
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script]
+    terminal, inner = pty.openpty()
+    # The program leads the session of this terminal.
+    with subprocess.Popen(
+        ["setsid", "--ctty", *command], stdin=inner, stdout=subprocess.PIPE, stderr=inner
+    ) as process:
+        wait_until(marker.exists)
+        os.write(terminal, b"\x03")
+        wait_until(lambda: not is_running(int(pids.read_text())))
+        assert process.wait(100) == 0
+    os.close(inner)
+    os.close(terminal)
+
+
+def test_what_a_command_leaves_in_the_background_goes_on(
+    store: Store, live: Path, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    script = f"sleep 1000 > /dev/null & echo $! >> {pids}"
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert [event["event"] for _, event in zip(range(2), lines_of(process), strict=False)][
+            1
+        ] == "called"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 0
+    assert is_running(int(pids.read_text()))
+    os.kill(int(pids.read_text()), signal.SIGKILL)
 
 
 def test_a_command_that_fails_is_run_again(store: Store, live: Path, tmp_path: Path) -> None:
