@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from casnap.runtime.units import Duration, seconds_of
 
 if TYPE_CHECKING:
     from casnap.snapshot import PendingSnapshot, Snapshot
-    from casnap.state.stateful import Stateful
+    from casnap.state.stateful import AppState
     from casnap.store import Store
 
 _log = logging.getLogger("casnap")
@@ -33,7 +33,7 @@ class Preemption:
     def __init__(
         self,
         store: Store,
-        app_state: Mapping[str, Stateful],
+        app_state: AppState,
         within: float,
         signals: Sequence[int],
         every: float,
@@ -190,7 +190,7 @@ def _own_group(pg: Any) -> Any:
 
 def on_preemption(
     store: Store,
-    app_state: Mapping[str, Stateful],
+    app_state: AppState,
     *,
     within: Duration = 30.0,
     signals: Sequence[int] = (signal.SIGTERM,),

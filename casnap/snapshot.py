@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from casnap.restore.indexing import Index
     from casnap.restore.renaming import Rename
     from casnap.restore.restore_report import RestoreReport
-    from casnap.state.stateful import Stateful
+    from casnap.state.stateful import AppState
     from casnap.storage.catalog.retention import Retention
     from casnap.take.attempts import OnError
     from casnap.take.pending import PendingTake
@@ -228,7 +228,7 @@ class Snapshot:
     def take(
         cls,
         path: str | os.PathLike[str],
-        app_state: Mapping[str, Stateful],
+        app_state: AppState,
         pg: Any = None,
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -328,7 +328,7 @@ class Snapshot:
     def async_take(
         cls,
         path: str | os.PathLike[str],
-        app_state: Mapping[str, Stateful],
+        app_state: AppState,
         pg: Any = None,
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -400,7 +400,7 @@ class Snapshot:
 
     def restore(
         self,
-        app_state: Mapping[str, Stateful],
+        app_state: AppState,
         strict: bool = True,
         *,
         allow_pickle: bool = False,

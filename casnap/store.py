@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
     from casnap.snapshot import PendingSnapshot, Snapshot
-    from casnap.state.stateful import Stateful
+    from casnap.state.stateful import AppState
     from casnap.take.attempts import OnError
     from casnap.take.capture import StateSource
     from casnap.take.options import TakeOptions
@@ -373,7 +373,7 @@ class Store:
 
     def take(
         self,
-        app_state: Mapping[str, Stateful],
+        app_state: AppState,
         name: str,
         *,
         metadata: Mapping[str, Any] | None = None,
@@ -422,7 +422,7 @@ class Store:
 
     def async_take(
         self,
-        app_state: Mapping[str, Stateful],
+        app_state: AppState,
         name: str,
         *,
         metadata: Mapping[str, Any] | None = None,

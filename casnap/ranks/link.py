@@ -193,7 +193,20 @@ class Link:
             return [rank for rank in range(self.size) if not self._has_begun(rank)]
 
         with suppress(RuntimeError, LinkFailedError):
-            _tell_absent(operation, self._within(look, _STORE_SECONDS), timeout)
+            if absent := self._within(look, _STORE_SECONDS):
+                _tell(operation, absent, timeout)
+
+    def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
+        """Return a function that, once some seconds have passed, names absent ranks once."""
+        tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
+
+        def tell(absent: Iterable[int]) -> None:
+            nonlocal tell_at
+            if time.monotonic() >= tell_at and (ranks := list(absent)):
+                tell_at = math.inf
+                _tell(operation, ranks, timeout)
+
+        return tell
 
     def _has_begun(self, rank: int) -> bool:
         """Whether a rank has begun the operation that this one has begun."""
@@ -304,17 +317,14 @@ class Link:
         self._set(f"{name}/came/0", arrival)
         self._set(f"{self._base}/newest", name)
         absent, dead = list(range(1, self.size)), list[int]()
-        tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
+        tell = self._reminder(operation, timeout)
         for _ in pauses:
             while absent and (absent[-1] in dead or self._has(f"{name}/came/{absent[-1]}")):
                 absent.pop()
             if not absent:
                 break
             dead = self._dead_ranks() or self._get(f"{name}/dead", list[int]) or []
-            if time.monotonic() >= tell_at:
-                tell_at = math.inf
-                late = [rank for rank in absent if not self._has(f"{name}/came/{rank}")]
-                _tell_absent(operation, [rank for rank in late if rank not in dead], timeout)
+            tell(r for r in absent if r not in dead and not self._has(f"{name}/came/{r}"))
         others = [self._arrival(name, rank) for rank in range(1, self.size)]
         absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
         failure = _failure_to_come(absent, dead, timeout) if absent else None
@@ -337,7 +347,7 @@ class Link:
         arrival, name = _Arrival(Process.current(), os.urandom(8)), ""
         leader: Process | None = None
         dead: list[int] = []
-        tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
+        tell = self._reminder(operation, timeout)
         for _ in pauses:
             newest = self._get(f"{self._base}/newest", str)
             # Asked after that: rank 0 may have ended its wait, and begun the next one already.
@@ -363,9 +373,7 @@ class Link:
                 # Rank 0 may be on another host, and cannot see that they died.
                 self._set(f"{name}/dead", dead)
             # A group that has begun without this rank is an older one.
-            if (not name or start is not None) and time.monotonic() >= tell_at:
-                tell_at = math.inf
-                _tell_absent(operation, [0], timeout)
+            tell([0] if not name or start is not None else [])
         absent = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
         if 0 in dead or not name or not absent:
             absent = [0]
@@ -557,18 +565,17 @@ def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) 
     return Failure(tuple(missing_ranks), f"{rank_names(missing_ranks)} {event}")
 
 
-def _tell_absent(operation: str, absent: list[int], timeout: float) -> None:
-    """Log which ranks have not come to an operation yet, if there are any."""
-    if absent:
-        _log.warning(
-            "%s waits for %s, not here after %g s: %s. It goes on when all are here, and fails "
-            "after %g s",
-            operation,
-            rank_names(absent),
-            _TELL_AFTER,
-            _ALL_MUST_CALL,
-            timeout,
-        )
+def _tell(operation: str, absent: list[int], timeout: float) -> None:
+    """Log which ranks have not come to an operation yet."""
+    _log.warning(
+        "%s waits for %s, not here after %g s: %s. It goes on when all are here, and fails after "
+        "%g s",
+        operation,
+        rank_names(absent),
+        _TELL_AFTER,
+        _ALL_MUST_CALL,
+        timeout,
+    )
 
 
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:

@@ -17,7 +17,7 @@ from casnap.restore.restore_report import RestoreReport
 from casnap.state.containers import DICT_KINDS, container_builder
 from casnap.state.flatten import Known, Reopened, live_parts
 from casnap.state.parts import check_state
-from casnap.state.stateful import Stateful, StateDict
+from casnap.state.stateful import StateDict, Stateful
 from casnap.storage.catalog.contents import Contents
 
 

@@ -15,6 +15,7 @@ from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.targets import conflicts, fits, memory_of
+from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
@@ -72,7 +73,7 @@ def load_into(
         if each.value.is_meta
     ]
     if strict and report:
-        raise MismatchError(mismatch_message(report, contents.label))
+        raise mismatch(contents, prefix, report, fits=bool(places))
     loading = Loading(contents, progress)
     synchronize(memory_of(places).values())
     for name, shards in places.items():
@@ -85,6 +86,17 @@ def load_into(
         torch.autograd.graph.increment_version([shards.value for shards in places.values()])
     _replace(tensors, places)
     return report
+
+
+def mismatch(
+    contents: Contents, prefix: str, report: RestoreReport, *, fits: bool
+) -> MismatchError:
+    """Return the error for tensors that do not fit what is below a prefix, at least not all."""
+    start = prefix.rstrip("/")
+    unexpected = [path[len(start) + 1 :] for path in report.unexpected]
+    advice = advice_on_wrappers(start, report.missing, unexpected)
+    lines = [advice] * bool(advice) + ["Pass strict=False to fill what fits."] * fits
+    return MismatchError(mismatch_message(report, contents.label, lines))
 
 
 def match(

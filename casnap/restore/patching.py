@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from casnap.errors import DamagedError, MismatchError
+from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES, TensorEntry
 from casnap.format.grid import Grid
 from casnap.format.region import Region
-from casnap.restore.load_into import LiveTensor, match, tensors_of
+from casnap.restore.load_into import LiveTensor, match, mismatch, tensors_of
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename
-from casnap.restore.restore_report import RestoreReport, mismatch_message
+from casnap.restore.restore_report import RestoreReport
 from casnap.runtime import buffers
 from casnap.runtime.buffers import view_at
 from casnap.runtime.torch_modes import fill, without_torch_modes
@@ -188,7 +188,7 @@ class LiveWeights:
             }
         listed, places = match(contents, tensors, self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
-            raise MismatchError(mismatch_message(report, contents.label))
+            raise mismatch(contents, self._prefix, report, fits=bool(places))
         entries = {name: (listed[name].path, listed[name].entry) for name in places}
         return {n: (p, e) for n, (p, e) in entries.items() if isinstance(e, TensorEntry)}, places
 

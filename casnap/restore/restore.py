@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from casnap.errors import CasnapError, MismatchError, retold
-from casnap.format.entries import Entry, ValueEntry
+from casnap.format.entries import ContainerEntry, Entry, ValueEntry
 from casnap.format.names import component_of, key_of, rank_names
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
@@ -24,6 +24,7 @@ from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import conflicts, memory_of, targets_of
+from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
@@ -32,7 +33,13 @@ from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory
 from casnap.state.sharded import Shards
-from casnap.state.stateful import RNGState, Stateful, random_states_first
+from casnap.state.stateful import (
+    AppState,
+    RNGState,
+    Stateful,
+    random_states_first,
+    with_states,
+)
 from casnap.state.tensors import Leaf
 from casnap.state.values import check_pickle_allowed
 from casnap.storage.catalog.contents import Contents
@@ -50,7 +57,7 @@ class RestoreOptions:
 
 
 def restore(
-    contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
+    contents: Contents, given: AppState, options: RestoreOptions, comm: Comm
 ) -> RestoreReport:
     """Restore an app state, or some of its keys. All ranks call this.
 
@@ -66,6 +73,7 @@ def restore(
         RankError: Another rank failed, died or hangs.
     """
     comm.enter_phase("beginning a restore")
+    app_state = with_states(given)
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     if options.rename is not None:
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
@@ -78,12 +86,9 @@ def restore(
     states, targets = _compared([state for state in key_states if state is not None], report)
     report.missing += _missed_by_new_ranks(contents, kept_for_others, comm)
     if options.strict and report:
-        has = contents.keys()
-        lacks_key = not has.issuperset(app_state) or options.rename is not None
-        known_keys = sorted(has) if lacks_key else ()
-        lost = {key_of(component) for component in contents.manifest.thinned}
-        advice = contents.thinned_text() if lost.intersection(report.missing) else ""
-        raise MismatchError(mismatch_message(report, contents.label, known_keys, advice))
+        renames = options.rename is not None
+        advice = _advice(contents, app_state, report, states, renames=renames)
+        raise MismatchError(mismatch_message(report, contents.label, advice))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
@@ -110,6 +115,40 @@ def restore(
         synchronize(_on_devices(states, targets))
     comm.all_gather(b"")
     return report
+
+
+def _advice(
+    contents: Contents,
+    app_state: Mapping[str, Stateful],
+    report: RestoreReport,
+    states: Iterable[KeyState],
+    *,
+    renames: bool,
+) -> Iterator[str]:
+    """Yield what to do about a state that does not fit, given what could be restored of it."""
+    has = contents.keys()
+    if renames or not has.issuperset(app_state):
+        keys = ", ".join(sorted(has))
+        yield f"The snapshot has the keys {keys:.1000}. rename= maps them to others."
+    lost = {key_of(component) for component in contents.manifest.thinned}
+    if lost.intersection(report.missing):
+        text = contents.thinned_text()
+        yield f"{text[:1].upper()}{text[1:]}."
+    for component in map(component_of, app_state):
+        missing, unexpected = (
+            [key_of(p.partition("/")[2]) for p in paths if p.startswith(f"{component}/")]
+            for paths in (report.missing, report.unexpected)
+        )
+        if advice := advice_on_wrappers(component, missing, unexpected):
+            yield advice
+    fitting = {
+        key_of(state.component)
+        for state in states
+        if not all(isinstance(entry, ContainerEntry) for entry in state.entries.values())
+    }
+    if fitting:
+        unfit = ", ".join(sorted(app_state.keys() - fitting))
+        yield "Pass strict=False to restore what fits" + (unfit and f", nothing of {unfit}") + "."
 
 
 def _on_devices(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_MOST_CHARS = 1000
-
 
 @dataclass
 class RestoreReport:
@@ -30,16 +28,13 @@ class RestoreReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
 
-def mismatch_message(
-    report: RestoreReport, snapshot: str, keys: Iterable[str] = (), advice: str = ""
-) -> str:
+def mismatch_message(report: RestoreReport, snapshot: str, advice: Iterable[str]) -> str:
     """Return the message of an error that lists everything that does not fit.
 
     Args:
         report: What does not fit.
         snapshot: The snapshot.
-        keys: Its keys, if one that it lacks was asked for.
-        advice: Why it lacks one, and what to do.
+        advice: What to do, in sentences.
     """
     lines = [f"{snapshot} does not fit the state; nothing was restored"]
     for label, paths in (
@@ -48,11 +43,4 @@ def mismatch_message(
         ("of another shape, size or kind", report.mismatched),
     ):
         lines += [f"  {label} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
-    if listed := ", ".join(keys):
-        lines.append(
-            f"The snapshot has the keys {listed[:_MOST_CHARS]}. rename= maps them to others."
-        )
-    if advice:
-        lines.append(f"{advice[:1].upper()}{advice[1:]}.")
-    lines.append("Pass strict=False to restore what fits.")
-    return "\n".join(lines)
+    return "\n".join((*lines, *advice))

@@ -10,9 +10,13 @@ import os
 import sys
 from collections import UserDict
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from casnap.errors import UnsupportedTypeError, with_article
+from casnap.errors import MismatchError, UnsupportedTypeError, with_article
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
 
 _log = logging.getLogger("casnap")
 
@@ -28,6 +32,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Load a state."""
         ...
+
+
+AppState: TypeAlias = "Mapping[str, Stateful | torch.Generator | numpy.random.Generator]"
+"""What is taken and restored: values by key."""
 
 
 class StateDict(UserDict[str, Any]):
@@ -132,6 +140,52 @@ def _accelerator() -> tuple[str, Any]:
     name = "" if device is None else device.type
     module = getattr(torch, name, None)
     return (name, module) if hasattr(module, "is_initialized") else ("", None)
+
+
+class _Generator:
+    """The state of one generator of torch or numpy, such as that of a sampler."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._name = type(generator).__module__.partition(".")[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        from casnap.runtime.torch_modes import without_torch_modes
+
+        if self._name == "numpy":
+            return {"numpy": self._generator.bit_generator.state}
+        with without_torch_modes():
+            return {"torch": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from casnap.runtime.torch_modes import without_torch_modes
+
+        if self._name not in state_dict:
+            raise MismatchError(
+                f"this generator of {self._name} cannot go on from the state of another kind"
+            )
+        if self._name == "numpy":
+            self._generator.bit_generator.state = state_dict["numpy"]
+            return
+        with without_torch_modes():
+            self._generator.set_state(state_dict["torch"].cpu())
+
+
+def is_generator(value: object) -> bool:
+    """Whether a value is a ``torch.Generator`` or a ``numpy.random.Generator``."""
+    torch: Any = sys.modules.get("torch")
+    numpy: Any = sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Generator):
+        return True
+    return numpy is not None and isinstance(value, numpy.random.Generator)
+
+
+def with_states(app_state: AppState) -> Mapping[str, Stateful]:
+    """Return an app state in which generators have ``state_dict`` and ``load_state_dict`` too."""
+    values: Any = app_state
+    if not isinstance(values, Mapping) or not any(map(is_generator, values.values())):
+        return values  # type: ignore[no-any-return]
+    return {k: _Generator(v) if is_generator(v) else v for k, v in values.items()}
 
 
 def check_order(call: str, app_state: object, name: object) -> None:

@@ -24,6 +24,7 @@ from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, Uns
 from casnap.format.plain_values import PLAIN_CODECS, ValueCodec, decode_text, encode_text
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
+from casnap.state.stateful import is_generator
 from casnap.state.torch_save import checked_archive
 
 PACKED_FROM = 1001
@@ -397,9 +398,12 @@ def encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, by
     except Exception as e:
         if allow_pickle:
             return "pickle", data
+        advice = "store plain values instead"
+        if is_generator(value):
+            advice = "give it a key of its own in the app state, as {'generator': generator}"
         raise UnsupportedTypeError(
-            f"{path}: a value of type {name} has no safe encoding; store plain values instead, "
-            "or pass allow_pickle=True, here and when it is read"
+            f"{path}: a value of type {name} has no safe encoding; {advice}, or pass "
+            "allow_pickle=True, here and when it is read"
         ) from e
     if type(again) is not kind:
         raise UnsupportedTypeError(

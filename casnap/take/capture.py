@@ -28,7 +28,14 @@ from casnap.state.flatten import flatten
 from casnap.state.numpy_values import is_numpy
 from casnap.state.parts import check_state
 from casnap.state.sharded import Shards
-from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
+from casnap.state.stateful import (
+    AppState,
+    RNGState,
+    Stateful,
+    random_states_first,
+    same_random_state,
+    with_states,
+)
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
 from casnap.take.plan import RankPlan
 from casnap.take.staging import (
@@ -295,11 +302,11 @@ class LiveState:
     """An app state: each rank has its own, and casnap finds out what they have in common.
 
     Args:
-        values: Key → a value with ``state_dict`` and ``load_state_dict``.
+        values: Key → a value with ``state_dict`` and ``load_state_dict``, or a generator.
     """
 
-    def __init__(self, values: Mapping[str, Stateful]) -> None:
-        self.values = values
+    def __init__(self, values: AppState) -> None:
+        self.values = with_states(values)
 
     def keys(self) -> list[str]:
         """Return the keys; that of a random state comes first.

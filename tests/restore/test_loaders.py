@@ -184,7 +184,7 @@ def module() -> Iterator[types.ModuleType]:
         def __setstate__(self, state: object) -> None:
             raise ZeroDivisionError("in __setstate__")
 
-    class Point(namedtuple("Point", "x y")):  # noqa: SLOT002
+    class Point(namedtuple("Point", "x y")):
         __slots__ = ()
 
     Point._fields = ("_x", "y")

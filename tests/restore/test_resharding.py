@@ -394,10 +394,10 @@ class Tables:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for tensor in self.table.to_local().local_shards():
             tensor.zero_()
-        for tensor, given in zip(
+        for tensor, read in zip(
             self.table.to_local().local_shards(), state["t"].to_local().local_shards(), strict=True
         ):
-            tensor.copy_(given)
+            tensor.copy_(read)
 
 
 def test_tables_of_several_shards_a_rank(world: Worlds, tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_an_error_of_load_state_dict_names_its_key_and_what_was_restored(store, 
         snapshot.restore(live)
     assert str(e.value) == (
         f"{snapshot.contents.label}: load_state_dict() of 's/1' raised {type(error).__name__}: on "
-        "purpose. Restored before: m; only tensors were filled in place of: s/1, last"
+        "purpose. Restored before: m; only tensors were filled in place of: last"
     )
     assert e.value.__cause__ is error
     assert raw(live["m"].w) == raw(state["m"].w)
