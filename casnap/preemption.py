@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from casnap.errors import CasnapError, RankError
+from casnap.runtime.fork import add_signal, in_child, never_free, remove_signal
 from casnap.runtime.units import Duration, seconds_of
 
 if TYPE_CHECKING:
@@ -57,9 +58,11 @@ class Preemption:
         self._stopped = self._closed = False
         self._steps, self._left, self._agreed_at = 1, 1, time.monotonic()
         self._before: dict[int, Any] = {}
+        in_child(self._leave)
         try:
             for number in signals:
                 self._before[number] = signal.signal(number, self._hear)
+                add_signal(number)
         except BaseException:
             self.close()
             raise
@@ -94,15 +97,23 @@ class Preemption:
 
     def close(self) -> None:
         """Restore the earlier handlers of the signals; from now on, :meth:`step` does nothing."""
-        self._closed = True
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._hear:
-                signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before.clear()
+        if not self._closed:
+            self._closed = True
+            for number in self._before:
+                remove_signal(number)
+                if signal.getsignal(number) == self._hear:
+                    signal.signal(number, self._earlier(number))
         dist: Any = sys.modules.get("torch.distributed")
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+    def _leave(self) -> None:
+        """Close it in a forked child, which is terminated for reasons of its own."""
+        # To destroy it would wait for threads that are not here.
+        never_free(self._group)
+        self._group = None
+        self.close()
 
     def __enter__(self) -> Preemption:
         return self
@@ -117,11 +128,19 @@ class Preemption:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         # Nothing but a flag: the main thread may hold any lock.
-        if self._since is None:
+        if self._since is None and not self._closed:
             self._since = time.monotonic()
-        before: Callable[[int, FrameType | None], object] | Any = self._before.get(number)
+        before = self._earlier(number)
         if callable(before):
             before(number, frame)
+
+    def _earlier(self, number: int) -> Any:
+        """Return the handler of before, that of a closed object left out."""
+        before = self._before.get(number)
+        owner = getattr(before, "__self__", None)
+        if isinstance(owner, Preemption) and owner._closed:
+            return owner._earlier(number)
+        return signal.SIG_DFL if before is None else before
 
     def _agree(self, is_asked: bool, seconds_waited: float) -> tuple[bool, float]:
         """Return whether any rank was asked to stop, and how long ago; only now and then."""
@@ -208,10 +227,11 @@ def on_preemption(
                 if preemption.step(step):
                     break
 
-    The handler only sets a flag, and calls the handler that was there before. On many ranks all
-    call this together, and one signal to one of them is enough. A pending ``async_take`` is waited
-    for; then a last snapshot is taken. If it is not durable in time, a warning is logged, and
-    :attr:`Preemption.snapshot` stays None. A second signal changes nothing.
+    The handler only sets a flag, and calls the handler that was there before; forked children have
+    only that one. On many ranks all call this together, and one signal to one of them is enough. A
+    pending ``async_take`` is waited for; then a last snapshot is taken. If it is not durable in
+    time, a warning is logged, and :attr:`Preemption.snapshot` stays None. A second signal changes
+    nothing.
 
     Args:
         store: The store.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 
 from casnap.backends.safe_paths import create_file, folder_at
 from casnap.backends.system_errors import translated
+from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 
 # How many folders are synced at once.
@@ -20,8 +20,8 @@ class NewNames:
 
     def __init__(self) -> None:
         self._folders: set[str] = set()
-        self._lock = threading.Lock()
-        self._syncing = threading.Lock()
+        self._lock = new_lock()
+        self._syncing = new_lock()
 
     def add(self, path: str) -> None:
         """Note a name."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -13,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 from casnap.errors import UnavailableError
+from casnap.runtime.fork import in_child, never_free, new_lock
 from casnap.runtime.threads import NO_THREADS
 from casnap.runtime.typing import override
 
@@ -30,22 +29,18 @@ class EventLoop:
     """
 
     def __init__(self) -> None:
+        self._lock = new_lock()
         self._begin()
-        os.register_at_fork(after_in_child=self._forked)
+        in_child(self._leave_loop)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[_Close] = set()
 
-    def _forked(self) -> None:
-        """Begin anew in a forked child, and never free what the parent uses.
-
-        The child shares the parent's selector: a connection that is freed in the child would be
-        taken out of it, and the parent would wait for ever.
-        """
-        for shared in (self._loop, *self._open):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+    def _leave_loop(self) -> None:
+        # A child shares the selector of the parent: a connection that is freed in the child would
+        # be taken out of it, and the parent would wait for ever.
+        never_free(self._loop, *self._open)
         self._begin()
 
     def _running(self) -> asyncio.AbstractEventLoop:
@@ -107,12 +102,12 @@ class EventLoop:
             close: Closes them, on the loop.
         """
         self._open.add(close)
-        weakref.finalize(owner, self._close, os.getpid(), close)
+        weakref.finalize(owner, self._close, close)
 
-    def _close(self, pid: int, close: _Close) -> None:
+    def _close(self, close: _Close) -> None:
         # Without the lock: the cyclic collector may call this at any place.
         loop = self._loop
-        if pid != os.getpid() or loop is None:
+        if loop is None or close not in self._open:
             return
         self._open.discard(close)
         closing = asyncio.run_coroutine_threadsafe(close(), loop)

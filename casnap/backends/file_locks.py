@@ -21,21 +21,11 @@ from typing import NamedTuple
 from casnap.backends.base import TEMPORARY
 from casnap.backends.safe_paths import unlink_at
 from casnap.backends.system_errors import translated
+from casnap.runtime.fork import locked_file
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
-# The open files of the takes of this process that are under way.
-_announcements: set[int] = set()
 _ATTEMPTS = 3
 _DAY = 86400.0
-
-
-def _close_announcements() -> None:
-    """Close what a child has inherited: a lock lasts until the last process closes the file."""
-    while _announcements:
-        os.close(_announcements.pop())
-
-
-os.register_at_fork(after_in_child=_close_announcements)
 
 
 def lock(fd: int) -> bool | None:
@@ -62,16 +52,14 @@ def announced_in(
     name = f"take-{base:012x}-{os.urandom(6).hex()}"
     with translated(f"{path}/{name}"):
         fd = _create_locked(name, folder, create)
-    _announcements.add(fd)
-    try:
-        yield lambda: None
-    finally:
-        # Not in a forked child: the take is its parent's.
-        if fd in _announcements:
-            _announcements.discard(fd)
-            with suppress(OSError):
-                unlink_at(name, folder)
-            os.close(fd)
+    with locked_file(fd) as is_open:
+        try:
+            yield lambda: None
+        finally:
+            # Not in a forked child: the take is its parent's.
+            if is_open():
+                with suppress(OSError):
+                    unlink_at(name, folder)
 
 
 def _create_locked(name: str, folder: int, create: Callable[[str], int]) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target, check_length
+from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 
 _stores: dict[str, dict[str, bytes]] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 # The same in a forked child, which inherits the objects.
 _process = os.urandom(16).hex()
 

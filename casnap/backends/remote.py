@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -39,7 +38,7 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.format.names import STORE_FOLDER
-from casnap.runtime.fork import PerProcess
+from casnap.runtime.fork import PerProcess, in_child, new_lock
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
 
@@ -53,9 +52,9 @@ _IN_USE = 3600.0
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
 # Held while a client is made.
-_connecting = PerProcess(threading.Lock)
+_connecting = new_lock()
 # Held while an object is put if it is absent, where casnap itself looks whether it is; by URI.
-_only_writer = PerProcess(lambda: defaultdict[str, threading.Lock](threading.Lock))
+_only_writer = defaultdict[str, threading.Lock](new_lock)
 # The servers that have ever answered this process: none of them is a mistyped address.
 _answered: PerProcess[set[str]] = PerProcess(set)
 
@@ -84,11 +83,15 @@ class RemoteBackend(Backend):
         self._connect = connect
         self._retries = retries or Retries()
         self._counts: Counter[str] = Counter()
-        self._connected: _Connected | None = None
+        self._disconnect()
+        in_child(self._disconnect)
         # Whether the last thing that the server did was to fail until an operation was given up.
         self._failing = False
         # As it was told last.
         self._versioning: str | None = None
+
+    def _disconnect(self) -> None:
+        self._connected: _Connected | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process connect anew."""
@@ -173,7 +176,7 @@ class RemoteBackend(Backend):
             return self._run(request())
         # The server keeps no writers apart. This keeps those of this process apart, such as a take
         # and the collection in the background.
-        with _only_writer.value[self.uri]:
+        with _only_writer[self.uri]:
             return self._run(request())
 
     @override
@@ -327,15 +330,15 @@ class RemoteBackend(Backend):
         Args:
             refused: What is not to be used any more. It stays until there is another one.
         """
-        pid, connected = os.getpid(), self._connected
-        if connected in (None, refused) or connected.pid != pid:
-            with _connecting.value:
+        connected = self._connected
+        if connected is None or connected is refused:
+            with _connecting:
                 connected = self._connected
-                if connected in (None, refused) or connected.pid != pid:
+                if connected is None or connected is refused:
                     client = self._connect()
                     event_loop.run(client.connect())
                     server = event_loop.run(client.endpoint())
-                    connected = _Connected(pid, client, server, asyncio.Semaphore(_REQUESTS))
+                    connected = _Connected(client, server, asyncio.Semaphore(_REQUESTS))
                     # Once no request uses them.
                     event_loop.close_with(connected, client.close)
                     self._connected = connected
@@ -543,7 +546,6 @@ def _outside(key: str) -> str:
 class _Connected:
     """The client of one process, and what bounds its requests."""
 
-    pid: int
     client: Client
     server: str
     slots: asyncio.Semaphore

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +26,7 @@ from casnap.backends.safe_paths import (
 from casnap.backends.system_errors import translated
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
+from casnap.runtime.fork import new_lock
 
 # The extended attribute of a folder that was made for markers: it goes with the last of them, where
 # a user's stays.
@@ -59,7 +59,7 @@ class StoreFolder:
         self._entered: set[str] = set()
         # What goes into _durable with the next sync.
         self._noted: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._is_there = False
         self._check: Callable[[], None] | None = None
         self.guard: Callable[[], None] | None = None

@@ -14,6 +14,8 @@ import msgspec
 
 T = TypeVar("T")
 _making = threading.Lock()
+# A thread of the parent may hold it at a fork.
+os.register_at_fork(after_in_child=_making._at_fork_reinit)  # type: ignore[attr-defined]
 _decoders: dict[tuple[type[Any], Any], Any] = {}
 
 
@@ -33,12 +35,3 @@ def _make_decoder(of: type[Any], kind: Any) -> Any:
         with _making:
             decoder = _decoders[of, kind] = of(kind)
     return decoder
-
-
-def _forked() -> None:
-    # Another thread of the parent may have held it.
-    global _making
-    _making = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forked)

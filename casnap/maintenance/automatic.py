@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from casnap.format.records import Row
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.environment import collects_by_itself
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
@@ -353,17 +353,13 @@ def _ending_with_process(patience: float) -> Progress:
 # The last few stay, since a process may open its store anew for each take.
 _collectors: WeakValueDictionary[str, AutomaticCollector] = WeakValueDictionary()
 _recent: deque[AutomaticCollector] = deque(maxlen=16)
-_collectors_lock = threading.Lock()
+_collectors_lock = new_lock()
 
 
-def _forget_after_fork() -> None:
-    global _collectors_lock
+@in_child
+def _forget_inherited() -> None:
     _collectors.clear()
     _recent.clear()
-    _collectors_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def automatic_collector(store: OpenStore) -> AutomaticCollector:

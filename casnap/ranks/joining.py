@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -13,22 +12,19 @@ from casnap.ranks.comm import DEFAULT_TIMEOUT, Comm, SingleProcess
 from casnap.ranks.group import Group
 from casnap.ranks.link import Link
 from casnap.runtime.buffers import on_release
+from casnap.runtime.fork import in_child, never_free
 from casnap.runtime.units import seconds_of
 
 _links: dict[tuple[int, ...], Link] = {}
-_links_of_parent: list[Link] = []
 
 
+@in_child
 def _leave_links() -> None:
-    """Use the connections of the parent no more, nor end them: gloo waits for threads at its end.
-
-    A fork has not the threads, so it would wait for ever.
-    """
-    _links_of_parent.extend(_links.values())
+    # At its end gloo waits for its threads, which a child has not.
+    never_free(*_links.values())
     _links.clear()
 
 
-os.register_at_fork(after_in_child=_leave_links)
 on_release(lambda: sum(link.forget() for link in list(_links.values())))
 
 

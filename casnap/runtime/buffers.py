@@ -13,14 +13,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from casnap.errors import UnavailableError
-from casnap.runtime.fork import PerProcess
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Crew, run_shielded, works_in_background
 
 PAGE = 4096
@@ -75,7 +74,7 @@ class Pool:
         self.limit = limit
         self._begin()
         # The parent's slots are in use, and its lock may be held.
-        os.register_at_fork(after_in_child=self._begin)
+        in_child(self._begin)
         _all_pools.append(self)
 
     def _begin(self) -> None:
@@ -134,7 +133,7 @@ class Pool:
 
 
 _pools: dict[tuple[int, int], Pool] = {}
-_lock = PerProcess(threading.Lock)
+_lock = new_lock()
 
 
 def shared_pool(at_least: int) -> Pool:
@@ -143,7 +142,7 @@ def shared_pool(at_least: int) -> Pool:
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
     # A mirror holds its slots for as long as a dead link stalls: takes must not wait for these.
     slots = MIRROR_SLOTS if works_in_background() else SLOTS
-    with _lock.value:
+    with _lock:
         if (nbytes, slots) not in _pools:
             _pools[nbytes, slots] = Pool(nbytes, slots)
         return _pools[nbytes, slots]

@@ -1,16 +1,72 @@
-"""State that a forked child must not inherit."""
+"""What a forked child must not inherit: held locks, threads, connections, open files, handlers.
+
+All of it is listed here, and undone in the child before anything else runs there. Only
+``format/decoding.py``, which imports nothing of casnap, looks after itself.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import functools
 import os
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import MethodType
+from typing import Any, Generic, TypeVar
+from weakref import WeakMethod, WeakSet
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[[], object])
+
+# What is called in a child, in this order. Methods of our classes are held weakly.
+_calls: list[Any] = []
+_locks: WeakSet[Any] = WeakSet()
+# Open files that are locked.
+_files: set[int] = set()
+# The signals of this process, one entry for each handler, and the mask of a thread that forks.
+_signals: list[int] = []
+_of_thread = threading.local()
+
+
+def in_child(call: F) -> F:
+    """Have a function called in each forked child, before anything else runs there.
+
+    Args:
+        call: The function. If it is a method, that ends with its object.
+    """
+    _calls.append(WeakMethod(call, _calls.remove) if isinstance(call, MethodType) else call)
+    return call
+
+
+def never_free(*objects: object) -> None:
+    """Keep objects of the parent in a child that must not even free them.
+
+    That could wait for threads that the child has not, or change what it shares with the parent.
+    """
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def new_lock() -> threading.Lock:
+    """Return a lock that is free in a forked child, also if a thread of the parent held it."""
+    lock = threading.Lock()
+    _locks.add(lock)
+    return lock
+
+
+def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
+    """Return a property that is made once. Before Python 3.12, all objects share its lock."""
+    made = functools.cached_property(make)
+    if (lock := getattr(made, "lock", None)) is not None:
+        _locks.add(lock)
+    return made
 
 
 class PerProcess(Generic[T]):
-    """A value that a forked child makes anew: a lock, which another thread may hold at the fork.
+    """A value that a forked child makes anew.
 
     Args:
         make: Makes the value.
@@ -22,7 +78,77 @@ class PerProcess(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._begin()
-        os.register_at_fork(after_in_child=self._begin)
+        in_child(self._begin)
 
     def _begin(self) -> None:
         self.value = self._make()
+
+
+@contextmanager
+def locked_file(fd: int) -> Iterator[Callable[[], bool]]:
+    """Close a file at the end of a block, which frees its lock. A forked child closes it at once.
+
+    A lock lasts until the last process has closed the file.
+
+    Args:
+        fd: The open file.
+
+    Yields:
+        What returns whether this process has it open: not a child that was forked in the block.
+    """
+    _files.add(fd)
+    try:
+        yield lambda: fd in _files
+    finally:
+        if fd in _files:
+            _files.remove(fd)
+            # To close it is not enough: a child that is just being forked has it open too.
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+def add_signal(number: int) -> None:
+    """Note a signal for which this process, but no child of it, has got a handler.
+
+    While it forks, the signal waits. Else a child that is terminated at once would lose it to the
+    handler of its parent, which it still has.
+    """
+    _signals.append(number)
+
+
+def remove_signal(number: int) -> None:
+    """Take back one :func:`add_signal`."""
+    _signals.remove(number)
+
+
+def _hold_signals() -> None:
+    if _signals:
+        _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
+
+
+def _let_signals_through() -> None:
+    if hasattr(_of_thread, "mask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
+        del _of_thread.mask
+
+
+def _begin_in_child() -> None:
+    with ExitStack() as stack:
+        # Backwards, since the last one is called first. An error of one does not stop the others.
+        stack.callback(_let_signals_through)
+        for call in reversed(_calls[:]):
+            if isinstance(call, WeakMethod):
+                call = call() or (lambda: None)
+            stack.callback(call)
+        while _files:
+            os.close(_files.pop())
+        for lock in _locks:
+            lock._at_fork_reinit()
+
+
+os.register_at_fork(
+    before=_hold_signals,
+    after_in_parent=_let_signals_through,
+    after_in_child=_begin_in_child,
+)

@@ -18,6 +18,7 @@ from casnap.backends.file_locks import lock
 from casnap.backends.places import exists, is_folder, is_link, is_taken
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.export_output import check_local
+from casnap.runtime.fork import locked_file
 from casnap.serving.version import RECORD, Version, VersionRecord, read_record
 
 _LOCK, _CALLED = ".lock", ".called.json"
@@ -69,7 +70,7 @@ class ServedFolder:
         """
         self.versions.mkdir(exist_ok=True)
         fd = os.open(self.versions / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
+        with locked_file(fd):
             if lock(fd) is False:
                 owner = os.read(fd, 20).decode("ascii", "replace").strip()
                 raise CasnapError(
@@ -81,8 +82,6 @@ class ServedFolder:
             for left in self._entries(_PARTIAL.fullmatch):
                 _remove(left)
             yield self
-        finally:
-            os.close(fd)
 
     def _entries(self, matches: Callable[[str], object]) -> list[Path]:
         return [path for path in self.versions.iterdir() if matches(path.name)]

@@ -7,7 +7,6 @@ is the same file.
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from casnap.files.to_safetensors import INDEX, index_of, shard_names
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import INLINE_BYTES, TensorEntry, ValueEntry
 from casnap.format.names import key_of
+from casnap.runtime.fork import cached_property
 from casnap.runtime.units import bytes_of
 from casnap.serving.options import FLOATS, PullOptions
 from casnap.serving.version import VersionTensor

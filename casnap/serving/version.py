@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
+from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped
 from casnap.storage.chunks.chunk_reads import Fill
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from casnap.errors import CasnapError, StateError, retold
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
 from casnap.take.attempts import Attempt
 from casnap.take.options import TakeOptions
@@ -21,7 +21,7 @@ _log = logging.getLogger("casnap")
 # One take at a time begins in a process, and one stores: so pending takes keep their order, and
 # share their buffers. The lock covers what the caller's thread does; ``_takes`` tells the rest. One
 # lock for both would pass from thread to thread, and an interrupt could lose it.
-turn = threading.Lock()
+turn = new_lock()
 # Between two looks whether a take has ended, in seconds.
 _LOOK = 0.02
 # The takes that are pending, or whose error the caller has not got, in the order of their calls.
@@ -29,12 +29,7 @@ _LOOK = 0.02
 _takes: dict[PendingTake, None] = {}
 # How many takes were started so far.
 _count = 0
-
-
-def _forget_after_fork() -> None:
-    global turn
-    turn = threading.Lock()
-    _takes.clear()
+in_child(_takes.clear)
 
 
 def _pending() -> list[PendingTake]:
@@ -87,9 +82,6 @@ def wait_for_last(timeout: float | None = None) -> bool:
 def under_way() -> bool:
     """Return whether this process is taking a snapshot, in the background or not."""
     return turn.locked() or bool(_pending())
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class PendingTake:

@@ -21,6 +21,7 @@ from casnap.format.records import MAX_CHUNK_SIZE
 from casnap.format.region import Region
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
+from casnap.runtime.fork import in_child
 from casnap.runtime.threads import Crew, SharedItems, cores, python_gc_paused
 from casnap.state.devices import begin_copy, pin
 from casnap.state.tensors import as_copyable
@@ -457,3 +458,4 @@ class StagedCopies:
 
 # Takes whose copies may still be there. Only a thread that has the turn to begin a take looks here.
 _with_copies: WeakSet[StagedCopies] = WeakSet()
+in_child(_with_copies.clear)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.runtime.batches import batches
+from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage.catalog.cell_pairs import cell_pairs, snapshot_before
 from casnap.storage.catalog.contents import Contents

@@ -33,6 +33,7 @@ from casnap.errors import (
     with_article,
 )
 from casnap.format.records import Row
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
 from casnap.storage.catalog.mirror_notes import (
     MirrorPlace,
@@ -141,14 +142,13 @@ class Mirror:
         self._seen: dict[str, int] = {}
         self._follows: dict[str, int] = {}
         self._succeeded: dict[str, tuple[str, float]] = {}
+        self._lock, self._opening = new_lock(), new_lock()
         self._begin()
+        in_child(self._begin)
         _all.add(self)
 
     def _begin(self) -> None:
         """Begin with threads of this process: those of a parent do not come along in a fork."""
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()
         self._event = threading.Event()
         self._changed = threading.Condition()
         self._backoff = Backoff(f"the mirror of {self._source.backend.uri} at {self.uri}")
@@ -184,8 +184,6 @@ class Mirror:
 
     def wake(self) -> None:
         """Note that something was committed."""
-        if os.getpid() != self._pid:
-            self._begin()
         if self._stopped or self._passive:
             return
         try:
@@ -453,8 +451,6 @@ class Mirror:
 
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""
-        if os.getpid() != self._pid:
-            self._begin()
         lacking = self.lacking()
         status = self._host_status()
         if not status.error and not status.refused:
@@ -479,8 +475,6 @@ class Mirror:
         Raises:
             MirrorError: The time is over, some cannot be mirrored, or the mirror was stopped.
         """
-        if os.getpid() != self._pid:
-            self._begin()
         until = None if timeout is None else time.monotonic() + timeout
         commits = {row.commit for row in self.lacking().values()}
         passes = self._passes
@@ -572,7 +566,8 @@ _all: WeakSet[Mirror] = WeakSet()
 def _warn_of_lag() -> None:
     for mirror in list(_all):
         lacking: dict[str, Row] = {}
-        if not (mirror._stopped or mirror._passive) and mirror._pid == os.getpid():
+        # In a forked child, one that it has not used has nothing to do.
+        if not (mirror._stopped or mirror._passive) and mirror._watcher is not None:
             with suppress(Exception):
                 lacking = mirror.lacking()
         if lacking:

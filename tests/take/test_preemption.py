@@ -17,6 +17,7 @@ import casnap
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import CasnapError
+from tests.support.faults import in_child, start
 from tests.support.faulty.acts import Gate
 from tests.support.faulty.backend import Fault, FaultyBackend
 from tests.support.ranks import World
@@ -170,6 +171,72 @@ def test_a_signal_during_a_long_call_is_heard_at_its_end(
         assert preemption.step(1)
     assert preemption.snapshot is not None
     assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def forked() -> int:
+    """Return the process id of a child that sleeps, and ends well if no signal ends it."""
+    return start(lambda: time.sleep(60))
+
+
+def end_of(pid: int) -> int:
+    os.kill(pid, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_is_terminated(tmp_path: Path) -> None:
+    """Also at once, before it has got as far as to have another handler."""
+    with casnap.on_preemption(Store(tmp_path / "store"), {"s": StateDict(x=1)}) as preemption:
+        ends = {end_of(forked()) for _ in range(10)}
+        pids: list[int] = []
+        thread = threading.Thread(target=lambda: pids.append(forked()))
+        thread.start()
+        thread.join()
+        ends.add(end_of(pids[0]))
+        assert not preemption.signalled
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        terminate()
+        assert preemption.step(0)
+    assert ends == {-signal.SIGTERM}
+
+
+def test_a_forked_child_has_the_handler_of_before(tmp_path: Path, heard: list[int]) -> None:
+    store, before = Store(tmp_path / "store"), signal.getsignal(signal.SIGTERM)
+    outer = casnap.on_preemption(store, {})
+
+    def check() -> None:
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        terminate()
+        assert heard == [signal.SIGTERM]
+        assert not inner.step(1)
+        inner.close()
+
+    with outer, casnap.on_preemption(store, {}, signals=(signal.SIGTERM, signal.SIGUSR1)) as inner:
+        assert in_child(check) == 0
+    assert not heard
+
+
+def test_handlers_go_in_any_order(tmp_path: Path, heard: list[int]) -> None:
+    store, before = Store(tmp_path / "store"), signal.getsignal(signal.SIGTERM)
+    first, second = casnap.on_preemption(store, {}), casnap.on_preemption(store, {})
+    first.close()
+    terminate()
+    assert (first.signalled, second.signalled, heard) == (False, True, [signal.SIGTERM])
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def fork_on_ranks(path: str) -> tuple[int, bool]:
+    with casnap.on_preemption(Store(path), {}, every=1e-6) as preemption:
+        # Also by an exception, which leaves the block in the child.
+        assert in_child(preemption.close) == 0
+        return end_of(forked()), any(preemption.step(step) for step in range(5))
+
+
+def test_forks_of_ranks(world: Worlds, tmp_path: Path) -> None:
+    Store(tmp_path / "store").make()
+    ends = world(2).run(fork_on_ranks, str(tmp_path / "store"))
+    assert ends == [(-signal.SIGTERM, False)] * 2
 
 
 def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import translate
-from functools import cached_property
 from heapq import merge
 from itertools import takewhile
 from math import prod
@@ -30,6 +29,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode
 from casnap.format.tree import Tree
+from casnap.runtime.fork import cached_property
 from casnap.storage.catalog.uris import joined
 from casnap.storage.chunks.open_store import OpenStore
 

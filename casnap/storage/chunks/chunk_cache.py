@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import stat
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from casnap.errors import BackendError, UnavailableError
 from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
 from casnap.runtime.buffers import PAGE, whole_pages
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
-from casnap.runtime.fork import PerProcess
+from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 from casnap.runtime.units import Size, bytes_of
 from casnap.storage.chunks.chunk_reads import ReadOptions, Want, read_places
@@ -49,7 +48,7 @@ _FULL = 5.0
 _PATIENCE, _BUSY = 5.0, 60.0
 _SECTOR = 512
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_stopping = PerProcess(threading.Lock)
+_stopping = new_lock()
 _COUNT_BYTES = 8
 
 Placed = list[tuple[Place, list[Want]]]
@@ -187,7 +186,7 @@ class ChunkCache:
 
     def _stop(self, error: OSError) -> None:
         """Write no more, and warn, once."""
-        with _stopping.value:
+        with _stopping:
             before, self._stopped = self._stopped, True
         if not before:
             _log.warning(

@@ -12,7 +12,7 @@ from casnap.format.codec import Codec
 from casnap.format.delta import base_of
 from casnap.format.digest import Digest
 from casnap.format.records import Place
-from casnap.runtime.fork import PerProcess
+from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import works_in_background
 from casnap.storage.chunks.chunk_reads import ReadOptions, Want
 from casnap.storage.chunks.new_packs import NewPacks
@@ -23,8 +23,8 @@ from casnap.storage.chunks.pack import Room
 _READ = ReadOptions(readers=2)
 
 # Mirrors have a pool of their own, and so a turn of their own.
-_turn = PerProcess(threading.Lock)
-_turn_of_mirrors = PerProcess(threading.Lock)
+_turn = new_lock()
+_turn_of_mirrors = new_lock()
 
 Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was copied, from any thread."""
@@ -36,7 +36,7 @@ def one_at_a_time() -> Iterator[None]:
 
     Two threads that did so at once could each hold the buffers that the other waits for.
     """
-    with (_turn_of_mirrors if works_in_background() else _turn).value:
+    with _turn_of_mirrors if works_in_background() else _turn:
         yield
 
 

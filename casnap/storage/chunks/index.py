@@ -10,7 +10,6 @@ import errno
 import logging
 import math
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from casnap.format.records import (
     segment_key,
     segment_records,
 )
+from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 from casnap.storage.chunks.index_cache import IndexCache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.chunks.pack_lengths import PackLengths
@@ -156,7 +156,7 @@ class Index:
         self._cache: IndexCache | None = None
         self.pack_lengths = PackLengths(backend)
         self._lengths: dict[SegmentId, int] = {}
-        self._replacing = threading.Lock()
+        self._replacing = new_lock()
         self._looked_at_size = False
 
     @property

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import struct
-import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -40,7 +39,7 @@ from casnap.format.records import (
     SegmentId,
 )
 from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
-from casnap.runtime.fork import PerProcess
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.typing import override
 from casnap.storage.chunks.lmdb_files import (
     WRITING,
@@ -413,17 +412,15 @@ def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
 _open: WeakValueDictionary[Path, LmdbCache] = WeakValueDictionary()
 _recent: deque[LmdbCache] = deque(maxlen=8)
 _inherited: list[LmdbCache] = []
-_open_lock = PerProcess(threading.Lock)
+_open_lock = new_lock()
 
 
-def _forget_after_fork() -> None:
-    # Keep references, so that none is closed: after a fork LMDB cannot even do that.
+@in_child
+def _forget_inherited() -> None:
+    # None may be closed: after a fork LMDB cannot even do that.
     _inherited.extend(_open.values())
     _open.clear()
     _recent.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class CachedIndex(NamedTuple):
@@ -527,7 +524,7 @@ def open_cache(name: str, uri: str) -> IndexCache:
         _log.warning("no folder for the cache can be written; the index is kept in memory")
         return MemoryCache()
     folder = _folder_of(base, name)
-    with _open_lock.value:
+    with _open_lock:
         cache = _open.get(folder)
         # A cache whose files were deleted stays open, since other threads may be using it.
         if cache is None or cache.is_deleted():

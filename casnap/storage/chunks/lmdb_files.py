@@ -14,24 +14,13 @@ from pathlib import Path
 import lmdb
 
 from casnap.runtime.environment import boot_id, is_running
+from casnap.runtime.fork import locked_file
 
 _log = logging.getLogger("casnap")
 WRITING = "writing-"
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
 _POLL = 0.002
-# The open files of locks.
-_open: set[int] = set()
-
-
-def _close_after_fork() -> None:
-    # The lock is on the file that parent and child have open. If the parent is killed, it would
-    # last as long as the child has it open.
-    while _open:
-        os.close(_open.pop())
-
-
-os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class BusyError(OSError):
@@ -53,24 +42,13 @@ def locked(path: Path, patience: float) -> Iterator[None]:
         BusyError: Another process has held it for so many seconds.
     """
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    _open.add(fd)
     end = time.monotonic() + patience
-    try:
+    with locked_file(fd):
         while not _try_lock(fd):
             if time.monotonic() >= end:
                 raise BusyError(f"another process has held {path.name!r} for {patience:g} s")
             time.sleep(_POLL)
-        try:
-            yield
-        finally:
-            if fd in _open:
-                # To close it is not enough: a child that is just being forked has it open too.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        # Not in a child that was forked within.
-        if fd in _open:
-            _open.remove(fd)
-            os.close(fd)
+        yield
 
 
 def _try_lock(fd: int) -> bool:

@@ -6,7 +6,6 @@ so that a later process finds them beside the nodes. No take believes them.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -23,6 +22,7 @@ from casnap.format.records import (
     read_pack_footer,
 )
 from casnap.runtime.buffers import PAGE
+from casnap.runtime.fork import new_lock
 from casnap.storage.chunks.chunk_reads import is_possible
 from casnap.storage.chunks.index_cache import IndexCache
 
@@ -119,7 +119,7 @@ class KnownHints:
         self._packs: OrderedDict[bytes, Hints] = OrderedDict()
         # Nodes that were used, whose hints were not looked for in the cache yet.
         self._used: deque[Digest] = deque(maxlen=_MOST_NODES)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def keep(self, cache: IndexCache, pack: bytes, node_pack: NodePack) -> None:
         """Keep the hints of a pack that was read."""

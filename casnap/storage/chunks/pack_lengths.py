@@ -7,12 +7,12 @@ many packs are looked at in one listing, and a process believes what it saw for 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Mapping
 
 from casnap.backends.base import Backend
 from casnap.format.records import PackId, id_from_name, pack_key
+from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 
 GONE = -1
@@ -31,7 +31,7 @@ class PackLengths:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         # What this process saw or wrote at a remote place, since when; and its single looks.
         self._seen: dict[bytes, int] = {}
         self._since = 0.0
