@@ -28,6 +28,7 @@ from casnap.backends.places import exists, is_file, is_link, is_taken
 from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
 from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
 from casnap.runtime.environment import local_path
+from casnap.runtime.nesting import is_within_call
 from casnap.snapshot import Snapshot
 from casnap.take.options import TakeOptions
 
@@ -35,6 +36,7 @@ check_version("lightning", "2.6", "2.7")
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.utilities.apply_func import move_data_to_device  # noqa: E402
+from lightning.fabric.utilities.cloud_io import get_filesystem  # noqa: E402
 from lightning.pytorch.core import saving  # noqa: E402
 
 __all__ = ["CasnapCheckpointIO"]
@@ -51,7 +53,8 @@ class CasnapCheckpointIO(TorchCheckpointIO):
 
     What the tuner saves for a moment stays a file, as Lightning writes it.
     The folder of the checkpoints is the store, unless there is one above it. Lightning's own
-    files, of before, are still loaded and removed.
+    files, of before, are still loaded and removed. A checkpoint that is saved within another call
+    of casnap, as when SLURM requeues the job during a save, is such a file too.
 
     Args:
         async_save: Return once the state is copied, and store it in the background. The next save,
@@ -74,7 +77,8 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         self._allow_pickle = allow_pickle
         self._pickles = allow_pickle
         self._storage_options = storage_options
-        self._wait: Callable[[], Snapshot] | None = None
+        self._waits: list[Callable[[], Snapshot]] = []
+        self._path_saved = ""
         self._outdated: list[StrPath] = []
 
     def save_checkpoint(
@@ -93,10 +97,14 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         Raises:
             CasnapError: It, or the one before it, cannot be stored.
         """
+        if is_within_call():
+            self._save_file(checkpoint, path)
+            return
         self.wait()
         if Path(os.fspath(path)).name.startswith(_FOR_THE_MOMENT):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        self._path_saved = os.fspath(path)
         try:
             wait = self._take(checkpoint, path, storage_options)
         except UnsupportedTypeError as e:
@@ -112,9 +120,23 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             self._pickles = True
             wait = self._take(checkpoint, path, storage_options)
         if self._async_save:
-            self._wait = wait
+            self._waits.append(wait)
         else:
             wait()
+
+    def _save_file(self, checkpoint: dict[str, Any], path: StrPath) -> None:
+        """Write a file of Lightning's, which needs nothing that the call around this one holds."""
+        path = os.fspath(path)
+        if is_folder(local_path(path)) or path == self._path_saved:
+            # There is a snapshot of this name, or about to be one.
+            suffix = Path(path).suffix
+            path = f"{path.removesuffix(suffix)}.saved-within-a-call{suffix}"
+        super().save_checkpoint(checkpoint, path)
+        _log.warning(
+            "%s was asked for within another call of casnap, as by a signal handler during a save, "
+            "so it is a file of Lightning's, not a snapshot; it is loaded like one",
+            path,
+        )
 
     def _take(
         self, checkpoint: dict[str, Any], path: StrPath, options: Mapping[str, Any] | None
@@ -177,19 +199,26 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                     f"snapshot of that name as well, with {snapshot.metadata.user}; move the file "
                     "away to load the snapshot, or load the file under another name"
                 )
-            checkpoint: dict[str, Any] = super().load_checkpoint(
-                path, map_location or "cpu", weights_only
-            )
-            return checkpoint
+            return self._load_file(path, map_location, weights_only)
         if snapshot is None and aside is not None and exists(aside):
             # The save that was to replace it was cut off.
             return self.load_checkpoint(aside, map_location, weights_only)
         if snapshot is None:
+            if aside is None and get_filesystem(path).isfile(path):
+                return self._load_file(path, map_location, weights_only)
             raise SnapshotNotFoundError(
                 f"there is no checkpoint at {os.fspath(path)!r}, neither a snapshot nor a file"
             )
         allow_pickle = self._allow_pickle or weights_only is False
         return _move_to(values_of(snapshot, allow_pickle=allow_pickle), map_location)
+
+    def _load_file(
+        self, path: StrPath, map_location: Any, weights_only: bool | None
+    ) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(
+            path, map_location or "cpu", weights_only
+        )
+        return checkpoint
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Forget a snapshot, whose bytes are then freed by themselves; or remove a file.
@@ -197,7 +226,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         While a save is under way, this waits until it has succeeded.
         """
         self._outdated.append(path)
-        if self._wait is None:
+        if not self._waits and not is_within_call():
             self.wait()
 
     def wait(self) -> None:
@@ -206,10 +235,9 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         Raises:
             CasnapError: The save failed. Then nothing is removed.
         """
-        wait, self._wait = self._wait, None
         outdated, self._outdated = self._outdated, []
-        if wait is not None:
-            wait()
+        while self._waits:
+            self._waits.pop(0)()
         for path in outdated:
             self._forget(path)
 

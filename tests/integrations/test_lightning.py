@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,7 @@ def train(
     *,
     sharded: str = "",
     devices: int = 2,
+    ckpt_path: str | None = "last",
 ) -> dict[str, Any]:
     """Train, from the last checkpoint on; return what this rank has at the end."""
     import lightning
@@ -131,7 +134,7 @@ def train(
         default_root_dir=folder,
     )
     model = make_model(kill_at, sharded)
-    trainer.fit(model, loader, ckpt_path="last")
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
     optimizer = trainer.optimizers[0].state_dict()
     if sharded:
         return own({"model": dict(model.named_parameters()), "optim": optimizer})
@@ -238,6 +241,147 @@ def _save_and_remove(io: Any, path: Path) -> None:
     io.save_checkpoint({"epoch": 2}, path)
     io.remove_checkpoint(path)
     io.teardown()
+
+
+class Requeue:
+    """A handler that saves a checkpoint, as Lightning's does before SLURM requeues the job."""
+
+    def __init__(self, io: Any, path: Path) -> None:
+        self._io, self._path = io, path
+        self._has_ended = threading.Event()
+        signal.signal(signal.SIGUSR1, self)
+
+    def __call__(self, *_: object) -> None:
+        try:
+            self._io.save_checkpoint({"epoch": 7, "state_dict": {"w": torch.ones(3)}}, self._path)
+        finally:
+            self._has_ended.set()
+
+    def send(self) -> None:
+        """Send the signal; in another thread than the main one, wait for the end of the handler."""
+        self._has_ended.clear()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert self._has_ended.wait(30)
+
+
+class Signalled:
+    """A value that sends the signal while it is pickled."""
+
+    def __init__(self, requeue: Requeue) -> None:
+        self._requeue = requeue
+
+    def __reduce__(self) -> Any:
+        self._requeue.send()
+        return (int, ())
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", ["hpc_ckpt_1.ckpt", "step.ckpt"])
+def test_a_checkpoint_within_a_save_is_a_file(tmp_path: Path, later: bool, name: str) -> None:
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    def save() -> None:
+        io = CasnapCheckpointIO(async_save=later, allow_pickle=True)
+        requeue = Requeue(io, tmp_path / name)
+        io.save_checkpoint({"epoch": 3, "x": Signalled(requeue)}, tmp_path / "step.ckpt")
+        names = {"hpc_ckpt_1.ckpt": name, "step.ckpt": "step.saved-within-a-call.ckpt"}
+        assert (tmp_path / names[name]).is_file()
+        assert io.load_checkpoint(tmp_path / names[name])["epoch"] == 7
+        assert io.load_checkpoint(tmp_path / "step.ckpt", weights_only=False)["epoch"] == 3
+        # Between two saves it is a snapshot.
+        signal.raise_signal(signal.SIGUSR1)
+        if name == "hpc_ckpt_1.ckpt":
+            assert io.load_checkpoint(tmp_path / name)["epoch"] == 7
+            assert (tmp_path / name).is_dir()
+        io.remove_checkpoint(tmp_path / names[name])
+        io.remove_checkpoint(tmp_path / "step.ckpt")
+        io.teardown()
+        assert not Store(tmp_path).snapshots()
+        assert not list(tmp_path.glob("*.ckpt"))
+
+    assert in_child(save) == 0
+
+
+def test_a_checkpoint_is_removed_within_a_save(tmp_path: Path) -> None:
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    def save() -> None:
+        io = CasnapCheckpointIO()
+        io.save_checkpoint({"epoch": 1}, tmp_path / "a.ckpt")
+        heard: list[int] = []
+
+        def remove(number: int, _: object) -> None:
+            io.remove_checkpoint(tmp_path / "a.ckpt")
+            heard.append(number)
+
+        signal.signal(signal.SIGUSR1, remove)
+
+        def send() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not heard:
+                time.sleep(0.001)
+
+        with backend_faults(0, send, names=["write"]):
+            io.save_checkpoint({"epoch": 2}, tmp_path / "b.ckpt")
+        assert len(heard) == 1
+        io.wait()
+        assert [s.name for s in Store(tmp_path).snapshots()] == ["b.ckpt"]
+
+    assert in_child(save) == 0
+
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> "{}/requeued"
+"""
+
+
+def test_slurm_requeues_a_job_that_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes while a checkpoint is written; the job goes on from what it then saves."""
+    (tmp_path / "scontrol").write_text(SCONTROL.format(tmp_path))
+    (tmp_path / "scontrol").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in SLURM.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    folder = tmp_path / "ckpts"
+
+    def run() -> None:
+        signal.alarm(120)
+        told: list[int] = []
+
+        def send() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not (tmp_path / "requeued").exists():
+                time.sleep(0.001)
+            told.append(1)
+
+        with backend_faults(0, send, names=["write"]):
+            train(folder, ckpt_path=None)
+        assert told
+
+    assert in_child(run) == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    names = {path.name for path in folder.iterdir()}
+    assert "hpc_ckpt_1.ckpt" in names
+
+    def resume() -> None:
+        from casnap.integrations.lightning import CasnapCheckpointIO
+
+        saved = CasnapCheckpointIO().load_checkpoint(folder / "hpc_ckpt_1.ckpt")
+        assert saved["global_step"] == 4
+        end = train(folder, ckpt_path=None)
+        assert end["optim"]["state"][0]["step"] == 16
+
+    assert in_child(resume) == 0
+
+
+SLURM = {
+    "JOB_ID": "17",
+    "JOB_NAME": "train",
+    "NTASKS": "1",
+    "PROCID": "0",
+    "LOCALID": "0",
+    "NODEID": "0",
+}
 
 
 def test_links_files_and_what_is_missing(tmp_path: Path) -> None:
