@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from casnap.backends.places import exists, is_file, is_link, is_taken
+from casnap.backends.places import exists, is_file, is_folder, is_link, is_taken
 from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
 from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
 from casnap.runtime.environment import local_path

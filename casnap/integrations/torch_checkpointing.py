@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from casnap.integrations.trainers import Value, check_version, load_own, snapsho
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
+from casnap.storage.catalog.other_formats import TORCH_CHECKPOINTING, check_no_other_form
 from casnap.storage.catalog.retention import Retention
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
@@ -94,10 +96,13 @@ class CasnapCheckpointManager(CheckpointManager):
 
         Raises:
             CasnapError: This save, or the one before it, failed; nothing was committed.
+            SnapshotExistsError: There is a checkpoint of torch_checkpointing's, or one that has a
+                tag.
             KeyError: An item that is required is missing, or has no spec.
         """
         self._check_open("save")
         self._wait()
+        check_no_other_form(Path(local_path(checkpoint_id)), TORCH_CHECKPOINTING)
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
         options: dict[str, Any] = {

@@ -29,6 +29,20 @@ def save(form: str, folder: Path) -> Path:
     elif form == "TorchSnapshot":
         (folder / "step_1").mkdir()
         (folder / "step_1/.snapshot_metadata").write_text("{}")
+    elif form == "DeepSpeed":
+        (folder / "step_1").mkdir()
+        torch.save({}, folder / "step_1/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    elif form == "DeepSpeed's folder":
+        (folder / "step_1/global_step1").mkdir(parents=True)
+        (folder / "step_1/latest").write_text("global_step1")
+        torch.save({}, folder / "step_1/global_step1/mp_rank_00_model_states.pt")
+    elif form == "Accelerate":
+        (folder / "step_1").mkdir()
+        (folder / "step_1/random_states_0.pkl").write_bytes(b"\x80\x04N.")
+        save_file({"x": torch.ones(3)}, folder / "step_1/model.safetensors")
+    elif form == "torch_checkpointing":
+        (folder / "step_1").mkdir()
+        torch.save({"x": torch.ones(3)}, folder / "step_1/model_0.pt")
     elif form == "safetensors":
         (folder / "step_1").mkdir()
         save_file({"x": torch.ones(3)}, folder / "step_1/model.safetensors")
@@ -38,7 +52,18 @@ def save(form: str, folder: Path) -> Path:
     return folder / "step_1"
 
 
-FORMS = ["torch.distributed.checkpoint", "TorchSnapshot", "safetensors", "torch.save"]
+FORMS = [
+    "torch.distributed.checkpoint",
+    "TorchSnapshot",
+    "torch_checkpointing",
+    "safetensors",
+    "torch.save",
+]
+NOT_IMPORTED = {
+    "DeepSpeed": "DeepSpeed's own load_checkpoint loads",
+    "DeepSpeed's folder": "DeepSpeed's own load_checkpoint loads",
+    "Accelerate": "Accelerate's own load_state loads",
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -65,7 +90,20 @@ def test_no_snapshot_but_a_checkpoint_of_another_form(
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", NOT_IMPORTED)
+def test_no_snapshot_but_a_checkpoint_that_only_its_own_library_loads(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, path, advice = Store(tmp_path).make(), save(form, tmp_path), NOT_IMPORTED[form]
+    with caplog.at_level(logging.WARNING, "casnap"):
+        assert store.latest() is None
+    library = form.removesuffix("'s folder")
+    assert f"{path.name}, a checkpoint of {library}: {advice} it" in caplog.text
+    with pytest.raises(SnapshotNotFoundError, match=f"a checkpoint of {library}, which {advice}$"):
+        _ = store[path.name]
+
+
+@pytest.mark.parametrize("form", [*FORMS[:2], *NOT_IMPORTED])
 def test_one_name_is_not_for_two_states(tmp_path: Path, form: str) -> None:
     """A take beside a checkpoint of another library: each of them would load its own."""
     path = save(form, tmp_path)
@@ -79,12 +117,11 @@ def test_one_name_is_not_for_two_states(tmp_path: Path, form: str) -> None:
         lambda: store.async_take(state, path.name).wait(),
         lambda: dcp.save({"x": torch.zeros(3)}, storage_writer=CasnapWriter(path)),
     ):
-        with pytest.raises(
-            (CasnapError, CheckpointException), match=rf"of {form}.* `casnap import"
-        ):
+        advice = NOT_IMPORTED.get(form, "`casnap import")
+        with pytest.raises((CasnapError, CheckpointException), match=f"of {form[:9]}.* {advice}"):
             take()
     assert sorted(path.iterdir()) == before
-    store.import_file(path, "imported") if form != "TorchSnapshot" else None
+    store.import_file(path, "imported") if form == FORMS[0] else None
     # It is in the way of its own name alone.
     assert store.take(state, f"{path.name}0").path
 

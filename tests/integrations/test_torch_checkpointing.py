@@ -137,6 +137,23 @@ def test_checkpoints_of_its_own_are_loaded(tmp_path: Path) -> None:
     checkpoints.close()
 
 
+def test_a_checkpoint_of_its_own_is_not_saved_over(tmp_path: Path) -> None:
+    from torch_checkpointing import CheckpointManager
+
+    (model, optimizer), path = trained(), str(tmp_path / "step_1")
+    own = CheckpointManager(CheckpointManager.Config.with_sync_save())
+    own.save(path, items(model, optimizer, 7))
+    for how in ("sync", "async"):
+        with pytest.raises(SnapshotExistsError, match=r"a checkpoint of torch_checkpointing, and"):
+            manager(how).save(path, items(model, optimizer, 8))
+    assert Store(tmp_path).latest() is None
+    # It is in the way of its own name alone; and a snapshot is replaced.
+    for step in (8, 9):
+        manager("sync").save(str(tmp_path / "step_2"), {"step": step})
+    assert manager("sync").load(path, into={"step": 0})["step"] == 7
+    assert manager("sync").load(str(tmp_path / "step_2"), into={"step": 0})["step"] == 9
+
+
 # --- what casnap is for -----------------------------------------------------------------------
 
 

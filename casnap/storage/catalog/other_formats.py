@@ -6,9 +6,12 @@ A program that has changed libraries finds no snapshot, and would begin its run 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from casnap.backends.places import exists, is_file, is_folder, is_taken
 from casnap.backends.system_errors import translated
@@ -21,30 +24,107 @@ _MOST = 1000
 """How many names of a folder are looked at."""
 _SHOWN = 8
 """How many stores a message names."""
-_FILES = {
-    ".safetensors": "safetensors",
-    ".pt": "torch.save",
-    ".pth": "torch.save",
-    ".ckpt": "torch.save",
-    ".bin": "torch.save",
-}
-_FOLDERS = {".metadata": "torch.distributed.checkpoint", ".snapshot_metadata": "TorchSnapshot"}
 
 
-def form_of(path: Path) -> str | None:
-    """Return the form of a checkpoint that ``casnap import`` reads, judged by names; or None."""
+class Form(NamedTuple):
+    """A form of checkpoints of another library.
+
+    Attributes:
+        name: How messages call it.
+        telltales: Globs; each checkpoint of this form is a file, or a folder with a file, that one
+            of them matches.
+        is_sure: Whether nothing else is called so.
+        reader: What reads it, if ``casnap import`` does not.
+    """
+
+    name: str
+    telltales: tuple[str, ...]
+    is_sure: bool = True
+    reader: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What can be done with one: goes on after "a checkpoint of {name}, which"."""
+        return f"{self.reader} loads" if self.reader else "`casnap import` imports as a snapshot"
+
+
+_SAFETENSORS = Form("safetensors", ("*.safetensors",), is_sure=False)
+_FILES = (
+    _SAFETENSORS,
+    Form("torch.save", ("*.pt", "*.pth", "*.ckpt", "*.bin"), is_sure=False),
+)
+TORCH_CHECKPOINTING = Form("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False)
+_FOLDERS = (
+    Form("torch.distributed.checkpoint", (".metadata",)),
+    Form("TorchSnapshot", (".snapshot_metadata",)),
+    Form("DeepSpeed", ("*mp_rank_*_states.pt",), reader="DeepSpeed's own load_checkpoint"),
+    Form("Accelerate", ("random_states_0.pkl",), reader="Accelerate's own load_state"),
+    _SAFETENSORS,
+    TORCH_CHECKPOINTING,
+)
+"""The forms of folders. The first that matches counts."""
+_LATEST = "latest"
+"""DeepSpeed writes the name of its last checkpoint into this file, beside the checkpoint."""
+
+
+def form_of(path: Path) -> Form | None:
+    """Return the form of a checkpoint of another library, judged by names; None if it is none."""
     try:
         if is_file(path):
-            return _FILES.get(path.suffix)
+            return next((form for form in _FILES if _matches(form, path.name)), None)
         if not is_folder(path) or exists(path / MARKER):
             return None
-        if (form := _folder_form(path)) is not None:
-            return form
-        names = [entry.name for entry in _entries(path)]
+        return _folder_form(path, _FOLDERS)
     except (OSError, BackendError):
         # It is only for a hint.
         return None
-    return "safetensors" if any(name.endswith(".safetensors") for name in names) else None
+
+
+def check_no_other_form(folder: Path, *own: Form) -> None:
+    """Check that the folder of a new snapshot holds no checkpoint of another library.
+
+    Args:
+        folder: The folder.
+        own: The form of the library that saves, if it is not a sure one.
+
+    Raises:
+        SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
+        BackendError: It cannot be looked at.
+    """
+    form = _folder_form(folder, (*(form for form in _FOLDERS if form.is_sure), *own))
+    if form is not None:
+        importing = f"`casnap import {folder} NAME` imports it as a snapshot"
+        raise SnapshotExistsError(
+            f"{folder} holds a checkpoint of {form.name}, and one name is not for two states: take "
+            "under another name, or remove that one. "
+            + (f"{form.reader} loads it" if form.reader else importing)
+        )
+
+
+def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
+    """Return the first of some forms that a folder has, or its last checkpoint of DeepSpeed."""
+    folders = [folder]
+    if is_file(latest := folder / _LATEST):
+        with translated(str(latest)), latest.open(errors="replace") as file:
+            tag = file.read(256).strip()
+        if tag == Path(tag).name:
+            folders.append(folder / tag)
+    return next((form for form in forms if any(_has(each, form) for each in folders)), None)
+
+
+def _has(folder: Path, form: Form) -> bool:
+    """Whether a folder has a file that only a form has."""
+    # A name is looked for itself: there may be too many others to look at.
+    names = [glob for glob in form.telltales if "*" not in glob]
+    if len(names) < len(form.telltales) and is_folder(folder):
+        with translated(str(folder)):
+            entries = _entries(folder)
+        names += [entry.name for entry in entries if _matches(form, entry.name)]
+    return any(is_file(folder / name) and not _is_ours(folder / name) for name in names)
+
+
+def _matches(form: Form, name: str) -> bool:
+    return any(fnmatchcase(name, glob) for glob in form.telltales)
 
 
 def _is_ours(path: Path) -> bool:
@@ -53,36 +133,10 @@ def _is_ours(path: Path) -> bool:
         return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
-def check_no_other_form(folder: Path) -> None:
-    """Check that the folder of a new snapshot holds no checkpoint of another library.
-
-    Raises:
-        SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
-        BackendError: It cannot be looked at.
-    """
-    form = _folder_form(folder)
-    if form is not None:
-        raise SnapshotExistsError(
-            f"{folder} holds a checkpoint of {form}, and one name is not for two states: take "
-            f"under another name, or remove that one. `casnap import {folder} NAME` imports it as "
-            "a snapshot"
-        )
-
-
-def _folder_form(folder: Path) -> str | None:
-    """Return the form of a checkpoint that is a folder, judged by the file that each has."""
-    for name, form in _FOLDERS.items():
-        if is_file(folder / name) and not _is_ours(folder / name):
-            return form
-    return None
-
-
 def hint_at(path: Path) -> str:
     """Return what an error is to add if there is a checkpoint of another form; "" if not."""
     form = form_of(path)
-    if form is None:
-        return ""
-    return f". There is a checkpoint of {form}, which `casnap import` imports as a snapshot"
+    return "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
 
 
 def hint_in(folder: Path) -> str:
@@ -100,9 +154,10 @@ def hint_in(folder: Path) -> str:
         return ""
     path, form = checkpoints[-1]
     more = f", and {len(checkpoints) - 1} more" if len(checkpoints) > 1 else ""
+    importing = f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
     return (
-        f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form}{more}: "
-        f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
+        f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form.name}{more}: "
+        f"{f'{form.reader} loads it' if form.reader else importing}"
     )
 
 
