@@ -7,7 +7,7 @@ among them. What is left looks like any other tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -32,13 +32,13 @@ def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
 
 
-def path_of_parts(state: object) -> str | None:
-    """Return the path of a tensor in nested dicts and lists that holds parts, if there is one."""
+def path_of_tensor(state: object, is_it: Callable[[torch.Tensor], bool]) -> str | None:
+    """Return the path of the tensor in nested dicts and lists that is it, if there is one."""
     children = [("", state)]
     while children:
         path, value = children.pop()
         if isinstance(value, torch.Tensor):
-            if holds_parts(value):
+            if is_it(value):
                 return path
         elif isinstance(value, Mapping):
             children += [(f"{path}/{key}" if path else f"{key}", v) for key, v in value.items()]

@@ -135,6 +135,16 @@ def is_wrapper(value: torch.Tensor) -> bool:
     return type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def is_its_storage(value: torch.Tensor) -> bool:
+    """Whether an ordinary tensor has elements that are bytes of its storage, by its strides."""
+    return (
+        value.layout is _STRIDED
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+        and not (value.is_conj() or value.is_neg())
+        and (not value.nbytes or value.data_ptr() != 0)
+    )
+
+
 def is_its_memory(value: torch.Tensor) -> bool:
     """Whether the elements of a tensor are the bytes at its address, one after the other."""
     return (
@@ -185,6 +195,11 @@ def _storage_bytes(value: torch.Tensor) -> int:
 def holds_no_values(value: torch.Tensor) -> bool:
     """Whether a tensor has only a shape and a dtype: a meta tensor or a FakeTensor."""
     return value.is_meta or type(value).__name__ == "FakeTensor"
+
+
+def is_freed(value: torch.Tensor) -> bool:
+    """Whether the storage of an ordinary tensor has been freed (resized to 0, as FSDP does)."""
+    return value.layout is _STRIDED and value.nbytes > 0 and not _storage_bytes(value)
 
 
 class NoValuesError(UnsupportedTypeError):

@@ -7,7 +7,8 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.utils._pytree import tree_map_only
 
 from casnap import Retention, Snapshot, StateDict, Store, release_memory
 from casnap.errors import StateError, UnsupportedTypeError
@@ -312,6 +314,102 @@ def test_async_saves_keep_the_memory_of_their_copies(tmp_path: Path) -> None:
     for step in range(4):
         assert (Snapshot(str(tmp_path / f"{step}")).read_object("x") == step).all()
     assert release_memory() >= x.nbytes
+
+
+class Halves(torch.Tensor):
+    """A quantized weight: what torch does with it gives plain tensors."""
+
+    @staticmethod
+    def __new__(cls, halves: torch.Tensor) -> Halves:
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, halves.shape)  # type: ignore[attr-defined]
+        made.halves = halves
+        return made
+
+    halves: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].halves)
+        return func(*tree_map_only(cls, lambda t: t.halves / 2, args), **(kwargs or {}))
+
+
+Z = torch.complex(torch.arange(1, 6.0), torch.arange(1, 6.0))
+NOT_THEIR_BYTES: dict[str, Callable[[], Any]] = {
+    "conjugated": Z.conj,
+    "negated": lambda: Z.conj().imag,
+    "both": lambda: torch._neg_view(Z.conj()),
+    "in a tuple": lambda: (Z.conj(), 3),
+    "in a deque": lambda: deque([Z.conj()]),
+    "without memory": lambda: torch._efficientzerotensor(5),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(5.0), 0.1, 0, torch.qint8),
+}
+HALVES = torch.arange(5.0)
+NO_VALUES: dict[str, Callable[[], Any]] = {
+    "tensor subclass": lambda: Halves(HALVES),
+    "subclass that dcp.async_save cannot copy": lambda: nn.Parameter(Halves(HALVES)),
+    "store the plain tensors that it wraps": lambda: [Halves(HALVES)],
+    "meta device": lambda: torch.empty(3, device="meta"),
+    "has been freed": lambda: resized(torch.ones(3), 0),
+}
+
+
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+@pytest.fixture(params=["writer", "path"])
+def async_save(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    def save(state: dict[str, Any], path: Path) -> None:
+        if request.param == "path":
+            install(path.parent)
+            done: Any = dcp.async_save(state, checkpoint_id=path)
+        else:
+            done = dcp.async_save(state, storage_writer=CasnapWriter(path))
+        done.result()
+
+    yield save
+    uninstall()
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|beta state)")
+@pytest.mark.parametrize("kind", NOT_THEIR_BYTES)
+def test_async_saves_store_values_that_are_not_the_bytes_of_storages(
+    tmp_path: Path, kind: str, async_save: Callable[..., None]
+) -> None:
+    state = {"x": NOT_THEIR_BYTES[kind]()}
+    dcp.save(state, storage_writer=CasnapWriter(tmp_path / "now"))
+    async_save(state, tmp_path / "later")
+    assert_same(Snapshot(tmp_path / "later").read_object("x"), state["x"])
+    assert not Store(tmp_path).diff("now", "later").changes
+
+
+@pytest.mark.parametrize("reason", NO_VALUES)
+def test_async_saves_refuse_what_they_cannot_copy(
+    tmp_path: Path, reason: str, async_save: Callable[..., None]
+) -> None:
+    state = {"x": NO_VALUES[reason]()}
+    with pytest.raises(UnsupportedTypeError, match=rf"^(x(/0)?|a tensor of the state): .*{reason}"):
+        async_save(state, tmp_path / "later")
+    assert Store(tmp_path).latest() is None
+
+
+def test_async_saves_of_storages_that_change_their_size(
+    tmp_path: Path, async_save: Callable[..., None]
+) -> None:
+    same, grown = torch.zeros(1 << 18), torch.zeros(1)
+    for step in range(4):
+        same.fill_(step)
+        grown = resized(grown, 4 * (step + 1)).set_(grown.untyped_storage(), 0, (step + 1,))
+        grown.fill_(step)
+        async_save({"same": same, "grown": grown}, tmp_path / f"{step}")
+    for step in range(4):
+        snapshot = Snapshot(tmp_path / f"{step}")
+        assert_same(snapshot.read_object("grown"), torch.full((step + 1,), float(step)))
+        assert (snapshot.read_object("same") == step).all()
 
 
 def test_a_writer_that_saves_twice_at_once_copies_twice(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor,
 )
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from casnap.backends.places import exists
 from casnap.errors import InvalidNameError, StateError, StoreError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
+from casnap.integrations.dcp.staging import torch_copy, true_copy
 from casnap.integrations.dcp.writer import CasnapWriter
 from casnap.storage.catalog.missing_folders import check_has_folders
 from casnap.store import Store
@@ -94,6 +96,8 @@ def install(
     for kind in (FileSystemWriter, FileSystemReader):
         kind.__new__ = _new_of(kind)  # type: ignore[method-assign]
     _ProcessBasedAsyncCheckpointExecutor.execute_save = _execute_save  # type: ignore[method-assign]
+    # Given a path alone, dcp.async_save copies the state before it asks for a writer.
+    StateDictStager._offload_tensor = true_copy  # type: ignore[method-assign]
     replaced = [f"{kind.__module__}.{kind.__qualname__}" for kind in (*_WRITERS, *_READERS)]
     _log.info("below %s, casnap replaces %s", store.uri, ", ".join(replaced))
     return replaced
@@ -104,6 +108,7 @@ def uninstall() -> None:
     _installed.clear()
     # __new__ stays: a class that has had its own refuses arguments once that is deleted.
     _ProcessBasedAsyncCheckpointExecutor.execute_save = _real_save  # type: ignore[method-assign]
+    StateDictStager._offload_tensor = torch_copy  # type: ignore[method-assign]
 
 
 def _new_of(kind: type) -> Callable[..., Any]:

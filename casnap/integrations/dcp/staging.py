@@ -1,30 +1,102 @@
 """The copies of ``dcp.async_save``: their memory is kept for the next save of this process.
 
 DCP copies a state before it saves it in the background. By default it takes fresh memory each time,
-which is several times slower than memory that is warm.
+which is several times slower than memory that is warm. And it copies the bytes of storages, which
+are not the values of every tensor.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from casnap.errors import UnsupportedTypeError
 from casnap.runtime.buffers import on_release
 from casnap.runtime.fork import PerProcess
 from casnap.state.devices import synchronize
-from casnap.state.parts import path_of_parts
+from casnap.state.parts import holds_parts, path_of_tensor
+from casnap.state.tensors import describe, holds_no_values, is_freed, is_its_storage, is_wrapper
+
+
+class UncopiedError(UnsupportedTypeError):
+    """A tensor cannot be copied.
+
+    Attributes:
+        tensor: The tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(_why_uncopied("a tensor of the state", tensor))
+        self.tensor = tensor
+
+
+def _why_uncopied(path: str, tensor: torch.Tensor) -> str:
+    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    if is_wrapper(tensor) and not holds_no_values(tensor):
+        return (
+            f"{path}: {name} is a tensor subclass that dcp.async_save cannot copy, as its "
+            "new_empty() gives another type; store the plain tensors that it wraps, or use "
+            "dcp.save with CasnapWriter(allow_pickle=True)"
+        )
+    try:
+        describe(path, tensor)
+    except UnsupportedTypeError as e:
+        return str(e)
+    return f"{path}: {name} holds no values"
+
+
+torch_copy: Callable[..., torch.Tensor] = StateDictStager._offload_tensor
+
+
+def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+    """Copy a tensor as a stager of torch does, but its values, whatever bytes its storage has.
+
+    Raises:
+        UncopiedError: It holds no values, or its class makes another one of it.
+    """
+    if hasattr(tensor, "wait"):  # a collective may still be under way
+        tensor = tensor.wait()
+    if holds_no_values(tensor):
+        raise UncopiedError(tensor)
+    if is_wrapper(tensor) or is_its_storage(tensor):
+        copy = torch_copy(stager, tensor, memo, non_blocking)
+        # What torch makes of a wrapper has the values if it is one, with copies of what it wraps.
+        if is_wrapper(tensor) and type(copy) is not type(tensor):
+            raise UncopiedError(tensor)
+        return copy
+    if is_freed(tensor):
+        raise UncopiedError(tensor)
+    copy = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
+    for name, value in vars(tensor).items():
+        setattr(copy, name, stager.deepcopy_with_tensor_offload(value, memo))
+    return copy
+
+
+class _TrueStager(StateDictStager):
+    """Copies the values of tensors, into memory that is kept while their storage is as it was."""
+
+    _offload_tensor = true_copy
+
+    def _stage_untyped_storage(self, storage: Any, non_blocking: bool = False) -> Any:
+        copies: Any = self._cached_storage_mapping
+        if storage in copies and copies[storage].size() != storage.size():
+            del copies[storage]
+        return super()._stage_untyped_storage(storage, non_blocking)
 
 
 def _new_stager() -> DefaultStager:
     # Only where this process uses CUDA: else its first GPU would get a context for nothing.
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
+    stager = DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
+    stager._state_dict_stager = _TrueStager(pin_memory=on_cuda)
+    return stager
 
 
 def _copies(stager: DefaultStager) -> dict[int, int]:
@@ -37,7 +109,9 @@ def _address(value: object) -> int:
     """Return where the memory of a tensor begins; 0 if it has none."""
     if isinstance(value, DTensor):
         value = value.to_local()
-    return value.untyped_storage().data_ptr() if type(value) is torch.Tensor else 0
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return 0
+    return value.untyped_storage().data_ptr()
 
 
 class _Kept:
@@ -93,14 +167,23 @@ class KeptStager:
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state; later changes do not show in it."""
-        self._staged_parts, self._lost_parts = path_of_parts(state_dict), None
+        """Return a copy of a state; later changes do not show in it.
+
+        Raises:
+            UnsupportedTypeError: A tensor cannot be copied.
+        """
+        self._staged_parts, self._lost_parts = path_of_tensor(state_dict, holds_parts), None
         if self._stager is None:
             stager = self._stager = _kept_memory.value.take()
         else:
             # The save before is not done, or has failed: then it is not known which are free.
             stager, self._stager = _new_stager(), None
-        staged = stager.stage(state_dict)
+        try:
+            staged = stager.stage(state_dict)
+        except UncopiedError as e:
+            uncopied = e.tensor
+            path = path_of_tensor(state_dict, lambda tensor: tensor is uncopied)
+            raise UnsupportedTypeError(_why_uncopied(path, uncopied) if path else str(e)) from None
         # torch waits for the copies from the current device alone.
         synchronize(tree_leaves(state_dict))
         assert isinstance(staged, dict)
