@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -34,18 +35,43 @@ from casnap.state.containers import container_builder
 from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
+from casnap.state.values import Key, decode_keys
 from casnap.storage.catalog.contents import Contents
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _MOST_GAPS = 1 << 16
 
-ObjectPath: TypeAlias = tuple[str | int, ...]
-"""The keys of dicts and indices of lists that lead to a value, as DCP has them."""
+
+class DictKey(msgspec.Struct, frozen=True, array_like=True):
+    """A key of a dict that is no str. DCP has ``str(key)`` in its place.
+
+    Attributes:
+        encoded: The key.
+    """
+
+    encoded: Key
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+    @property
+    def key(self) -> Any:
+        """The key."""
+        return decode_keys([self.encoded])[0]
+
+
+ObjectPath: TypeAlias = tuple[str | int | DictKey, ...]
+"""The keys of dicts and indices of lists that lead to a value."""
 
 
 def casnap_path(path: ObjectPath) -> str:
     """Return casnap's path of a value."""
     return "/".join(map(component_of, path))
+
+
+def as_in_dcp(path: ObjectPath) -> ObjectPath:
+    """Return an object path as DCP has it: its keys are texts."""
+    return tuple(str(part) if isinstance(part, DictKey) else part for part in path)
 
 
 # --- saving -----------------------------------------------------------------------------------
@@ -60,20 +86,27 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
     Raises:
         StateError: Two values have one path, one lies below another, or lists are mostly gaps.
     """
-    paths = list(paths)
+    true_paths = list(paths)
+    paths = list(map(as_in_dcp, true_paths))
     _check_paths(paths)
+    keys: dict[ObjectPath, Any] = {}
+    for path, true_path in zip(paths, true_paths, strict=True):
+        for i, part in enumerate(true_path):
+            if isinstance(part, DictKey):
+                # Of ranks that have other keys there, the first counts.
+                keys.setdefault(path[: i + 1], part.key)
     root: dict[str, Any] = {}
     with without_torch_modes():
         # In place of any value: a list of other values could be one packed value.
         value = torch.empty(0)
         for path in paths:
             try:
-                set_element(root, path, value)
+                set_element(root, path, value)  # type: ignore[arg-type]
             except (TypeError, IndexError, AttributeError, RuntimeError) as e:
                 raise StateError(f"{casnap_path(path):.200} lies below another value: {e}") from e
         try:
             return {
-                key: list(containers_of(_as_saved(child), component_of(key)))
+                key: list(containers_of(_as_saved(child, (key,), keys), component_of(key)))
                 for key, child in root.items()
             }
         except RecursionError as e:
@@ -99,21 +132,29 @@ def _check_paths(paths: Sequence[ObjectPath]) -> None:
         raise StateError("its lists have more gaps than values")
 
 
-def _as_saved(value: Any) -> Any:
-    """Return nested containers in which the states of optimizers are as torch makes them.
+def _as_saved(value: Any, path: ObjectPath, keys: Mapping[ObjectPath, Any]) -> Any:
+    """Return nested containers with their own keys, and states of optimizers as torch makes them.
 
     DCP makes a str of each key, and drops an empty dict. But an optimizer numbers its parameters,
     and would take no notice of the state of a parameter "0".
+
+    Args:
+        value: A value.
+        path: Its object path in DCP.
+        keys: The keys that are no str, where they are known, by their object paths in DCP.
     """
     if isinstance(value, list):
-        return [_as_saved(inner) for inner in value]
+        return [_as_saved(inner, (*path, i), keys) for i, inner in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    mapping = {key: _as_saved(inner) for key, inner in value.items()}
+    mapping = {
+        keys.get((*path, name), name): _as_saved(inner, (*path, name), keys)
+        for name, inner in value.items()
+    }
     if "param_groups" in mapping and mapping.keys() <= {"state", "param_groups"}:
         state = mapping.get("state", {})
-        if isinstance(state, dict) and all(map(_NUMBER.fullmatch, state)):
-            numbered = {int(key): inner for key, inner in state.items()}
+        if isinstance(state, dict) and all(_NUMBER.fullmatch(str(name)) for name in state):
+            numbered = {int(name): inner for name, inner in state.items()}
             mapping = {"state": numbered, "param_groups": mapping["param_groups"]}
     return mapping
 

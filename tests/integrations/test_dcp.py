@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -275,6 +276,76 @@ def test_planners_that_forget_what_the_writer_says(tmp_path: Path) -> None:
     assert store["a"].get_state_dict_for_key("x") == {"y": 1}
     with pytest.raises(CheckpointException, match="has dropped storage_data"):
         save(store, "b", {"x": {"y": 1}}, planner=Forgetful("finish"))
+
+
+def scheduled() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
+    return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], gamma=0.1)
+
+
+def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("by", ["restore", "dcp.load"])
+def test_a_scheduler_decays_at_its_milestones(tmp_path: Path, by: str) -> None:
+    optimizer, scheduler = scheduled()
+    rates(optimizer, scheduler, 2)
+    state = {"optim": optimizer, "sched": scheduler}
+    dcp.save(state, storage_writer=CasnapWriter(tmp_path / "a"))
+    wanted = rates(optimizer, scheduler, 6)
+    again = scheduled()
+    into = dict(zip(state, again, strict=True))
+    if by == "restore":
+        Snapshot(tmp_path / "a").restore(into)
+    else:
+        dcp.load(into, storage_reader=CasnapReader(tmp_path / "a"))
+        assert [*again[1].milestones] == [3, 6]  # type: ignore[attr-defined]
+    assert rates(*again, 6) == wanted
+
+
+KEYS = [3, -1, 0.5, True, None, (1, "a"), (), b"b", torch.float16, "3 ", "a.b/c%"]
+
+
+@pytest.mark.parametrize("in_the_background", [False, True])
+def test_keys_keep_their_types(tmp_path: Path, in_the_background: bool) -> None:
+    """DCP makes a str of each."""
+    state = {
+        "values": {key: i for i, key in enumerate(KEYS)},
+        "tensors": {key: torch.full((2,), i) for i, key in enumerate(KEYS)},
+        "deep": {1: {2: [{3: torch.ones(3)}, {4: "x"}]}, "1.5": {2.5: {"y": 1}}},
+    }
+    writer = CasnapWriter(tmp_path / "a")
+    if in_the_background:
+        pending: Any = dcp.async_save(state, storage_writer=writer)
+        pending.result()
+    else:
+        dcp.save(state, storage_writer=writer)
+    snapshot = Snapshot(tmp_path / "a")
+    for key, wanted in state.items():
+        assert_same(snapshot.get_state_dict_for_key(key), wanted)
+    into: dict[str, Any] = {
+        "values": dict.fromkeys(KEYS),
+        "tensors": {key: torch.zeros(2, dtype=torch.int64) for key in KEYS},
+        "deep": {1: {2: [{3: torch.zeros(3)}, {4: None}]}, "1.5": {2.5: {"y": None}}},
+    }
+    dcp.load(into, storage_reader=CasnapReader(tmp_path / "a"))
+    assert_same(into, state)
+
+
+class Phase(enum.Enum):
+    WARM = 1
+
+
+def test_a_key_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"x/y: the key <Phase.WARM: 1> of type .*Phase "):
+        dcp.save({"x": {"y": {Phase.WARM: 1}}}, storage_writer=CasnapWriter(tmp_path / "a"))
+    assert Store(tmp_path).latest() is None
 
 
 # --- async ------------------------------------------------------------------------------------

@@ -100,6 +100,29 @@ def test_what_was_saved_on_some_ranks_is_loaded_on_others(
 # --- how DCP may be called --------------------------------------------------------------------
 
 
+def save_by_rank(folder: str) -> None:
+    """Save dicts whose keys are numbers of ranks, and one whose key is another on each rank."""
+    rank = dist.get_rank()
+    state = {
+        "loaders": {rank: {"seen": torch.tensor(rank)}},
+        "rest": {
+            "both": {7: torch.ones(2)},
+            "odd": {str(rank): {5 if rank else "5": torch.ones(2)}},
+        },
+    }
+    dcp.save(state, storage_writer=CasnapWriter(f"{folder}/a"))
+
+
+def test_keys_of_ranks_keep_their_types(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(save_by_rank, str(tmp_path))
+    snapshot = Store(tmp_path)["a"]
+    loaders = snapshot.get_state_dict_for_key("loaders")
+    assert {rank: loader["seen"].item() for rank, loader in loaders.items()} == {0: 0, 1: 1}
+    rest = snapshot.get_state_dict_for_key("rest")
+    assert [*rest["both"]] == [7]
+    assert {key: [*value] for key, value in rest["odd"].items()} == {"0": ["5"], "1": [5]}
+
+
 def sharded(step: int, **extra: Any) -> dict[str, Any]:
     """Return a state with a DTensor of 100,003 rows, which no number of ranks divides."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

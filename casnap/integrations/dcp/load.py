@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from casnap.errors import StateError
 from casnap.files.dcp_names import Stored
 from casnap.format.entries import TensorEntry
 from casnap.format.region import Region
-from casnap.integrations.dcp.plan import check_boxes
+from casnap.integrations.dcp.plan import TrueKeys, check_boxes
 from casnap.integrations.divided import entries_below
 from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
@@ -93,10 +93,11 @@ class PlanLoad:
                 part.target.copy_(fresh[i])
             planner.commit_tensor(part.item, part.target)
         synchronize(part.target for part in parts)
+        true_keys = TrueKeys()
         for item in objects:
             path = self._values[item.storage_index.fqn].path
             value = inflate(path, leaves, known=known)
-            _give(planner, item, value)
+            _give(planner, item, value, true_keys)
 
     def _part(self, item: ReadItem) -> _TensorRead:
         name = item.storage_index.fqn
@@ -129,7 +130,7 @@ def _overlapping(parts: list[_TensorRead]) -> set[int]:
     return {i for group in conflicting_groups(memory, content) for _, i in group}
 
 
-def _give(planner: LoadPlanner, item: ReadItem, value: object) -> None:
+def _give(planner: LoadPlanner, item: ReadItem, value: object, true_keys: TrueKeys) -> None:
     """Give a value to the planner, without the bytes of a pickle where it takes it so."""
     if (
         isinstance(planner, DefaultLoadPlanner)
@@ -137,7 +138,13 @@ def _give(planner: LoadPlanner, item: ReadItem, value: object) -> None:
     ):
         name = item.dest_index.fqn
         if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[name], value)
+            state, path = planner.original_state_dict, planner.mappings[name]
+            container = true_keys.container(state, path[:-1])
+            if isinstance(container, MutableMapping):
+                # DCP would put it beside a value whose key is no str.
+                container[true_keys.key(container, path[-1])] = value
+            else:
+                set_element(state, path, value)
         else:
             planner.state_dict[name] = value
         return

@@ -6,8 +6,9 @@ rank alone has it. So every leaf is global, and no rank needs to be asked for re
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
+from casnap.files.dcp_names import (
+    DictKey,
+    ObjectPath,
+    as_in_dcp,
+    casnap_path,
+    containers_above,
+)
 from casnap.format.entries import Payload, ValueEntry
 from casnap.format.region import Region
 from casnap.integrations.divided import leaf_of_parts
@@ -28,14 +35,27 @@ from casnap.state.flatten import flatten
 from casnap.state.parts import holds_parts, said_of_parts
 from casnap.state.sharded import shards_of, without_torch_function
 from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe
-from casnap.state.values import decode_value, encode_object
+from casnap.state.values import decode_value, encode_key, encode_object
 from casnap.take.capture import DividedLeaves
 
 
 class _Paths(msgspec.Struct, array_like=True):
     """Object paths, in order."""
 
-    paths: list[tuple[str | int, ...]]
+    paths: list[tuple[str | int | DictKey, ...]]
+
+
+_set_up_planner = DefaultSavePlanner.set_up_planner
+
+
+@functools.wraps(_set_up_planner)
+def _keep_state(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep the state too: flattened, it has a str in place of each key."""
+    self.casnap_state = state_dict
+    _set_up_planner(self, state_dict, *args, **kwargs)
+
+
+DefaultSavePlanner.set_up_planner = _keep_state  # type: ignore[method-assign]
 
 
 def planned(
@@ -47,7 +67,11 @@ def planned(
         StateError: A value cannot be stored, or is not what the plan says.
     """
     mapping = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    paths = {item.index.fqn: _path_of(mapping, item.index.fqn) for item in plan.items}
+    state, true_keys = getattr(planner, "casnap_state", None), TrueKeys()
+    paths = {
+        item.index.fqn: _with_keys(_path_of(mapping, item.index.fqn), state, true_keys)
+        for item in plan.items
+    }
     leaves: dict[str, list[Leaf]] = {}
     leading = agreed_paths(comm, dict.fromkeys(paths.values()))
     for path in leading:
@@ -68,6 +92,56 @@ def _path_of(mapping: Mapping[str, Any], name: str) -> ObjectPath:
     return path if isinstance(path, tuple) and path else (name,)
 
 
+class TrueKeys:
+    """Finds the keys of which DCP has made a str, in dicts that do not change meanwhile."""
+
+    def __init__(self) -> None:
+        self._by_text: dict[int, dict[str, Any]] = {}
+
+    def key(self, container: Any, part: object) -> Any:
+        """Return the key, or index, that a part of an object path of DCP's stands for."""
+        if not isinstance(container, Mapping):
+            return part
+        if id(container) not in self._by_text:
+            others = {str(key): key for key in container if not isinstance(key, str)}
+            self._by_text[id(container)] = others
+        return self._by_text[id(container)].get(str(part), part)
+
+    def container(self, state: Any, path: Sequence[object]) -> Any:
+        """Return what is at an object path of DCP's; None if nothing is."""
+        for part in path:
+            try:
+                state = state[self.key(state, part)]
+            except (LookupError, TypeError):
+                return None
+        return state
+
+
+def _with_keys(path: ObjectPath, state: Any, true_keys: TrueKeys) -> ObjectPath:
+    """Return an object path of DCP's with the keys that a state has.
+
+    Raises:
+        UnsupportedTypeError: A key cannot be stored.
+    """
+    found = list(path)
+    for i, part in enumerate(path):
+        key = true_keys.key(state, part)
+        if key is not part and i > 0:
+            found[i] = _dict_key(casnap_path(path[:i]), key)
+        state = true_keys.container(state, path[i : i + 1])
+    return tuple(found)
+
+
+def _dict_key(path: str, key: object) -> DictKey:
+    try:
+        return DictKey(encode_key(key))
+    except UnsupportedTypeError as e:
+        raise UnsupportedTypeError(
+            f"{path}: the key {key!r:.80} of type {e} cannot be stored, and DCP would make a str "
+            "of it; use str, int, bool, float, None, or tuples of those"
+        ) from None
+
+
 def _by_name(plan: SavePlan) -> dict[str, list[WriteItem]]:
     items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
@@ -81,12 +155,15 @@ def agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[Objec
     Most are known to rank 0, so the others name only the rest.
     """
     leading = comm.broadcast_message(_Paths(list(own_paths)), _Paths)
-    known_paths = set(leading.paths)
+    known_paths = set(map(as_in_dcp, leading.paths))
     answers = comm.gather_messages(
-        _Paths([path for path in own_paths if path not in known_paths]), _Paths
+        _Paths([path for path in own_paths if as_in_dcp(path) not in known_paths]), _Paths
     )
-    further_paths = _Paths(list(dict.fromkeys(path for each in answers for path in each.paths)))
-    return [*leading.paths, *comm.broadcast_message(further_paths, _Paths).paths]
+    further_paths: dict[ObjectPath, ObjectPath] = {}
+    for path in (path for each in answers for path in each.paths):
+        further_paths.setdefault(as_in_dcp(path), path)
+    further = comm.broadcast_message(_Paths(list(further_paths.values())), _Paths)
+    return [*leading.paths, *further.paths]
 
 
 class _PlanReader:
