@@ -31,6 +31,7 @@ from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
+from tests.support.volumes import volume
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -188,6 +189,17 @@ def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, io
     assert_same(end, torch.load(uninterrupted / "end", weights_only=True))
     kept = {s.name for s in Store(folder).snapshots()}
     assert kept == {path.name for path in folder.glob("*.ckpt")}
+
+
+def test_resumes_on_a_volume_that_gives_all_files_to_one_user(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    with volume(tmp_path / "volume", owner=4242) as disk:
+        folder = disk.path / "ckpts"
+        assert in_child(lambda: train(folder, kill_at=11)) == -9
+        assert in_child(lambda: torch.save(train(folder), tmp_path / "end")) == 0
+    end = torch.load(tmp_path / "end", weights_only=True)
+    assert_same(end, torch.load(uninterrupted / "end", weights_only=True))
 
 
 @pytest.mark.parametrize("sharded", ["parallel", "fsdp"])

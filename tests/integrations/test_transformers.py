@@ -19,6 +19,7 @@ from tests.support.exports import assert_exports
 from tests.support.faults import in_child, kill, start, wait
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
+from tests.support.volumes import volume
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -144,6 +145,17 @@ def test_each_save_writes_what_changed_and_the_limit_is_kept(uninterrupted: Path
     snapshots[-1].restore({"model": trainer.model})
     assert_same(dict(trainer.model.state_dict()), dict(end["model"]))
     assert_exports(snapshots[-1], uninterrupted, "model", end["model"], tied=trainer.model)
+
+
+def test_resumes_on_a_volume_that_gives_all_files_to_one_user(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    with volume(tmp_path / "volume", owner=4242) as disk:
+        out = disk.path / "out"
+        assert in_child(lambda: run(out, tmp_path / "end", at=7)) == -9
+        assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
+        assert {s.name for s in Store(out).snapshots()} == {"checkpoint-6", "checkpoint-8"}
+    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
 
 
 @pytest.mark.parametrize("by_name", [False, True])
