@@ -138,6 +138,12 @@ def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | N
         if any(rule not in (None, ()) for rule in rules.values()):
             raise click.UsageError("--missing-folders takes no rules; call prune twice")
         return None
+    if all(rule in (None, ()) for rule in rules.values()):
+        options = ", ".join(f"--{rule.replace('_', '-')}" for rule in rules)
+        raise click.UsageError(
+            f"without a rule everything would be forgotten; give at least one of {options}, or "
+            "--missing-folders"
+        )
     try:
         return Retention(**rules)
     except ValueError as e:

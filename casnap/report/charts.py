@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ WIDTH = 960.0
 _LEFT, _TOP = 84.0, 16.0
 _MOST_POINTS = 400
 _CELL = 13.0
+# The names of some snapshots stand below a drawing.
+_MOST_NAMES, _NAMES, _LETTER = 6, 16.0, 7.3
 
 
 class Box(NamedTuple):
@@ -42,7 +44,8 @@ def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
         )
         for i, (name, value) in enumerate(zip(names, values, strict=True))
     ]
-    return _drawing(_TOP + height + 6, [*_scale(height, "0", size(top)), *drawn])
+    below = _names(names, [_LEFT + (i + 0.5) * step for i in range(len(names))], _TOP + height)
+    return _drawing(_TOP + height + _NAMES, [*_scale(height, "0", size(top)), *drawn, *below])
 
 
 def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
@@ -67,8 +70,42 @@ def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
         )
         for name, value, x, y in points
     ]
-    drawn = [*_scale(height, f"{low:.4g}", f"{high:.4g}"), *lines, *dots]
-    return _drawing(_TOP + height + 8, drawn)
+    places = [_LEFT + 6 + i * step for i in range(len(names))]
+    below = _names(names, places, _TOP + height)
+    drawn = [*_scale(height, f"{low:.4g}", f"{high:.4g}"), *lines, *dots, *below]
+    return _drawing(_TOP + height + _NAMES, drawn)
+
+
+def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
+    """Draw a metric of several runs: a line for each, over steps or numbers of snapshots.
+
+    Args:
+        runs: The points of each run, by the name of the run.
+    """
+    height, points = 150.0, [point for run in runs.values() for point in run]
+    first, last = (pick(x for x, _ in points) for pick in (min, max))
+    low, high = (pick(y for _, y in points) for pick in (min, max))
+    width = WIDTH - _LEFT - 12
+
+    def place(x: float, y: float) -> str:
+        across = _LEFT + 6 + width * (x - first) / ((last - first) or 1.0)
+        return f"{across:.6g},{_TOP + height - height * (y - low) / ((high - low) or 1.0):.6g}"
+
+    lines, keys = list[Markup](), list[Markup]()
+    for number, (name, run) in enumerate(runs.items()):
+        # Neighbours in the list are far from each other on the wheel of colours.
+        style = f"--hue:{number * 137 % 360}"
+        every = max(1, -(-len(run) // _MOST_POINTS))
+        path = " ".join(place(*point) for point in (*run[:-1:every], run[-1]))
+        lines.append(
+            element(
+                "polyline", element("title", text(name)), points=path, class_="run", style=style
+            )
+        )
+        keys.append(element("p", text(name), class_="key", style=style))
+    ends = _names([f"{first:g}", f"{last:g}"], [_LEFT + 6, WIDTH - 6], _TOP + height)
+    drawn = [*_scale(height, f"{low:.4g}", f"{high:.4g}"), *lines, *ends]
+    return joined([_drawing(_TOP + height + _NAMES, drawn), *keys])
 
 
 def heat_map(changes: Changes) -> Markup:
@@ -99,7 +136,10 @@ def heat_map(changes: Changes) -> Markup:
             )
             for j, (name, share) in enumerate(zip(changes.snapshots, shares, strict=True))
         ]
-    return _drawing(_TOP + len(changes.modules) * _CELL + 4, rows)
+    bottom = _TOP + len(changes.modules) * _CELL
+    places = [label_width + (j + 0.5) * width for j in range(len(changes.snapshots))]
+    rows += _names(changes.snapshots, places, bottom)
+    return _drawing(bottom + _NAMES, rows)
 
 
 def treemap(sizes: dict[Path, int]) -> Markup:
@@ -189,7 +229,29 @@ def _scale(height: float, low: str, high: str) -> list[Markup]:
     ]
 
 
+def _names(names: Sequence[str], places: Sequence[float], y: float) -> list[Markup]:
+    """Write the names of some snapshots below a drawing: the first, the last, some in between."""
+    count = min(len(names), _MOST_NAMES)
+    chosen = sorted({round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)})
+    gap = min((places[b] - places[a] for a, b in pairwise(chosen)), default=WIDTH - places[0])
+    fits = max(3, int(gap / _LETTER) - 1)
+    written: list[Markup] = []
+    for i in chosen:
+        name = names[i].rpartition("/")[2]
+        label = name if len(name) <= fits else f"…{name[1 - fits :]}"
+        is_end = len(chosen) > 1 and i == chosen[-1]
+        anchor = "end" if is_end else "start" if i == chosen[0] else "middle"
+        written.append(
+            element(
+                "text", element("title", text(names[i])), text(label),
+                x=places[i], y=y + _NAMES - 4, text_anchor=anchor,
+            )
+        )  # fmt: skip
+    return written
+
+
 def _drawing(height: float, content: Sequence[Markup]) -> Markup:
-    return element(
+    drawing = element(
         "svg", joined(content), viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", width="100%"
     )
+    return element("div", drawing, class_="scroll")

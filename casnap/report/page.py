@@ -28,16 +28,21 @@ h1 { font-size: 22px; overflow-wrap: anywhere; } h2 { font-size: 18px; margin: 4
   overflow-wrap: anywhere; }
 h3 { font-size: 14px; margin: 20px 0 0; font-weight: 600; } p { margin: 4px 0; }
 .faint, svg text { color: var(--faint); fill: var(--faint); }
-svg { display: block; margin: 2px 0 10px; } svg text { font: 11px ui-monospace, monospace; }
+svg { display: block; margin: 2px 0 10px; min-width: 760px; }
+svg text { font: 11px ui-monospace, monospace; }
 svg .label { fill: var(--ink); }
 .axis { stroke: var(--line); } .bar { fill: rgba(var(--accent), .75); }
 .curve { stroke: rgb(var(--accent)); stroke-width: 1.5; } .dot { fill: rgb(var(--accent)); }
 .heat { fill: rgba(var(--accent), var(--share)); stroke: var(--line); stroke-width: .4; }
+.run { fill: none; stroke: hsl(var(--hue), 65%, 50%); stroke-width: 1.5; }
+.key::before { content: ""; display: inline-block; width: 18px; height: 3px; margin: 0 8px 3px 0;
+  background: hsl(var(--hue), 65%, 50%); }
 .tile { stroke: var(--paper); fill: rgba(var(--tile), .2); }
 .cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; }
 .card b { display: block; font-size: 19px; font-weight: 600; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%;
+  min-width: 760px; }
 th, td { padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; }
 .number { text-align: right; white-space: nowrap; }
@@ -56,6 +61,7 @@ def page(facts: Facts, now: float) -> str:
             element("h1", text(f"casnap store {facts.uri}")),
             element("p", text(_introduction(facts, now)), class_="faint"),
             _cards(facts),
+            *_comparison(facts.runs),
             *(_run(run) for run in facts.runs),
             *([] if facts.runs else [element("p", text("There are no snapshots."))]),
             *_more_runs(facts.more_runs),
@@ -116,7 +122,7 @@ def _run(run: Run) -> Markup:
     ]
     if run.changes.snapshots:
         oldest, newest = run.changes.snapshots[0], run.changes.snapshots[-1]
-        caption = f"{oldest} to {newest}; what is not listed did not change"
+        caption = f"{oldest} to {newest}, of what the last one holds; the rest of that stayed equal"
         sections += [
             element("h3", text("What changed: the share of each module, against the one before")),
             element("p", text(caption), class_="faint"),
@@ -145,6 +151,28 @@ def _metrics(names: Sequence[str], snapshots: Sequence[SnapshotFacts]) -> list[M
         if len([value for value in values if value is not None]) > 1:
             drawn += [element("h3", text(f"Metadata: {key}")), charts.curve(names, values)]
     return drawn
+
+
+def _comparison(runs: Sequence[Run]) -> list[Markup]:
+    """Return a chart for each metric that several runs have, with a line for each of these."""
+    drawn: list[Markup] = []
+    keys = dict.fromkeys(k for run in runs for s in run.snapshots for k in s.metrics if k != "step")
+    for key in list(keys)[:_MOST_METRICS]:
+        having = (s.metrics for run in runs for s in run.snapshots if key in s.metrics)
+        by_step = all("step" in metrics for metrics in having)
+        points = {
+            run.folder or "Snapshots": [
+                (s.metrics["step"] if by_step else float(number), s.metrics[key])
+                for number, s in enumerate(run.snapshots)
+                if key in s.metrics
+            ]
+            for run in runs
+        }
+        lines = {name: line for name, line in points.items() if len(line) > 1}
+        if len(lines) > 1:
+            over = "over the step" if by_step else "over the number of the snapshot"
+            drawn += [element("h3", text(f"{key} of each run, {over}")), charts.curves(lines)]
+    return [element("h2", text("All runs")), *drawn] if drawn else []
 
 
 def _table(snapshots: Sequence[SnapshotFacts]) -> Markup:

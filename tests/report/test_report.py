@@ -82,6 +82,25 @@ def test_it_shows_each_run(folder: Path) -> None:
     assert f"weight: {size(6 * CHUNK)}" in page.texts
 
 
+def test_runs_with_a_metric_share_a_chart(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    for run in ("a", "b", "c"):
+        for step in range(1 if run == "c" else 3):
+            state = {"model": StateDict(w=torch.full((CHUNK,), step))}
+            store.take(
+                state, f"{run}/step_{step}", metadata={"step": 10 * step, "loss": 1 / (step + 1)}
+            )
+    page = made(tmp_path / "store")
+    assert "loss of each run, over the step" in page.texts
+    assert page.tags.count("polyline") == 2
+    # The names of snapshots stand below each drawing.
+    assert page.texts.count("step_2") > 6
+    store.take({"model": StateDict(other=1)}, "a/step_3", metadata={"loss": 0.1})
+    page = made(tmp_path / "store")
+    assert "loss of each run, over the number of the snapshot" in page.texts
+    assert any("of what the last one holds" in text for text in page.texts)
+
+
 def test_the_same_for_programs(folder: Path, tmp_path: Path) -> None:
     facts = document("report", folder, "run1", "-o", tmp_path / "r.html")
     (run,) = facts["runs"]
@@ -111,7 +130,7 @@ def test_nothing_is_run_or_loaded(tmp_path: Path) -> None:
     page = made(tmp_path / "store")
     assert set(page.tags) <= {
         "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "div", "b",
-        "table", "tr", "th", "td", "svg", "rect", "text", "line", "circle", "section",
+        "table", "tr", "th", "td", "svg", "rect", "text", "line", "polyline", "circle", "section",
     }  # fmt: skip
     assert not any(name.startswith("on") or name in ("href", "src") for name, _ in page.attributes)
     assert not any("\x1b" in text for text in page.texts)
