@@ -10,6 +10,7 @@
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
     │       └── UnavailableError    says nothing about the objects; stops the work; see ``reason``
+    │           └── UnclearCommitError  a commit was put, or may have been, and may not last
     ├── SnapshotError               a name in a store
     │   ├── InvalidNameError        (ValueError) a name that cannot be used
     │   ├── SnapshotExistsError     (FileExistsError) the name is taken
@@ -92,6 +93,14 @@ class UnavailableError(BackendError):
     def __init__(self, message: str, reason: Reason = "other") -> None:
         super().__init__(message)
         self.reason: Reason = reason
+
+
+class UnclearCommitError(UnavailableError):
+    """A commit was put, or may have been, but it is not known whether it lasts.
+
+    What was to be done may be there already. The same call again is safe: a take of the same name
+    replaces its own commit.
+    """
 
 
 class SnapshotError(CasnapError):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast, overload
 
 import msgspec
 
 from casnap.backends.places import is_file
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, retold, with_article
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of
 from casnap.format.records import Root, Row, Stats, StoreConfig
@@ -20,6 +21,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
+from casnap.runtime.typing import TypeVar
 from casnap.runtime.units import Size, bytes_if_given
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.location import READS, TAKES, Use, locate_snapshot, locate_store
@@ -32,6 +34,7 @@ from casnap.version import __version__
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
     from casnap.files.file_reports import ExportReport
     from casnap.ranks.comm import Comm
@@ -42,7 +45,12 @@ if TYPE_CHECKING:
     from casnap.state.stateful import AppState
     from casnap.storage.catalog.retention import Retention
     from casnap.take.attempts import OnError
+    from casnap.take.options import AsyncTakeArguments, TakeArguments
     from casnap.take.pending import PendingTake
+    from casnap.take.rank_commit import TakeResult
+
+# With on_error="warn", a take that failed leaves None.
+Outcome = TypeVar("Outcome", bound="Snapshot | None", covariant=True, default="Snapshot")
 
 
 def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
@@ -149,16 +157,10 @@ class Snapshot:
         cache_bytes: For a remote store: how many bytes of chunks this host keeps, as
             :class:`casnap.Store` takes it.
 
-    Attributes:
-        error: Why the snapshot is not stored, if a take with ``on_error="warn"`` returned it; else
-            None.
-
     Raises:
         SnapshotNotFoundError: There is no snapshot of this name.
         NotAStoreError: There is no store above the path.
     """
-
-    error: CasnapError | None = None
 
     @python_gc_paused()
     def __init__(
@@ -224,6 +226,36 @@ class Snapshot:
 
     # --- taking ---
 
+    @overload
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[TakeArguments],
+    ) -> Snapshot: ...
+
+    @overload
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+        on_error: OnError,
+        **options: Unpack[TakeArguments],
+    ) -> Snapshot | None: ...
+
     @classmethod
     def take(
         cls,
@@ -244,7 +276,7 @@ class Snapshot:
         timeout: float | None = None,
         on_error: OnError = "raise",
         warn_unchanged: bool = True,
-    ) -> Snapshot:
+    ) -> Snapshot | None:
         """Take a snapshot; return when it is durable.
 
         With ``torch.distributed``, all ranks call this together and take one snapshot. Each byte is
@@ -282,18 +314,19 @@ class Snapshot:
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
             on_error: With "warn", a fault of the storage does not end the program: no space, no
                 answer, damage, a collector that was faster. It is logged as a warning, on all
-                ranks, with the path and the cause. The snapshot that is returned then has it as
-                :attr:`error`, and raises it when anything but that and ``path`` is used. Once a
-                take of the run is stored again, another warning says how many failed, and since
-                when. Any other error is raised: a wrong state, name or store, a rank that died or
-                hangs, Ctrl-C. The same on all ranks.
+                ranks, with the path and the cause, and None is returned. Once a take of the run is
+                stored again, another warning says how many failed, and since when. Any other error
+                is raised: a wrong state, name or store, a rank that died or hangs, Ctrl-C. The same
+                on all ranks.
             warn_unchanged: Log a warning, on rank 0, when the third take of a run in a row finds
                 all modules with parameters that require gradients as they were.
 
         Raises:
             StateError: A value of the state cannot be taken, or the ranks contradict each other.
             SnapshotError: The name cannot be used.
-            StoreError: The store cannot be used; nothing was committed.
+            UnclearCommitError: It is not known whether the snapshot is stored, or lasts. The same
+                take again replaces it.
+            StoreError: Another one: the store cannot be used; nothing was committed.
             RankError: Another rank failed, died or did not answer in time.
         """
         from casnap.ranks.joining import join
@@ -322,7 +355,37 @@ class Snapshot:
             opened_store, name = find_store_together(path, storage_options, store, comm)
             return opened_store.take_from(comm, lambda: LiveState(app_state), name, options, pg)
 
-        return options.attempt.run(take, NotStored)
+        return options.attempt.run(take, lambda _: None)
+
+    @overload
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[AsyncTakeArguments],
+    ) -> PendingSnapshot: ...
+
+    @overload
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+        on_error: OnError,
+        **options: Unpack[AsyncTakeArguments],
+    ) -> PendingSnapshot[Snapshot | None]: ...
 
     @classmethod
     def async_take(
@@ -346,7 +409,7 @@ class Snapshot:
         timeout: float | None = None,
         on_error: OnError = "raise",
         warn_unchanged: bool = True,
-    ) -> PendingSnapshot:
+    ) -> PendingSnapshot[Snapshot | None]:
         """Take a snapshot of the state as it is now; return once the state may change.
 
         The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
@@ -363,8 +426,8 @@ class Snapshot:
         has ended; if one fails, the others go on. A name that a pending take has is then refused
         not here, but by :meth:`PendingSnapshot.wait`.
 
-        With ``on_error="warn"``, neither ``wait()`` nor a later take raises a fault of the storage;
-        :attr:`PendingSnapshot.error` has it.
+        With ``on_error="warn"``, neither ``wait()`` nor a later take raises a fault of the storage:
+        ``wait()`` returns None, and :attr:`PendingSnapshot.error` has it.
         """
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
@@ -394,7 +457,7 @@ class Snapshot:
             opened_store, name = find_store_together(path, storage_options, store, comm)
             return opened_store.begin_take(comm, LiveState(app_state), name, options, pg)
 
-        return options.attempt.run(begin, NotBegun)
+        return options.attempt.run(begin, partial(PendingSnapshot.not_begun, _path_in(store, path)))
 
     # --- restoring ---
 
@@ -785,48 +848,30 @@ class Snapshot:
         return Snapshot.of, (self._store, self.name, self.row, None, *measured)
 
 
-class NotStored(Snapshot):
-    """What stands for a snapshot whose take failed: the error, raised when anything is used.
-
-    Args:
-        path: The path that the snapshot would have.
-        error: Why it is not stored.
-    """
-
-    def __init__(self, path: str, error: CasnapError) -> None:
-        self._path = path
-        self.error = error
-
-    @property
-    def path(self) -> str:
-        """The path that the snapshot would have."""
-        return self._path
-
-    def __getattr__(self, name: str) -> Any:
-        # Reached for what a snapshot has, and this lacks. Python asks for names like __deepcopy__.
-        if name.startswith("__"):
-            raise AttributeError(name)
-        error = self.error
-        assert error is not None
-        raise retold(error, f"the snapshot {self._path} was NOT stored: {error}") from error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NotStored, (self._path, self.error)
-
-
-class PendingSnapshot:
+class PendingSnapshot(Generic[Outcome]):
     """A snapshot that is being stored in the background."""
 
-    def __init__(self, store: Store, take: PendingTake, name: str, pg: Any = None) -> None:
-        self._store = store
-        self._pg = pg
+    def __init__(
+        self, path: str, take: PendingTake, stored: Callable[[TakeResult], Snapshot]
+    ) -> None:
+        self._path = path
         self._take = take
-        self._name = name
+        self._stored = stored
+
+    @classmethod
+    def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[Snapshot | None]:
+        """Return what ``async_take`` does if it failed before it could go on in the background."""
+        from casnap.take.pending import PendingTake
+
+        def stored(_: TakeResult) -> Snapshot:
+            raise error
+
+        return PendingSnapshot(path, PendingTake.not_begun(error), stored)
 
     @property
     def path(self) -> str:
         """The path that the snapshot will have."""
-        return self._store.path_of(self._name)
+        return self._path
 
     def done(self) -> bool:
         """Whether the take has ended, with success or with an error."""
@@ -841,53 +886,21 @@ class PendingSnapshot:
         """
         return self._take.error
 
-    def wait(self) -> Snapshot:
+    def wait(self) -> Outcome:
         """Wait until the snapshot is durable, and return it.
 
-        If the take was called with ``on_error="warn"``, and failed, what is returned has the error
-        as :attr:`Snapshot.error`.
+        If the take was called with ``on_error="warn"``, and the storage failed, this returns None,
+        and :attr:`error` says why.
 
         Raises:
-            CasnapError: The take failed; nothing was committed. Or this snapshot is durable, but an
+            CasnapError: The take failed; nothing was committed, unless it is an
+                :class:`casnap.errors.UnclearCommitError`. Or this snapshot is durable, but an
                 earlier take of the store failed, and no call has raised that yet: call again.
         """
         self._take.wait_for_end()
-        if self._take.tolerated is not None:
-            return NotStored(self.path, self._take.tolerated)
-        result = self._take.wait()
-        return Snapshot.of(
-            self._store, self._name, result.row, self._pg, result.requests, result.freed_bytes
-        )
-
-
-class NotBegun(PendingSnapshot):
-    """What stands for a pending snapshot if the call that was to begin it failed.
-
-    Args:
-        path: The path that the snapshot would have.
-        error: Why it is not stored.
-    """
-
-    def __init__(self, path: str, error: CasnapError) -> None:
-        self._not_stored = NotStored(path, error)
-
-    @property
-    def path(self) -> str:
-        """The path that the snapshot would have."""
-        return self._not_stored.path
-
-    def done(self) -> bool:
-        """Whether the take has ended: it has."""
-        return True
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the snapshot is not stored."""
-        return self._not_stored.error
-
-    def wait(self) -> Snapshot:
-        """Return what has the error."""
-        return self._not_stored
+        # Only what a take with on_error="warn" returns may be None.
+        outcome = None if self._take.tolerated else self._stored(self._take.wait())
+        return cast("Outcome", outcome)
 
 
 # --- the methods of a store, which take the same arguments ---

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from casnap.backends import Backend
 from casnap.errors import (
@@ -84,6 +84,8 @@ from casnap.storage.commits.hooks import CommitHooks
 from casnap.storage.log.config import RECORD
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from casnap.files.file_reports import ImportReport
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
@@ -97,7 +99,8 @@ if TYPE_CHECKING:
     from casnap.state.stateful import AppState
     from casnap.take.attempts import OnError
     from casnap.take.capture import StateSource
-    from casnap.take.options import TakeOptions
+    from casnap.take.options import AsyncTakeArguments, TakeArguments, TakeOptions
+    from casnap.take.rank_commit import TakeResult
     from casnap.transfer.copy_jobs import CopyReport
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import MirrorOptions
@@ -371,6 +374,30 @@ class Store:
 
     # --- snapshots ---
 
+    @overload
+    def take(
+        self,
+        app_state: AppState,
+        name: str,
+        *,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[TakeArguments],
+    ) -> Snapshot: ...
+
+    @overload
+    def take(
+        self,
+        app_state: AppState,
+        name: str,
+        *,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        on_error: OnError,
+        **options: Unpack[TakeArguments],
+    ) -> Snapshot | None: ...
+
     def take(
         self,
         app_state: AppState,
@@ -388,10 +415,9 @@ class Store:
         timeout: float | None = None,
         on_error: OnError = "raise",
         warn_unchanged: bool = True,
-    ) -> Snapshot:
-        """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
+    ) -> Snapshot | None:
+        """Take a snapshot. :meth:`Snapshot.take` describes the arguments, and what it returns."""
         from casnap.ranks.joining import join
-        from casnap.snapshot import NotStored
         from casnap.state.stateful import check_order
         from casnap.take.attempts import Attempt
         from casnap.take.capture import LiveState
@@ -418,7 +444,31 @@ class Store:
                 self.make()
             return self.take_from(comm, lambda: LiveState(app_state), name, options, pg)
 
-        return options.attempt.run(take, NotStored)
+        return options.attempt.run(take, lambda _: None)
+
+    @overload
+    def async_take(
+        self,
+        app_state: AppState,
+        name: str,
+        *,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[AsyncTakeArguments],
+    ) -> PendingSnapshot: ...
+
+    @overload
+    def async_take(
+        self,
+        app_state: AppState,
+        name: str,
+        *,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        on_error: OnError,
+        **options: Unpack[AsyncTakeArguments],
+    ) -> PendingSnapshot[Snapshot | None]: ...
 
     def async_take(
         self,
@@ -439,10 +489,10 @@ class Store:
         timeout: float | None = None,
         on_error: OnError = "raise",
         warn_unchanged: bool = True,
-    ) -> PendingSnapshot:
+    ) -> PendingSnapshot[Snapshot | None]:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.joining import join
-        from casnap.snapshot import NotBegun
+        from casnap.snapshot import PendingSnapshot
         from casnap.state.stateful import check_order
         from casnap.take.attempts import Attempt
         from casnap.take.capture import LiveState
@@ -471,7 +521,7 @@ class Store:
                 self.make()
             return self.begin_take(comm, LiveState(app_state), name, options, pg)
 
-        return options.attempt.run(begin, NotBegun)
+        return options.attempt.run(begin, partial(PendingSnapshot.not_begun, self.path_of(name)))
 
     def take_from(
         self,
@@ -518,13 +568,18 @@ class Store:
             options: How to take it.
             pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
         """
-        from casnap.snapshot import PendingSnapshot
+        from casnap.snapshot import PendingSnapshot, Snapshot
         from casnap.take.take import async_take
 
         full = self.full_name(name)
         options = self._with_settings(options)
         pending = async_take(self.open_store, full, source, options, comm)
-        return PendingSnapshot(self, pending, check_name(name), pg)
+
+        def stored(result: TakeResult) -> Snapshot:
+            measured = result.requests, result.freed_bytes
+            return Snapshot.of(self, check_name(name), result.row, pg, *measured)
+
+        return PendingSnapshot(self.path_of(name), pending, stored)
 
     def _with_settings(self, options: TakeOptions) -> TakeOptions:
         """Add the settings of the store to the options of a take."""

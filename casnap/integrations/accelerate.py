@@ -101,7 +101,7 @@ def save_state(
         "metadata": {"step": accelerator.step},
     }
     if engine is None:
-        snapshot = Snapshot.take(_absolute(output_dir), state, **options)
+        snapshot: Snapshot = Snapshot.take(_absolute(output_dir), state, **options)
     else:
         from casnap.integrations.deepspeed import take_with
 

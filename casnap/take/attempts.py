@@ -8,10 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, get_args
 
-from casnap.errors import BackendError, CasnapError, DamagedError, FencedError
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    FencedError,
+    UnclearCommitError,
+)
+from casnap.format.records import Row
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
+U = TypeVar("U")
 
 OnError: TypeAlias = Literal["raise", "warn"]
 
@@ -37,6 +45,21 @@ class _Series:
 
 # The takes that have failed since one was stored, by the path of their run.
 _series: dict[str, _Series] = {}
+# The commits of this process that stand, or may, although no caller was told so. A take of the same
+# name replaces them.
+unclear_commits: set[bytes] = set()
+
+
+def what_failed(snapshot: str, error: BaseException) -> str:
+    """Return what to tell of a take that failed.
+
+    Args:
+        snapshot: The name of the snapshot, or its path.
+        error: Why it failed.
+    """
+    if isinstance(error, UnclearCommitError):
+        return f"it is not known whether the snapshot {snapshot} is stored"
+    return f"the snapshot {snapshot} was NOT stored"
 
 
 class Attempt:
@@ -61,19 +84,19 @@ class Attempt:
         self._run = path.rpartition("/")[0]
         self._is_noted = False
 
-    def run(self, take: Callable[[], T], not_stored: Callable[[str, CasnapError], T]) -> T:
-        """Take; if that fails, and the run goes on, return what stands for the snapshot.
+    def run(self, take: Callable[[], T], if_failed: Callable[[CasnapError], U]) -> T | U:
+        """Take; if that fails, and the run goes on, return something else.
 
         Args:
             take: Takes the snapshot, or begins to.
-            not_stored: Returns that, given the path and the error.
+            if_failed: Returns that, given the error.
         """
         try:
             return take()
         except _OF_STORAGE as e:
             if not self.tolerates(e):
                 raise
-            return not_stored(self._path, e)
+            return if_failed(e)
 
     def tolerates(self, error: BaseException) -> bool:
         """Return whether the run goes on after an error of the take; log it then."""
@@ -86,14 +109,15 @@ class Attempt:
             series.count += 1
             series.last_error = f"{type(error).__name__}: {error}"
             _log.warning(
-                "the snapshot %s was NOT stored; the run goes on (on_error='warn'): %s",
-                self._path,
+                "%s; the run goes on (on_error='warn'): %s",
+                what_failed(self._path, error),
                 series.last_error,
             )
         return True
 
-    def note_stored(self) -> None:
+    def note_stored(self, row: Row) -> None:
         """Note that the snapshot is stored; log what takes of its run have failed before."""
+        unclear_commits.discard(row.commit)
         series = _series.pop(self._run, None)
         if series is not None:
             _log.warning(

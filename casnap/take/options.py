@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -19,10 +19,31 @@ from casnap.runtime.threads import check_count
 from casnap.storage.catalog.other_formats import check_no_other_form
 from casnap.storage.catalog.retention import Retention, check_retention
 from casnap.storage.catalog.settings import codec_of
-from casnap.storage.catalog.table import check_free, check_path_is_free
+from casnap.storage.catalog.table import Table, check_free, check_path_is_free
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
-from casnap.take.attempts import Attempt
+from casnap.take.attempts import Attempt, unclear_commits
+
+
+class TakeArguments(TypedDict, total=False):
+    """The keyword arguments of each take, for type checkers."""
+
+    metadata: Mapping[str, Any] | None
+    overwrite: bool
+    allow_pickle: bool
+    progress: Progress | None
+    retention: Retention | None
+    per_rank: Sequence[str] | None
+    threads: int | None
+    timeout: float | None
+    warn_unchanged: bool
+
+
+class AsyncTakeArguments(TakeArguments, total=False):
+    """The keyword arguments of each take in the background, likewise."""
+
+    max_staging_bytes: int | None
+    max_pending: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +157,17 @@ def agree_on_request(
     return agreed
 
 
+def check_take(table: Table, name: str, options: TakeOptions, uri: str) -> None:
+    """Check that a take may make a snapshot of this name.
+
+    Raises:
+        SnapshotExistsError: The name is taken, and not by a take of this process that failed.
+    """
+    row = table.get(name)
+    is_own = row is not None and row.commit in unclear_commits
+    check_free(table, name, overwrite=options.overwrite or is_own, uri=uri)
+
+
 def _check_name_is_free(store: OpenStore, name: str, options: TakeOptions) -> Root:
     """Check it in the newest root, and return that."""
     check_path_is_free(store.backend, name)
@@ -144,7 +176,7 @@ def _check_name_is_free(store: OpenStore, name: str, options: TakeOptions) -> Ro
 
     def check(root: Root) -> Root:
         table = store.table(root)
-        check_free(table, name, overwrite=options.overwrite, uri=store.backend.uri)
+        check_take(table, name, options, store.backend.uri)
         return root
 
     try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from casnap.errors import CasnapError, StateError, retold
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
-from casnap.take.attempts import Attempt
+from casnap.take.attempts import Attempt, what_failed
 from casnap.take.options import TakeOptions
 from casnap.take.rank_commit import TakeResult
 
@@ -120,6 +120,18 @@ class PendingTake:
         self._thread: Worker | None = None
         self._before: PendingTake | None = None
 
+    @classmethod
+    def not_begun(cls, error: CasnapError) -> PendingTake:
+        """Return a take that has ended: the call that was to begin it failed with this error."""
+
+        def finish() -> TakeResult:
+            raise error
+
+        take = cls("", "", finish)
+        take.error = take.tolerated = error
+        take.error_seen = True
+        return take
+
     @property
     def started(self) -> bool:
         """Whether the thread has been started."""
@@ -169,25 +181,26 @@ class PendingTake:
             if not self.error_seen:
                 _log.error("%s", self.what_failed)
         else:
-            self._attempt.note_stored()
+            self._attempt.note_stored(self._result.row)
         finally:
             # These refer to descriptions of states, which need not live as long as this object.
             self._finish = self._before = None
 
     def done(self) -> bool:
         """Whether the take has ended, well or not."""
-        return self._thread is not None and self._thread.ended
+        return self.error is not None if self._thread is None else self._thread.ended
 
     def wait_for_end(self) -> None:
         """Wait for the end, good or bad."""
-        assert self._thread is not None
-        self._thread.wait()
+        if self._thread is not None:
+            self._thread.wait()
 
     @property
     def what_failed(self) -> str:
         """What to tell of its error."""
         error = self.error
-        return f"the snapshot {self.name!r} was NOT stored: {type(error).__name__}: {error}"
+        assert error is not None
+        return f"{what_failed(repr(self.name), error)}: {type(error).__name__}: {error}"
 
     def note_seen(self) -> None:
         """Note that the caller has got its error."""

@@ -18,7 +18,7 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
-from casnap.storage.catalog.table import Table, check_free, replace_markers, snapshots_in
+from casnap.storage.catalog.table import Table, replace_markers, snapshots_in
 from casnap.storage.catalog.thinning import thin_run
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.reused_packs import COLLECTED
@@ -26,7 +26,7 @@ from casnap.storage.commits.commit import publish
 from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
 from casnap.storage.commits.transaction import Transaction
 from casnap.take.manifest import ManifestSummary
-from casnap.take.options import TakeOptions
+from casnap.take.options import TakeOptions, check_take
 from casnap.take.unchanged import note_weights
 
 _log = logging.getLogger("casnap")
@@ -165,7 +165,7 @@ class TakeCommit:
 
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
             nonlocal row, dropped_rows
-            check_free(table, self.name, overwrite=options.overwrite, uri=uri)
+            check_take(table, self.name, options, uri)
             replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes

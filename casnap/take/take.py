@@ -21,6 +21,7 @@ from casnap.storage.catalog.table import checked_metadata
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.take import pending as background
+from casnap.take.attempts import unclear_commits
 from casnap.take.capture import StateSource
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
@@ -52,7 +53,7 @@ def take(
         background.wait_for_room(open_store.config.store_id, name, options, is_alone=comm.size == 1)
         work.begin(source)
         result = work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
-    options.attempt.note_stored()
+    options.attempt.note_stored(result.row)
     return result
 
 
@@ -280,3 +281,5 @@ class _Take:
             raise
         finally:
             transaction.close()
+            if comm.rank == 0 and transaction.may_be_referenced:
+                unclear_commits.add(transaction.commit_id)

@@ -73,7 +73,9 @@ def take(store: Store | str | Path, step: int, **options: Any) -> Snapshot:
     """Take the state of a step, under the name of that step."""
     if not isinstance(store, Store):
         store = Store(store, chunk_size=CHUNK)
-    return store.take(app_state(step), f"step_{step}", metadata={"step": step}, **options)
+    snapshot: Snapshot
+    snapshot = store.take(app_state(step), f"step_{step}", metadata={"step": step}, **options)
+    return snapshot
 
 
 def assert_store(path: Path | str, steps: set[int], maybe: int | None = None) -> set[int]:

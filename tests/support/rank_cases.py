@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import RNGState, Snapshot, StateDict, Stateful, Store
+from casnap import PendingSnapshot, RNGState, Snapshot, StateDict, Stateful, Store
 from casnap.backends import LocalBackend
 from casnap.ranks.group import Group
 from tests.support.faults import kill
@@ -279,8 +279,9 @@ def do(
         return snapshot.commit_id
     how: dict[str, Any] = {"replicated": ["declared/**"], "progress": report, "timeout": timeout}
     if verb == "take":
-        return store.take(state, name, **how).commit_id
-    pending = store.async_take(state, name, **how)
+        taken: Snapshot = store.take(state, name, **how)
+        return taken.commit_id
+    pending: PendingSnapshot = store.async_take(state, name, **how)
     try:
         return pending.wait().commit_id
     finally:

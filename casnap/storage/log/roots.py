@@ -20,6 +20,7 @@ from casnap.errors import (
     StorageFullError,
     StoreError,
     UnavailableError,
+    UnclearCommitError,
     UnsupportedFormatError,
 )
 from casnap.format.digest import DIGEST_SIZE
@@ -368,6 +369,7 @@ def put_root(backend: Backend, root: Root) -> bool:
     answer it may be this one.
 
     Raises:
+        UnclearCommitError: It stands, or may, but it is not known whether it lasts.
         StoreError: The place does not keep writers apart as it is now.
     """
     content = sealed_root(root)
@@ -397,18 +399,24 @@ def _put_content(backend: Backend, root: Root, content: bytes) -> bool:
 
 
 def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
+    failure: Exception | None = None
     try:
         if backend.put_if_absent(key, content):
             return True
     except Exception as e:  # noqa: BLE001 - whatever it was, the root that stands there decides
-        try:
-            return read_root(backend, root.seq).commit == root.commit
-        except FileNotFoundError:
-            raise e from None
-    root_there = _read_if_there(backend, root.seq)
-    if root_there is None:
-        raise DamagedError(f"{backend.where(key)} is taken, but cannot be read")
-    return root_there.commit == root.commit
+        failure = e
+    try:
+        root_there = _read_if_there(backend, root.seq)
+    except (BackendError, OSError) as e:
+        reason = e.reason if isinstance(e, UnavailableError) else "other"
+        text = f"{backend.where(key)} was perhaps put, and cannot be read: {e}"
+        raise UnclearCommitError(text, reason) from (failure or e)
+    if root_there is not None:
+        return root_there.commit == root.commit
+    if isinstance(failure, UnavailableError) and failure.reason == "unreachable":
+        # The server may still put what it has not answered.
+        raise UnclearCommitError(f"{failure}; it is perhaps put", failure.reason) from failure
+    raise failure or DamagedError(f"{backend.where(key)} is taken, but cannot be read")
 
 
 def _make_durable(backend: Backend, key: str) -> None:
@@ -417,7 +425,7 @@ def _make_durable(backend: Backend, key: str) -> None:
         backend.sync()
     except (CasnapError, OSError) as e:
         # Never StorageFullError, which would say that there is no root.
-        raise BackendError(
+        raise UnclearCommitError(
             f"{backend.where(key)} was put, but may be lost if the machine crashes: {e}. What is "
             "committed after it, such as the next take, makes it last"
         ) from e
