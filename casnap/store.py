@@ -60,6 +60,7 @@ from casnap.storage.catalog.retention import (
     check_retention,
     prune,
 )
+from casnap.storage.catalog.rewinding import all_rewound_error, rewind
 from casnap.storage.catalog.settings import (
     CODEC,
     change_settings,
@@ -665,8 +666,8 @@ class Store:
     def latest(self, prefix: str | None = None, *, thinned: bool = False) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
 
-        Those that were thinned are passed over, since nothing can resume from them. If only such
-        ones are left, that is an error.
+        Those that were thinned are passed over, since nothing can resume from them; and those that
+        their run went back from (:meth:`rewind`). If only such ones are left, that is an error.
 
         If there is none, but a checkpoint of another form right in that folder, a warning is
         logged that says so.
@@ -683,11 +684,11 @@ class Store:
 
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
-            SnapshotError: All snapshots were thinned.
+            SnapshotError: All snapshots were thinned, or their runs went back from them.
         """
         newest, last = self._newest(prefix, thinned=thinned)
         if newest is None and last is not None:
-            raise all_thinned_error(last.path)
+            raise (all_rewound_error if last.row.is_rewound else all_thinned_error)(last.path)
         if newest is None:
             folder = self._folder(prefix)
             if folder is not None and (hint := hint_in(folder)):
@@ -697,11 +698,11 @@ class Store:
     def _newest(
         self, prefix: str | None, *, thinned: bool
     ) -> tuple[Snapshot | None, Snapshot | None]:
-        """Return the snapshot to resume from, and the last one, thinned or not: of one look."""
+        """Return the snapshot to resume from, and the last one, of whatever kind: of one look."""
         snapshots = self.snapshots(prefix)
         last = snapshots[-1] if snapshots else None
         snapshots = [s for s in snapshots if thinned or not s.row.is_thinned]
-        newest = snapshots[-1] if snapshots else None
+        newest = next((s for s in reversed(snapshots) if not s.row.is_rewound), None)
         try:
             mirror_store = self._at_mirror()
             if mirror_store is None:
@@ -731,7 +732,7 @@ class Store:
         Args:
             newest: The newest one here, if there is one.
             mirrored: The newest one there.
-            snapshots: Those that may be returned of here.
+            snapshots: Those of here, without those that were thinned.
             mirror_store: The mirror.
             seq: The number of its newest root before that was looked up.
         """
@@ -744,6 +745,46 @@ class Store:
                 return newest
         self._note_returned(mirrored, seq)
         return newest if is_known else mirrored
+
+    def rewind(self, name: str) -> Snapshot:
+        """Have a run go back to an earlier snapshot, and return that: restore it, and go on.
+
+        The snapshots right in its folder that were committed after it are moved aside, in one
+        commit: ``step_200`` is called ``rewound-57/step_200`` from then on, where 57 is the number
+        of that commit. So :meth:`latest` returns the snapshot of this name, and the names are free
+        to be taken again. What was moved aside keeps its bytes, commit id and tags, until a
+        retention lets it go, as the oldest of its run; to go on from it after all, call this with
+        its new name. A mirror follows. Where nothing was committed after the snapshot, nothing is
+        changed.
+
+        Takes of this process that are pending are waited for, and count. End other processes that
+        write this run first: what they commit later is of the run. On many ranks, rank 0 calls
+        this, or all do.
+
+        Args:
+            name: The snapshot's name.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name, at least not in this store: to
+                go back at its mirror, open that as a store.
+            SnapshotExistsError: A name that is needed is taken.
+        """
+        from casnap.snapshot import Snapshot
+        from casnap.take.pending import wait_for_last
+
+        wait_for_last()
+        self.row(name)
+        rewound = rewind(self.open_store, self.full_name(name))
+        if rewound.moved:
+            self.hooks.on_commit()
+            _log.info(
+                "%s: %d snapshots that are later than %s are moved aside: %.500s",
+                self.uri,
+                len(rewound.moved),
+                rewound.name,
+                ", ".join(rewound.moved.values()),
+            )
+        return Snapshot.of(self, self.inner_name(rewound.name), rewound.row)
 
     @property
     def mirror(self) -> Mirror | None:

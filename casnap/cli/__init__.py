@@ -42,6 +42,7 @@ COMMANDS = {
     "pull": ("casnap.cli.pull", "Keep a folder of safetensors at the newest snapshot."),
     "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
+    "rewind": ("casnap.cli.rewind", "Have a run go back to a snapshot, and go on from there."),
     "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
     "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
     "thin": ("casnap.cli.thin", "Have older snapshots lose what only a resume needs."),
@@ -66,6 +67,7 @@ Examples:
   casnap import base.safetensors models/base/v1
   casnap export models/tuned/v1/model tuned.safetensors
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
+  casnap rewind /ckpts/run1/step_100       resume there; later ones are moved aside
   casnap prune /ckpts --keep-last 3 --dry-run
   casnap gc /ckpts --grace 1h              free unreferenced data, while runs go on
 

@@ -311,4 +311,5 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "tags": list(snapshot.tags),
         "unmirrored": is_unmirrored(snapshot.row),
         "thinned": snapshot.row.is_thinned,
+        "rewound": snapshot.row.is_rewound,
     }

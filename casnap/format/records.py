@@ -33,6 +33,8 @@ INTERNAL = "#"
 """Tags that begin so are casnap's own notes."""
 THINNED = f"{INTERNAL}thinned"
 """The tag of a snapshot that has lost some keys, which its manifest names."""
+REWOUND = f"{INTERNAL}rewound"
+"""The tag of a snapshot that its run has gone back from."""
 
 PackId = NewType("PackId", bytes)
 """16 bytes: 6 of its base (the root number that it was written under), then 10 random ones."""
@@ -126,9 +128,14 @@ class Row(Struct, frozen=True, omit_defaults=True):
         return THINNED in self.tags
 
     @property
+    def is_rewound(self) -> bool:
+        """Whether the run of the snapshot has gone back from it, and does not resume from it."""
+        return REWOUND in self.tags
+
+    @property
     def copied_tags(self) -> tuple[str, ...]:
         """The tags of a copy. Other notes of casnap's own are about one store alone."""
-        return (THINNED, *self.user_tags) if self.is_thinned else self.user_tags
+        return (*(tag for tag in (REWOUND, THINNED) if tag in self.tags), *self.user_tags)
 
 
 class Root(Struct, frozen=True):

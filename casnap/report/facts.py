@@ -156,7 +156,11 @@ def gather(
 
 def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFacts:
     row = contents.row
-    marks = (("thinned", row.is_thinned), ("not mirrored yet", is_unmirrored(row)))
+    marks = (
+        ("rewound", row.is_rewound),
+        ("thinned", row.is_thinned),
+        ("not mirrored yet", is_unmirrored(row)),
+    )
     notes = (*row.user_tags, *(note for note, is_so in marks if is_so))
     stats = row.stats
     return SnapshotFacts(

@@ -56,7 +56,9 @@ class Source:
     def _is_meant(self, name: str, row: Row, options: PullOptions) -> bool:
         below = name[len(self.name) + 1 :] if self.name else name
         matches = options.match is None or not below or fnmatchcase(below, options.match)
-        return matches and (options.tag is None or options.tag in row.user_tags)
+        if options.tag is not None:
+            return matches and options.tag in row.user_tags
+        return matches and (not below or not row.is_rewound)
 
 
 def pull(

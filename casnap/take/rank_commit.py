@@ -18,7 +18,7 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
-from casnap.storage.catalog.table import Table, replace_markers, snapshots_in
+from casnap.storage.catalog.table import Table, replace_markers, rows_of_run
 from casnap.storage.catalog.thinning import thin_run
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.reused_packs import COLLECTED
@@ -237,7 +237,7 @@ class TakeCommit:
         if rules is None:
             return {}
         run = self.name.rpartition("/")[0]
-        rows = {n: r for n, r in snapshots_in(table, run) if n.rpartition("/")[0] == run}
+        rows = rows_of_run(table, run)
         rows = {n: r for n, r in rows.items() if n not in dropped_rows} | {self.name: row}
         return thin_run(self.store, rows.items(), rules, transaction, self.name)
 

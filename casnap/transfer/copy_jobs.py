@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from casnap.format.records import Row
-from casnap.storage.catalog.table import Table
+from casnap.storage.catalog.table import Table, rows_of_run, run_of
 from casnap.storage.commits.hooks import CommitHooks
 from casnap.storage.commits.transaction import Transaction
 
@@ -54,10 +54,26 @@ class CopyJob(NamedTuple):
     def placement(self, table: Table, seq: int) -> Placement:
         """Return how it is placed in a table, for the root of a number."""
         if self.place is not None:
-            return self.place(table, seq)
+            return self.also_replacing_itself(table, self.place(table, seq))
         row = table.get(self.new_name)
         replaced = {self.new_name: row} if row is not None and row.commit in self.replaces else {}
-        return Placement(self.row.tags, replaced)
+        return self.also_replacing_itself(table, Placement(self.row.tags, replaced))
+
+    def also_replacing_itself(self, table: Table, placement: Placement) -> Placement:
+        """Return a placement that replaces the same snapshot by the name that it had there before.
+
+        It has another name since its run went back from it, or to it again.
+        """
+        base_name = self.new_name.rpartition("/")[2]
+        same = {
+            name: row
+            for name, row in rows_of_run(table, run_of(self.new_name, self.row)).items()
+            if row.commit == self.row.commit
+            and row.is_rewound != self.row.is_rewound
+            and name.rpartition("/")[2] == base_name
+        }
+        tags = (*placement.tags, *(tag for row in same.values() for tag in row.user_tags))
+        return Placement(tuple(dict.fromkeys(tags)), {**placement.replaced, **same})
 
 
 @dataclass(frozen=True, kw_only=True)

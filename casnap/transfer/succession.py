@@ -22,7 +22,7 @@ from casnap.storage.catalog.mirror_notes import (
     origin_of,
 )
 from casnap.storage.catalog.retention import Retention, RetentionChange
-from casnap.storage.catalog.table import Table
+from casnap.storage.catalog.table import Table, run_of
 from casnap.storage.catalog.thinning import thin_run
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
@@ -58,7 +58,7 @@ class Succession:
     @property
     def run(self) -> str:
         """The folder of the run at the mirror."""
-        return self.new_name.rpartition("/")[0]
+        return run_of(self.new_name, self.row)
 
     def place(self, table: Table, seq: int) -> Placement:
         """Return the tags of the copy, and what it replaces.
@@ -68,6 +68,9 @@ class Succession:
         """
         copies = copies_in(table, self.run)
         life = self._life(copies, seq)
+        if self.row.is_rewound:
+            return Placement(copy_tags(self.row, self.source.config.store_id, life), {})
+        copies = {name: row for name, row in copies.items() if not row.is_rewound}
         earlier = {name: row for name, row in copies.items() if life_of(row) != life}
         follows = follows_of(self.row, self.destination.config.store_id)
         # What the store had not seen when it resumed is of another branch.

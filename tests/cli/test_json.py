@@ -71,6 +71,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "prune": [document("prune", store, "--keep-last", 1, "--gc", "--yes")],
         "rm": [document("rm", store / "run2/step_0", "--dry-run")],
         "gc": [document("gc", store)],
+        "rewind": [document("rewind", two_steps(tmp / "rewound") / "step_0")],
     }
     mirrored = Store(tmp / "mirrored", mirror=tmp / "mirror")
     mirrored.take({"s": StateDict(x=1)}, "step_1")
@@ -88,6 +89,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     result["check"] = [failed("check", tmp / "copy", "--data")]
     result["repair"] = [failed("repair", tmp / "copy", "--yes")]
     return result
+
+
+def two_steps(path: Path) -> Path:
+    for step in range(2):
+        Store(path).take({"s": StateDict(x=step)}, f"step_{step}")
+    return path
 
 
 def followed(source: Path, destination: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import msgspec
 from casnap.errors import DamagedError, MirrorError, StoreError
 from casnap.format.records import INTERNAL, Root, Row
 from casnap.storage.catalog.settings import change_settings
-from casnap.storage.catalog.table import Table, change_table, snapshots_in
+from casnap.storage.catalog.table import Table, change_table, rows_of_run, snapshots_in
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import read_root
 
@@ -120,9 +120,9 @@ def restored_from(place: MirrorPlace, run: str) -> int:
 
 
 def copies_in(table: Table, folder: str) -> dict[str, Row]:
-    """Return the copies that mirrors have put right into a folder, by full name."""
-    rows = snapshots_in(table, folder)
-    return {n: r for n, r in rows if n.rpartition("/")[0] == folder and life_of(r) is not None}
+    """Return the copies that mirrors have put into the run of a folder, by full name."""
+    rows = rows_of_run(table, folder).items()
+    return {name: row for name, row in rows if life_of(row) is not None}
 
 
 def origin_of(row: Row) -> str:
@@ -305,12 +305,13 @@ def _folder_text(place: MirrorPlace) -> str:
     return f" (below {place.prefix})" if place.prefix else ""
 
 
+def with_unmirrored(row: Row) -> Row:
+    """Return a row with the note that the mirror lacks it."""
+    return row if is_unmirrored(row) else _without_note(row, UNMIRRORED)
+
+
 def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {
-        name: msgspec.structs.replace(row, tags=(UNMIRRORED, *row.tags))
-        for name, row in rows
-        if not is_unmirrored(row)
-    }
+    return {name: with_unmirrored(row) for name, row in rows if not is_unmirrored(row)}
 
 
 def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:

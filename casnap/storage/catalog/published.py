@@ -73,11 +73,15 @@ def move_of(root: Root, tag: str) -> TagMove | None:
 def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
     """Return the name and the row of the snapshot that a tag is published on; None for none."""
     move = move_of(root, tag)
-    row = None if move is None else table.get(move.name)
-    if move is None or row is None or row.commit.hex() != move.commit or tag not in row.user_tags:
-        # It was deleted or untagged, perhaps by a version that knows nothing of this.
+    if move is None:
         return None
-    return move.name, row
+    row = table.get(move.name)
+    if row is not None and row.commit.hex() == move.commit and tag in row.user_tags:
+        return move.name, row
+    # Its run may have gone back from it. Or it was deleted or untagged, perhaps by a version that
+    # knows nothing of this.
+    others = ((n, r) for n, r in snapshots_in(table) if r.commit.hex() == move.commit)
+    return next(((n, r) for n, r in others if tag in r.user_tags), None)
 
 
 def tagged_row(store: OpenStore, root: Root, tag: str, folder: str) -> tuple[str, Row]:

@@ -10,7 +10,6 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
@@ -26,7 +25,14 @@ from casnap.runtime.typing import override
 from casnap.runtime.units import Duration, seconds_of
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
-from casnap.storage.catalog.table import Table, change_table, snapshots_in, unmark
+from casnap.storage.catalog.table import (
+    Table,
+    change_table,
+    run_of,
+    runs_of,
+    snapshots_in,
+    unmark,
+)
 from casnap.storage.catalog.thinning import check_rules
 from casnap.storage.chunks.open_store import OpenStore
 
@@ -45,7 +51,9 @@ class Retention:
     """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
 
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
-    commits. Tagged snapshots are always kept, and so are those that a mirror still lacks.
+    commits. Tagged snapshots are always kept, and so are those that a mirror still lacks. Those
+    that a run has gone back from (see :meth:`Store.rewind`) count as its oldest for ``keep_last``,
+    and ``keep_every`` and ``keep_best`` pass them over.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
@@ -97,7 +105,8 @@ class Retention:
         """Return the reasons why each snapshot of a run is kept, by name; none if it is not.
 
         Args:
-            run: Names and rows, in the order of the commits.
+            run: Names and rows, in the order of the commits; first those that it has gone back
+                from.
             now: Seconds since the epoch.
         """
         reasons: dict[str, list[str]] = {name: [] for name, _ in run}
@@ -106,6 +115,7 @@ class Retention:
         return reasons
 
     def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
+        live = [(name, row) for name, row in run if not row.is_rewound]
         yield from ((name, "tagged") for name, row in run if row.user_tags)
         yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
@@ -113,14 +123,14 @@ class Retention:
         if self.keep_last is not None:
             yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
         if self.keep_every is not None:
-            yield from _multiples(run, self.keep_every)
+            yield from _multiples(live, self.keep_every)
         if self.keep_within is not None:
             seconds = seconds_of("keep_within", self.keep_within)
             # NaN is not older than anything.
             recent = (name for name, row in run if not now - row.time > seconds)
             yield from ((name, f"within {_duration(seconds)}") for name in recent)
         for rule in _best_rules(self.keep_best):
-            yield from _best(run, *rule)
+            yield from _best(live, *rule)
 
 
 def _multiples(run: Run, every: int) -> Iterator[tuple[str, str]]:
@@ -278,11 +288,8 @@ def judge_runs(
         new_commit: The commit of the snapshot that was just taken. It is kept in any case.
     """
     ordered = in_commit_order(rows)
-    runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
-    for name, row in ordered:
-        runs[name.rpartition("/")[0]].append((name, row))
     reasons = {}
-    for run in runs.values():
+    for run in runs_of(ordered).values():
         reasons.update(retention.reasons(run, now))
     for name, row in ordered:
         if row.commit == new_commit:
@@ -346,7 +353,7 @@ class RetentionChange(PruneChange):
         rows: Iterable[tuple[str, Row]]
         rows = {**dict(snapshots_in(table, self._folder)), **added_rows}.items()
         if self._taken is not None:
-            rows = ((n, row) for n, row in rows if n.rpartition("/")[0] == self._folder)
+            rows = ((n, row) for n, row in rows if run_of(n, row) == self._folder)
         return self.judge_rows(rows)
 
     def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:

@@ -21,7 +21,13 @@ from casnap.format.names import key_of
 from casnap.format.records import INTERNAL, THINNED, NodeRef, Row, encode
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
-from casnap.storage.catalog.table import Change, Table, commit_change, snapshots_in
+from casnap.storage.catalog.table import (
+    Change,
+    Table,
+    commit_change,
+    runs_of,
+    snapshots_in,
+)
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 
@@ -93,9 +99,7 @@ def thin_table(
     Raises:
         DamagedError: A manifest is missing or damaged.
     """
-    runs: dict[str, list[tuple[str, Row]]] = {}
-    for name, row in in_commit_order(rows):
-        runs.setdefault(name.rpartition("/")[0], []).append((name, row))
+    runs = runs_of(in_commit_order(rows))
     due: dict[str, list[str]] = {}
     by_name: dict[str, Row] = {}
     for run in runs.values():
