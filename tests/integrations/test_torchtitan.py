@@ -274,3 +274,31 @@ def test_a_disk_holds_what_torchtitan_keeps_and_one_state(tmp_path: Path, plain:
 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0
+
+
+# --- the data loader of torchdata, which torchtitan uses ----------------------------------------
+
+
+def shuffled(seed: int, workers: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.arange(40)
+    return StatefulDataLoader(data, 4, shuffle=True, generator=generator, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_goes_on(tmp_path: Path, workers: int) -> None:
+    loader, store = shuffled(1, workers), Store(tmp_path / "store")
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    store.take({"loader": loader}, "taken")
+    store.async_take({"loader": loader}, "taken later").wait()
+    rest = [batch.tolist() for batch in batches]
+    for name in ("taken", "taken later"):
+        new, begun = shuffled(2, workers), shuffled(3, workers)
+        next(iter(begun))
+        for other in (new, begun):
+            store[name].restore({"loader": other})
+            assert [batch.tolist() for batch in other] == rest
