@@ -289,7 +289,8 @@ class Snapshot:
                 path is used. If there is none, the parent folder becomes a store. Of a URI, such as
                 ``s3://bucket/run1/step_100``, the parent is the store. All ranks use the absolute
                 path of rank 0.
-            app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
+            app_state: Key → module, optimizer, :class:`StateDict`, generator, … ; the same keys on
+                all ranks.
             pg: The process group whose ranks take the snapshot together. By default this is the
                 whole world, or this process alone.
             replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
@@ -474,16 +475,18 @@ class Snapshot:
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
 
-        A tensor is filled in place where the state holds a tensor of the same path and shape
-        (another dtype is cast). Then each value's ``load_state_dict`` gets the state that was
-        taken. With ``torch.distributed``, all ranks call this together; their number and their
-        sharding may differ from those of the take. A value that belongs to one rank is restored
-        only by that rank.
+        A tensor of a module, optimizer or :class:`StateDict` is filled in place where the state
+        holds a tensor of the same path and shape (another dtype is cast). Then each value's
+        ``load_state_dict`` gets the state that was taken: one that is not torch's or casnap's own,
+        in new tensors. With ``torch.distributed``, all ranks call this together; their number and
+        their sharding may differ from those of the take. A value that belongs to one rank is
+        restored only by that rank.
 
         Args:
             app_state: The values to restore, by key.
-            strict: If modules, optimizers or dicts differ from the snapshot, raise before anything
-                is written. Otherwise restore what fits.
+            strict: If modules, optimizers or dicts differ from the snapshot, or it keeps something
+                for single ranks while others are new, raise before anything is written. Otherwise
+                restore what fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
             rename: The key in ``app_state`` for each key of the snapshot: a mapping, or a function
@@ -503,6 +506,7 @@ class Snapshot:
             MismatchError: State and snapshot differ. The error lists all differences. Or a
                 ``load_state_dict`` raised an error; this one names the key, and what was restored
                 before.
+            UnsupportedTypeError: A value cannot be decoded here; nothing was written.
             DamagedError: Stored bytes are missing or damaged.
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.

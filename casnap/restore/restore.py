@@ -66,8 +66,8 @@ def restore(
             differs from it. The message lists every difference, and no rank has written anything.
             Or a ``load_state_dict`` raised an error, which is the cause of this one; the message
             tells what was restored before.
-        UnsupportedTypeError: A value was pickled, and ``allow_pickle`` is False; nothing was
-            written.
+        UnsupportedTypeError: A value cannot be decoded here, or only with ``allow_pickle``; nothing
+            was written.
         DamagedError: Something is damaged. No ``load_state_dict`` was called, but tensors that
             are restored in place may already hold new values.
         RankError: Another rank failed, died or hangs.

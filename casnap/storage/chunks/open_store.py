@@ -332,12 +332,14 @@ class OpenStore:
             BackendError: Some chunks could not be read, and may be whole.
         """
         pending = iter(wants)
-        if self.backend.costly_requests:
-            few = list(islice(pending, _FEW + 1))
-            remaining = self._read_without_index(few, options) if len(few) <= _FEW else few
-            if few and not remaining:
+        few = list(islice(pending, _FEW + 1))
+        if not few:
+            return
+        if self.backend.costly_requests and len(few) <= _FEW:
+            few = self._read_without_index(few, options)
+            if not few:
                 return
-            pending = chain(remaining, pending)
+        pending = chain(few, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
         while window := list(islice(pending, _WINDOW)):
