@@ -34,7 +34,7 @@ class Stateful(Protocol):
         ...
 
 
-AppState: TypeAlias = "Mapping[str, Stateful | torch.Generator | numpy.random.Generator]"
+AppState: TypeAlias = Mapping[str, "Stateful | torch.Generator | numpy.random.Generator"]
 """What is taken and restored: values by key."""
 
 
