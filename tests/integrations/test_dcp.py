@@ -617,3 +617,20 @@ def test_a_writer_goes_to_another_process(tmp_path: Path) -> None:
         dcp.save({"x": 1}, checkpoint_id=tmp_path / "b", storage_writer=writer)
         assert Store(tmp_path)["b"].metadata.user["loss"] == 0.5
     assert pickle.loads(pickle.dumps(UnsupportedTypeError("x"))).args == ("x",)
+
+
+class Gone:
+    """A class that a program may have lost when it loads."""
+
+
+def test_a_value_that_cannot_be_decoded_leaves_tensors_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "store/s")
+    writer = CasnapWriter(place, allow_pickle=True)
+    dcp.save({"w": torch.ones(50_000), "value": Gone()}, storage_writer=writer)
+    monkeypatch.delattr(f"{__name__}.Gone")
+    state = {"w": torch.zeros(50_000), "value": None}
+    with pytest.raises(CheckpointException, match=r"value was stored by pickle.*AttributeError"):
+        dcp.load(state, storage_reader=CasnapReader(place, allow_pickle=True))
+    assert not state["w"].any()
