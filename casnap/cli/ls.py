@@ -20,12 +20,14 @@ from casnap.storage.catalog.other_formats import hint_in
 @click.command()
 @click.argument("store", required=False)
 @click.argument("prefix", required=False)
+@click.option("--wide", is_flag=True, help="Cut nothing, however narrow the terminal is.")
 @reading_options
-def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
+def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None:
     """List the snapshots of a store, the newest last.
 
     Without STORE, lists the store at or above the current folder. PREFIX limits the list to one
-    run. LOGICAL is the size of the state, NEW how much the snapshot added to the store.
+    run. METADATA begins with the tags. NEW is how much the snapshot added to the store, LOGICAL the
+    size of the state. On a narrow terminal long metadata are cut first, then the last columns.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
@@ -40,20 +42,20 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     rows = [
         (
             s.name,
-            moment(s.time),
-            size(s.stats.logical_bytes),
-            size(s.stats.new_bytes),
-            f"{s.stats.entries:,}",
             summary(
                 metadata_of(s),
                 s.tags,
                 unmirrored=is_unmirrored(s.row),
                 thinned=s.row.is_thinned,
             ),
+            moment(s.time),
+            size(s.stats.new_bytes),
+            size(s.stats.logical_bytes),
+            f"{s.stats.entries:,}",
         )
         for s in snapshots
     ]
-    header = ("NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA")
-    table(header, rows, numbers={"LOGICAL", "NEW", "ENTRIES"})
+    header = ("NAME", "METADATA", "TIME", "NEW", "LOGICAL", "ENTRIES")
+    table(header, rows, numbers={"NEW", "LOGICAL", "ENTRIES"}, cut="METADATA", wide=wide)
     if condemned := place.open_store.recent().condemned:
         say(f"{amount(len(condemned), 'pack')} of garbage to be freed; see `casnap du`", err=True)

@@ -112,22 +112,42 @@ def summary(
     return safe(" ".join(words))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str]) -> None:
-    """Print rows in columns.
+_LEAST_CUT = 24
+"""To how many characters a column is cut at most, that others may be seen."""
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numbers: set[str],
+    cut: str = "",
+    *,
+    wide: bool = False,
+) -> None:
+    """Print rows in columns. On a terminal that is too narrow, lines are cut.
 
     Args:
         header: The titles of the columns.
         rows: The cells.
         numbers: The titles of the columns to align right.
+        cut: The title of the column that is cut first.
+        wide: Cut nothing.
     """
     rows = [tuple(map(safe, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     right = [title in numbers for title in header]
-    most = _width()
+    most = 0 if wide else _width()
+    if most and cut in header:
+        i = header.index(cut)
+        over = sum(widths) + 2 * (len(widths) - 1) - most
+        widths[i] = max(min(widths[i], _LEAST_CUT), widths[i] - max(0, over))
+
+    def fitted(cell: str, width: int) -> str:
+        return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
     def line(cells: Sequence[str]) -> str:
         padded = (
-            cell.rjust(width) if flush else cell.ljust(width)
+            cell.rjust(width) if flush else fitted(cell, width).ljust(width)
             for cell, width, flush in zip(cells, widths, right, strict=True)
         )
         text = "  ".join(padded).rstrip()

@@ -113,7 +113,10 @@ def main() -> None:
     if resumed is None or int(resumed[1]) < stored:
         sys.exit(f"the snapshot of step {stored} was complete, and is lost")
 
-    print("\n3. The same training without a kill. The store has all of it, so it adds nothing.")
+    print(
+        "\n3. The same training without a kill. Snapshots that the first run kept add nothing; "
+        "those that it let go are new again."
+    )
     train([f"{args.folder}/{whole}", *options])
     casnap("diff", f"{args.folder}/{killed}/{last}", f"{args.folder}/{whole}/{last}")
     store = Store(args.folder)

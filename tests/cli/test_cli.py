@@ -95,15 +95,34 @@ SNAPSHOT_KEYS = {
 
 def test_ls(store: Path) -> None:
     header, *rows = invoke("ls", store).stdout.splitlines()
-    assert header.split() == ["NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA"]
+    assert header.split() == ["NAME", "METADATA", "TIME", "NEW", "LOGICAL", "ENTRIES"]
     assert [row.split()[0] for row in rows] == [
         "run1/step_0",
         "run1/step_1",
         "run1/step_2",
         "run2/step_0",
     ]
-    assert rows[1].endswith("loss=1.25 step=1")
+    assert rows[1].split("  ")[1].strip() == "loss=1.25 step=1"
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:?\d\d +\d+\.\d kB", rows[0])
+
+
+def test_ls_on_a_narrow_terminal_cuts_long_metadata_first(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    metadata = {"loss": 0.25, "step": 100, "comment": "x" * 60}
+    store.take({"s": StateDict(x=1)}, "run1/step_100", metadata=metadata)
+    store.tag("run1/step_100", "best")
+
+    def shown(*options: str) -> list[str]:
+        _, output = Terminal("ls", store.uri, *options, columns=80).rest()
+        return re.sub(r"\x1b\[[0-9;]*m|\r", "", output).splitlines()
+
+    header, row = shown()
+    assert [len(line) <= 80 for line in (header, row)] == [True, True]
+    assert header.split()[:3] == ["NAME", "METADATA", "TIME"]
+    assert "#best loss=0.25 step=" in row
+    assert re.search(r"…  \d{4}-\d\d-\d\d", row)
+    assert "x" * 60 in shown("--wide")[1]
+    assert shown("--wide")[1].split()[-1] == str(store["run1/step_100"].stats.entries)
 
 
 def test_ls_json(store: Path) -> None:

@@ -191,7 +191,7 @@ def test_gc_shows_its_examples_apart() -> None:
 def test_numbers_that_are_none_are_printed(tmp_path: Path) -> None:
     metadata = {"a": math.nan, "b": -math.inf, "c": [math.inf, 1.5]}
     Store(tmp_path).take({"s": StateDict(x=1)}, "one", metadata=metadata)
-    assert invoke("ls", tmp_path).stdout.rstrip().endswith("a=nan b=-inf c=[inf, 1.5]")
+    assert "  a=nan b=-inf c=[inf, 1.5]  " in invoke("ls", tmp_path).stdout
     assert document("ls", tmp_path)["snapshots"][0]["metadata"]["c"] == [None, 1.5]
 
 

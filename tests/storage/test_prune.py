@@ -381,7 +381,7 @@ def test_prune_of_a_folder(own_store: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "would forget everything"),
+        ([], "give at least one of --keep-last, --keep-every"),
         (["--keep-last", 0], "--keep-last is a whole number"),
         (["--keep-last", "x"], "--keep-last"),
         (["--keep-within", "7"], "write 30s, 15m, 24h, 7d"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +83,10 @@ def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
 class Terminal:
     """A command with a terminal of its own."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, columns: int = 0) -> None:
         self.master, slave = pty.openpty()
+        if columns:
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         self.process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave
         )
