@@ -325,6 +325,42 @@ def test_one_damage_to_a_node_hurts_no_snapshot(store: Path, cache_dir: Path) ->
                 _check_restore(Store(store), name, step)
 
 
+@pytest.mark.parametrize("later", ["as taken", "compressed", "repacked", "copied"])
+def test_one_damage_to_a_small_chunk_hurts_no_snapshot(
+    tmp_path: Path, cache_dir: Path, later: str
+) -> None:
+    """Such as the settings of an optimizer, without which no snapshot can be resumed."""
+    store = Store(tmp_path / "own", codec="zstd" if later == "compressed" else "auto")
+    settings = {f"setting number {i} of an optimizer": i for i in range(12)}
+    for step in range(3):
+        state = {"w": torch.full((100_000,), float(step)), "param_groups": [settings]}
+        store.take({"optim": StateDict(state)}, f"step_{step}")
+    if later == "repacked":
+        store.delete("step_0")
+        store.gc(grace=0, repack=1.0, recode_after=None)
+    if later == "copied":
+        store.copy(to=tmp_path / "copy")
+        store = Store(tmp_path / "copy")
+    path = Path(store.uri)
+    entry = store["step_2"].get_manifest()["0/optim/param_groups/0"]
+    assert len(entry.spec.digests) == 32
+    places = [p for d, p in all_places_of(path) if d == entry.spec.digests]
+    newest = max(places, key=lambda place: place.pack).pack
+    pages = {(p.offset // 4096, (p.offset + p.stored_size - 1) // 4096) for p in places}
+    assert len([p for p in places if p.pack == newest]) == len(pages) == 2
+    for place in places:
+        page = place.offset // 4096 * 4096
+        wiped = lambda raw, at=page: raw[:at] + bytes(4096) + raw[at + 4096 :]  # noqa: E731
+        forget_cache(cache_dir)
+        with damaged(path / "casnap-store" / pack_key(place.pack), wiped):
+            assert Store(path)["step_2"].read_object("optim/param_groups") == [settings]
+            assert not Store(path).check(data=True).ok
+    first = min(places, key=lambda place: (place.pack != newest, place.offset))
+    with damaged(path / "casnap-store" / pack_key(newest), flip(first.offset)):
+        assert Store(path).repair().ok
+        assert Store(path).check(data=True).ok
+
+
 def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
     nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
     open_store = Store(store).open_store

@@ -177,7 +177,9 @@ class NewPacks:
         names = chain.from_iterable(map(named_in, chain(reversed(nodes), upper_nodes)))
         others = (d for d in names if d not in places_of or places_of[d].pack != open_pack[0])
         wanted_digests = dict.fromkeys(islice(others, MOST_HINTS))
-        places_of |= {d: place for d, place in self._chunks.records if d in wanted_digests}
+        # Of a small chunk, which stands there twice, the first place.
+        records = reversed(self._chunks.records)
+        places_of |= {d: place for d, place in records if d in wanted_digests}
         unknown = [d for d in wanted_digests if d not in places_of]
         places_of |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
         places = [(d, places_of[d]) for d in wanted_digests if d in places_of]

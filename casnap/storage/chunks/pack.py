@@ -34,6 +34,8 @@ CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
 # More than one, so that the disk has work while another waits for its sync.
 _WRITERS = 3
+# Chunks of so many stored bytes stand in their pack twice.
+_SMALL_BYTES = 4096
 # A thread's first pack is a small one, so that the disk has work soon.
 _FIRST_BYTES = 12 << 20
 
@@ -65,7 +67,11 @@ class Room(NamedTuple):
 
 @dataclass(eq=False)
 class _Pack:
-    """A pack in memory; ``waits`` counts what has to end before it is written."""
+    """A pack in memory; ``waits`` counts what has to end before it is written.
+
+    ``again`` is the room that small chunks need to stand there twice, of which ``counted`` records
+    were looked at.
+    """
 
     id: PackId
     slot: Slot
@@ -74,13 +80,26 @@ class _Pack:
     hints: bytes = b""
     promised: int = 0
     waits: int = 1
+    again: int = 0
+    counted: int = 0
+
+    def room_again(self) -> int:
+        """Return the room that the small chunks need a second time, records included."""
+        unseen = self.records[self.counted :]
+        self.counted += len(unseen)
+        self.again += sum(
+            place.stored_size + FOOTER_RECORD_SIZE for _, place in unseen if _is_small(place)
+        )
+        return self.again + PAGE if self.again else 0
 
 
 class PackWriter:
     """Writes full packs in the background. A pack of nodes holds each node twice.
 
     A damaged node hurts all that is below it, perhaps in many snapshots, and all nodes together
-    take about a thousandth of the bytes. ZFS keeps its metadata in two places too.
+    take about a thousandth of the bytes. ZFS keeps its metadata in two places too. So does a pack
+    of chunks with small ones: the settings of an optimizer are one that all snapshots of a run need
+    to be restored at all.
 
     Args:
         backend: Where to write.
@@ -192,6 +211,8 @@ class PackWriter:
         fill = pack.fill = max(place.offset + place.stored_size for _, place in records)
         if self.times == 2 and _room(2, pack.fill, len(records), pack.slot) >= 0:
             fill, records = _append_second_copy(pack)
+        elif self.times == 1:
+            fill, records = _append_small_chunks(pack)
         room = _room(1, fill + len(pack.hints), len(records) + 1, pack.slot)
         if pack.hints and room >= 0:
             fill, records = _append_hints(pack, fill, records)
@@ -366,6 +387,8 @@ class PackFiller:
         need, room = 0, self._room_left()
         for raw in raws:
             most = len(raw) + PAGE + FOOTER_RECORD_SIZE
+            if len(raw) <= _SMALL_BYTES:
+                most *= 2
             if need + most > room:
                 if group:
                     yield group
@@ -391,7 +414,8 @@ class PackFiller:
             return -1
         # A node too large to stand twice stands once, in a pack of its own.
         times = 1 if is_single else self._writer.times
-        return _room(times, pack.fill, len(pack.records) + pack.promised, pack.slot)
+        again = pack.room_again() if self._writer.times == 1 else 0
+        return _room(times, pack.fill + again, len(pack.records) + pack.promised, pack.slot)
 
     def _open(self) -> None:
         slot = self._writer.pool.take()
@@ -488,6 +512,31 @@ def _append_second_copy(pack: _Pack) -> tuple[int, list[Record]]:
         for digest, place in pack.records
     ]
     return start + pack.fill, pack.records + again
+
+
+def _is_small(place: Place) -> bool:
+    return place.stored_size <= _SMALL_BYTES and not isinstance(place, DeltaPlace)
+
+
+def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
+    """Copy the small chunks of a pack behind all, on other pages; return end and records.
+
+    If others have taken the room for that, they stand there once.
+    """
+    small = [record for record in pack.records if _is_small(record[1])]
+    nbytes = sum(place.stored_size for _, place in small)
+    start = whole_pages(pack.fill)
+    room = _room(1, start + nbytes, len(pack.records) + 2 * len(small), pack.slot)
+    if not small or room < 0:
+        return pack.fill, pack.records
+    view, end = pack.slot.view, start
+    view[pack.fill : start] = bytes(start - pack.fill)
+    again: list[Record] = []
+    for digest, p in small:
+        view[end : end + p.stored_size] = view[p.offset : p.offset + p.stored_size]
+        again.append((digest, Place(p.pack, end, p.stored_size, p.raw_size, p.codec)))
+        end += p.stored_size
+    return end, pack.records + again
 
 
 def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
