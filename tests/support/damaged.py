@@ -220,8 +220,11 @@ def lost_in(path: Path) -> set[bytes]:
 
 
 def damage_chunk(path: Path, raw: torch.Tensor) -> Record:
+    """Damage a chunk at all its places in one pack: a small one has two."""
     digest, place = record_of(path, raw)
-    change(path / "casnap-store" / pack_key(place.pack), flip(place.offset + 11))
+    for each in listing_of(path).of(digest):
+        if each.pack == place.pack:
+            change(path / "casnap-store" / pack_key(place.pack), flip(each.offset + 11))
     return digest, place
 
 
