@@ -29,6 +29,7 @@ from tests.support.damaged import (
     broken,
     change,
     check,
+    damage_chunk,
     damages,
     drop_from_index,
     expected,
@@ -98,9 +99,8 @@ def test_compressed_chunks(tmp_path: Path) -> None:
     store = Store(tmp_path, chunk_size=CHUNK, codec="zstd").make()
     store.take({"s": StateDict(x=torch.zeros(100_000))}, "zeros")
     assert store.check(data=True).ok
-    _, place = record_of(tmp_path, torch.zeros(CHUNK // 4))
+    _, place = damage_chunk(tmp_path, torch.zeros(CHUNK // 4))
     assert place.codec == Codec.PLANES
-    change(tmp_path / "casnap-store" / pack_key(place.pack), flip(place.offset + 9))
     report = store.check(data=True)
     assert hurts_of(report) == {("zeros", "s/x")}
     assert store.check().ok
