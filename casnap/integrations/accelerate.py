@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from casnap.backends.places import matching, paths_in
-from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
+from casnap.errors import SnapshotExistsError, StateError
 from casnap.integrations.notices import put_notices
 from casnap.integrations.trainers import (
     Value,
     check_version,
     check_whole,
     load_own,
+    not_found_error,
     snapshot_at,
 )
 from casnap.ranks.joining import own_rank
@@ -47,6 +48,7 @@ _NOTICE = (
     "casnap.integrations.accelerate.load_state(accelerator, folder), or its weights by "
     'casnap.Snapshot(folder).restore({"model": model})'
 )
+_NO_CHECKPOINT = "checkpoint, neither a snapshot nor one of the Accelerator's own,"
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
 """The kinds of worlds in which each process has the whole model."""
 _OF_ENGINE = ("model", "optimizer", "engine")
@@ -149,19 +151,13 @@ def load_state(
             raise StateError("no input_dir, and automatic_checkpoint_naming is off")
         numbers = _checkpoints(_project(accelerator))
         if not numbers:
-            raise SnapshotNotFoundError(
-                f"there is no checkpoint in {_project(accelerator)}, neither a snapshot nor one of "
-                "the Accelerator's own"
-            )
+            raise not_found_error(_project(accelerator), _NO_CHECKPOINT)
         input_dir = numbers[-1]
         accelerator.project_configuration.iteration = _number(input_dir) + 1
     snapshot = snapshot_at(_absolute(input_dir))
     if snapshot is None:
         if not _is_its_own(input_dir):
-            raise SnapshotNotFoundError(
-                f"there is no checkpoint at {os.fspath(input_dir)!r}, neither a snapshot nor one "
-                "of the Accelerator's own"
-            )
+            raise not_found_error(input_dir, _NO_CHECKPOINT)
         accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
         return
     if _is_its_own(input_dir):
@@ -192,15 +188,19 @@ def _load(
     state |= _parts(accelerator)
     _check_keys(snapshot, state, () if engine is None else _OF_ENGINE)
     if engine is not None:
-        from casnap.integrations.deepspeed import load_checkpoint
+        from casnap.integrations.deepspeed import check_with
 
-        folder, _, name = os.fspath(path).rpartition("/")
-        load_checkpoint(engine, folder, name, allow_pickle=allow_pickle)
+        check_with(engine, path, allow_pickle=allow_pickle)
     loader_keys = [key for key in state if key.startswith("dataloader")]
     snapshot.restore(
         {key: value for key, value in state.items() if key not in loader_keys},
         allow_pickle=allow_pickle,
     )
+    if engine is not None:
+        from casnap.integrations.deepspeed import load_checkpoint
+
+        folder, _, name = os.fspath(path).rpartition("/")
+        load_checkpoint(engine, folder, name, allow_pickle=allow_pickle)
     for key in loader_keys:
         load_own(snapshot, key, state[key], allow_pickle=allow_pickle)
     accelerator.step = snapshot.read_object("step")

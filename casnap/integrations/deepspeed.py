@@ -15,7 +15,7 @@ the number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,11 +24,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from casnap.errors import MismatchError, SnapshotNotFoundError, StateError
+from casnap.errors import StateError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.region import Region
-from casnap.integrations.divided import Target, leaf_of_parts, load_together
-from casnap.integrations.trainers import check_version, snapshot_at
+from casnap.integrations.divided import (
+    Fit,
+    Target,
+    check_together,
+    leaf_of_parts,
+    load_together,
+)
+from casnap.integrations.trainers import check_version, not_found_error, snapshot_at
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import local_path
@@ -140,44 +146,57 @@ def load_checkpoint(
 
     Returns:
         The path of the snapshot, and the client state; None and nothing where there is no snapshot
-        and no tag was given.
+        and no tag was given. If there are checkpoints of another form, a warning says so.
 
     Raises:
         SnapshotNotFoundError: There is no snapshot of this tag.
+        StateError: The folder is itself a snapshot, and no tag was given.
         MismatchError: The engine does not fit the snapshot; nothing was loaded.
         DamagedError: Stored bytes are missing or damaged.
     """
     _check_supported(engine)
     comm = join(None, timeout, f"loading from {os.fspath(load_dir)!r}")
     with_states = load_optimizer_states and not load_module_only
+    with_scheduler = load_lr_scheduler_states and not load_module_only
     with comm:
         path = _agreed_path(comm, load_dir, tag)
         if path is None:
             return None, {}
-        snapshot = snapshot_at(path)
-        if snapshot is None:
-            raise SnapshotNotFoundError(f"there is no snapshot at {path}")
-        if not {"model", "optimizer", "engine"} <= snapshot.contents.keys():
-            raise StateError(f"{path} was not saved by casnap.integrations.deepspeed")
-        kept = snapshot.read_object("engine", allow_pickle=allow_pickle)
-        with _Partitioned(engine), torch.no_grad(), snapshot.contents.reading():
-            states = kept["states"] if with_states else []
-            groups = snapshot.read_object("optimizer/groups") if with_states else []
+        stored = _read(path, with_states=with_states, allow_pickle=allow_pickle)
+        kept, states = stored.kept, stored.states
+        with _Partitioned(engine), torch.no_grad(), stored.snapshot.contents.reading():
+            _check(engine, stored, comm, with_scheduler=with_scheduler)
             if with_states:
-                _check_groups(engine, snapshot, groups)
                 _make_room(engine.optimizer, states)
-            load_together(snapshot, comm, _targets(engine, states, kept["has_frozen"]))
+            load_together(stored.snapshot, comm, _targets(engine, states, kept["has_frozen"]))
             if with_states:
-                _load_groups(engine.optimizer, groups)
+                _load_groups(engine.optimizer, stored.groups)
             else:
                 engine.optimizer.refresh_fp32_params()
     if not load_module_only:
         engine.global_steps, engine.global_samples = kept["global_steps"], kept["global_samples"]
         engine.skipped_steps = kept["skipped_steps"]
         _load_scaler(engine.optimizer, kept)
-        if load_lr_scheduler_states and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(kept["lr_scheduler"])
+    if with_scheduler and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(kept["lr_scheduler"])
     return path, kept["client_state"]
+
+
+def check_with(engine: Any, path: StrPath, *, allow_pickle: bool = False) -> None:
+    """Check that :func:`load_checkpoint` could load a snapshot, before other values are loaded.
+
+    Args:
+        engine: The engine.
+        path: The path of the snapshot.
+        allow_pickle: Unpickle values that were stored by pickle.
+
+    Raises:
+        MismatchError: The engine does not fit the snapshot.
+    """
+    with join(None, None, f"looking at {os.fspath(path)!r}") as comm:
+        stored = _read(os.fspath(path), with_states=True, allow_pickle=allow_pickle)
+        with _Partitioned(engine), torch.no_grad(), stored.snapshot.contents.reading():
+            _check(engine, stored, comm, with_scheduler=True)
 
 
 def take_with(
@@ -276,6 +295,12 @@ def _agreed_path(comm: Comm, load_dir: StrPath, tag: str | None) -> str | None:
     if tag is None and comm.rank == 0:
         last = Store(local_path(load_dir)).latest()
         path = None if last is None else last.path
+        if path is None and (itself := snapshot_at(load_dir)) is not None:
+            folder, _, name = itself.path.rpartition("/")
+            raise StateError(
+                f"{os.fspath(load_dir)} is a snapshot, and no folder of snapshots; to load it, "
+                f"give load_checkpoint the folder {folder!r} and the tag {name!r}"
+            )
     return comm.broadcast_message(_PathMessage(path), _PathMessage).path
 
 
@@ -522,8 +547,96 @@ _SCALER = ("dynamic_loss_scale", "overflow")
 # --- loading ----------------------------------------------------------------------------------
 
 
-def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[Target]:
-    """Yield path, shape and boxes of what this rank fills."""
+class _Stored(NamedTuple):
+    """What a snapshot has besides tensors.
+
+    Attributes:
+        snapshot: The snapshot.
+        kept: Its key ``engine``.
+        groups: The settings of the groups of the optimizer, if states are loaded.
+        states: The states of the optimizer that are loaded; ``fp32`` for the master weights.
+    """
+
+    snapshot: Snapshot
+    kept: dict[str, Any]
+    groups: list[dict[str, Any]]
+    states: list[str]
+
+
+def _read(path: str, *, with_states: bool, allow_pickle: bool) -> _Stored:
+    snapshot = snapshot_at(path)
+    if snapshot is None:
+        raise not_found_error(path, "snapshot")
+    if not {"model", "optimizer", "engine"} <= snapshot.contents.keys():
+        raise StateError(f"{path} was not saved by casnap.integrations.deepspeed")
+    kept = snapshot.read_object("engine", allow_pickle=allow_pickle)
+    if not with_states:
+        return _Stored(snapshot, kept, [], [])
+    groups = snapshot.read_object("optimizer/groups", allow_pickle=allow_pickle)
+    return _Stored(snapshot, kept, groups, kept["states"])
+
+
+def _check(engine: Any, stored: _Stored, comm: Comm, *, with_scheduler: bool) -> None:
+    """Check that an engine fits a snapshot. Nothing is changed.
+
+    Raises:
+        MismatchError: It does not.
+    """
+    states = stored.states
+    problems = _problems_of_groups(engine.optimizer, stored) if states else []
+    if with_scheduler and engine.lr_scheduler is not None and stored.kept["lr_scheduler"] is None:
+        problems.append(
+            "it was saved without a scheduler, and this engine has one "
+            "(load_lr_scheduler_states=False leaves that as it is)"
+        )
+    names: dict[ObjectPath, Collection[str]] = {("model",): engine.module.state_dict().keys()}
+    names |= {("optimizer", key): _trained(engine).keys() for key in states}
+    targets = _targets(engine, states, stored.kept["has_frozen"], look=True)
+    check_together(stored.snapshot, comm, targets, Fit(names, problems))
+
+
+def _problems_of_groups(optimizer: Any, stored: _Stored) -> list[str]:
+    groups = optimizer.param_groups
+    if len(stored.groups) != len(groups):
+        return [
+            f"it has {len(stored.groups)} groups of parameters, and this optimizer {len(groups)}"
+        ]
+    there, here = set(stored.states) - {"fp32"}, set(_flat_states(optimizer))
+    # Before its first step, an optimizer has no states. But its settings tell what it is.
+    if not (there and here) and groups:
+        there, here = _numbers_of(stored.groups[0]["settings"]), _numbers_of(groups[0])
+        if not (there - here and here - there):
+            return []
+    if there == here:
+        return []
+    return [
+        f"it is of an optimizer with {', '.join(sorted(there)) or 'nothing'}, and this one has "
+        f"{', '.join(sorted(here)) or 'nothing'} (load_optimizer_states=False leaves that out)"
+    ]
+
+
+def _numbers_of(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the settings of a group that are numbers, which kinds differ in."""
+    return {
+        name
+        for name, value in settings.items()
+        if isinstance(value, int | float | tuple | list | torch.Tensor)
+        and not isinstance(value, bool)
+        and name != "params"
+    }
+
+
+def _targets(
+    engine: Any, states: list[str], with_frozen: bool, *, look: bool = False
+) -> Iterator[Target]:
+    """Yield path, shape and boxes of what this rank fills.
+
+    Args:
+        engine: The engine.
+        states: The states of the optimizer.
+        with_frozen: Whether frozen parameters are filled too.
+        look: Only to look: master weights stand for states that the optimizer has not yet.
+    """
     module, optimizer = engine.module, engine.optimizer
     kept_names = module.state_dict().keys()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -538,23 +651,17 @@ def _targets(engine: Any, states: list[str], with_frozen: bool) -> Iterator[Targ
             yield Target(("model", name), shape, parts)
     trained = _trained(engine)
     for key, name in product(states, trained):
-        run = _state_run(optimizer, trained[name], key)
+        run = _state_run(optimizer, trained[name], "fp32" if look else key)
         if run.memory.numel():
             yield Target(("optimizer", key, name), run.shape, list(run.parts()))
-
-
-def _check_groups(engine: Any, snapshot: Snapshot, groups: list[dict[str, Any]]) -> None:
-    if len(groups) != len(engine.optimizer.param_groups):
-        raise MismatchError(
-            f"{snapshot.path} has {len(groups)} groups of parameters, and this optimizer has "
-            f"{len(engine.optimizer.param_groups)}; nothing was loaded"
-        )
 
 
 def _make_room(optimizer: Any, states: list[str]) -> None:
     """Give each parameter the states that are to be filled; before its first step it has none."""
     for _, flat in _flat_groups(optimizer):
         state = optimizer.optimizer.state[flat]
+        if states == ["fp32"]:  # of before the first step
+            state.clear()
         for key in states:
             if key != "fp32" and key not in state:
                 state[key] = torch.zeros_like(flat)

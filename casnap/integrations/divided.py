@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,6 +54,29 @@ class _Commit(msgspec.Struct, array_like=True):
     commit: bytes
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What else must fit for a snapshot to be loaded, besides the tensors that are filled.
+
+    Attributes:
+        names: Paths of dicts → the names that are here. What a snapshot has more does not fit.
+        problems: What was found not to fit, in words.
+    """
+
+    names: Mapping[ObjectPath, Collection[str]] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+
+
+def check_together(snapshot: Snapshot, comm: Comm, targets: Iterable[Target], fit: Fit) -> None:
+    """Check that all ranks could load what they want. All ranks call this, each with its own.
+
+    Raises:
+        MismatchError: They could not; the one error names all that does not fit this rank.
+    """
+    _match(snapshot, comm, targets, (), fit)
+    comm.all_gather(b"")
+
+
 def load_together(
     snapshot: Snapshot,
     comm: Comm,
@@ -78,10 +102,31 @@ def load_together(
         UnsupportedTypeError: A value cannot be read; no rank has filled anything.
         DamagedError: Stored bytes are missing or damaged.
     """
+    paths = {value: casnap_path(value) for value in values}
+    loading, to_clear = _match(snapshot, comm, targets, paths.values(), Fit())
+    fetch = partial(fetch_shared, comm, snapshot.contents.store)
+    with torch.no_grad(), without_torch_modes():
+        known = loading.load_values(fetch, allow_pickle=allow_pickle)
+        comm.all_gather(b"")  # no rank writes before all have compared
+        for memory in to_clear:
+            memory.zero_()
+        leaves = loading.load(fetch=fetch)
+    comm.all_gather(b"")
+    return {value: inflate(path, leaves, known=known) for value, path in paths.items()}
+
+
+def _match(
+    snapshot: Snapshot,
+    comm: Comm,
+    targets: Iterable[Target],
+    values: Iterable[str],
+    fit: Fit,
+) -> tuple[Loading, list[torch.Tensor]]:
+    """Compare; return what is to be read, and the memory that is to be cleared before."""
     contents = snapshot.contents
     first = comm.broadcast_message(_Commit(contents.row.commit), _Commit)
     comm.check_same(f"the commit of {snapshot.path}", contents.row.commit.hex(), first.commit.hex())
-    loading, problems = Loading(contents), list[str]()
+    loading, problems = Loading(contents), list(fit.problems)
     trees, to_clear = contents.trees(comm.rank), list[torch.Tensor]()
     for target in targets:
         path = casnap_path(target.path)
@@ -95,27 +140,24 @@ def load_together(
             loading.add(path, entry, _within(entry, target))
         else:
             loading.add(path, entry, target.parts)
-    paths = {value: casnap_path(value) for value in values}
-    for path in paths.values():
+    for path in values:
         if _entry_at(trees, path) is None:
             problems.append(f"{path} is not in the snapshot")
             continue
         for inner_path, inner in entries_below(trees, path):
             loading.add(inner_path, inner)
+    for dict_path, names in fit.names.items():
+        known = {casnap_path((*dict_path, name)) for name in names}
+        if _entry_at(trees, path := casnap_path(dict_path)) is not None:
+            below = (inner for inner, _ in entries_below(trees, path))
+            stored = {inner for inner in below if inner.count("/") == len(dict_path)}
+            problems += [f"{inner} is in the snapshot alone" for inner in sorted(stored - known)]
     if problems:
         raise MismatchError(
             f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
             + "; ".join(problems)
         )
-    fetch = partial(fetch_shared, comm, contents.store)
-    with torch.no_grad(), without_torch_modes():
-        known = loading.load_values(fetch, allow_pickle=allow_pickle)
-        comm.all_gather(b"")  # no rank writes before all have compared
-        for memory in to_clear:
-            memory.zero_()
-        leaves = loading.load(fetch=fetch)
-    comm.all_gather(b"")
-    return {value: inflate(path, leaves, known=known) for value, path in paths.items()}
+    return loading, to_clear
 
 
 def entries_below(trees: Mapping[str, Entries], path: str) -> Iterator[tuple[str, Entry]]:

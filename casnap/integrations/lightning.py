@@ -25,8 +25,14 @@ from typing import Any
 import torch
 
 from casnap.backends.places import exists, is_file, is_folder, is_link, is_taken
-from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
-from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.integrations.trainers import (
+    check_version,
+    not_found_error,
+    snapshot_at,
+    take_alone,
+    values_of,
+)
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import is_within_call
 from casnap.snapshot import Snapshot
@@ -206,9 +212,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         if snapshot is None:
             if aside is None and get_filesystem(path).isfile(path):
                 return self._load_file(path, map_location, weights_only)
-            raise SnapshotNotFoundError(
-                f"there is no checkpoint at {os.fspath(path)!r}, neither a snapshot nor a file"
-            )
+            raise not_found_error(path, "checkpoint, neither a snapshot nor a file,")
         allow_pickle = self._allow_pickle or weights_only is False
         return _move_to(values_of(snapshot, allow_pickle=allow_pickle), map_location)
 

@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.trainers import check_version, snapshot_at
 from casnap.runtime.environment import local_path
+from casnap.storage.catalog.other_formats import hint_in
 
 check_version("torchtitan", "0.3", "0.4")
 
@@ -33,6 +36,8 @@ from torchtitan.tools import filesystem  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
 __all__ = ["CasnapCheckpointManager"]
+
+_log = logging.getLogger("casnap")
 
 
 class CasnapCheckpointManager(CheckpointManager):
@@ -127,6 +132,8 @@ class CasnapCheckpointManager(CheckpointManager):
         for step, path in reversed(self._steps(folder)):
             if step > load_step and snapshot_at(path) is not None:
                 return step
+        if load_step == -1 and "://" not in folder and (hint := hint_in(Path(folder))):
+            _log.warning("%s", hint)
         return load_step
 
     def _purge_stale_checkpoints(self) -> None:

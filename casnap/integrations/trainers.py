@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
@@ -16,6 +17,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store
 from casnap.state.stateful import Stateful
+from casnap.storage.catalog.other_formats import hint_at, hint_in
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
@@ -117,6 +119,21 @@ def snapshot_at(
         )
     except (NotAStoreError, SnapshotNotFoundError):
         return None
+
+
+def not_found_error(path: str | os.PathLike[str], what: str) -> SnapshotNotFoundError:
+    """Return the error for a place with no checkpoint; it says what of another form is there.
+
+    Args:
+        path: The path of a checkpoint, or of a folder of checkpoints.
+        what: What there is none of: "snapshot".
+    """
+    text, hint = os.fspath(path), ""
+    if "://" not in text:
+        folder = Path(local_path(text))
+        inner_hint = hint_in(folder)
+        hint = hint_at(folder) or (f". {inner_hint}" if inner_hint else "")
+    return SnapshotNotFoundError(f"there is no {what} at {text}{hint}")
 
 
 def check_whole(snapshot: Snapshot, key: str) -> None:

@@ -32,6 +32,7 @@ from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
+from casnap.storage.catalog.other_formats import hint_at
 from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")
@@ -284,6 +285,7 @@ class CasnapTrainerMixin(_Base):
                     f"{resume_from_checkpoint} holds no whole checkpoint: its save was cut off, "
                     "its snapshot was deleted, or the store of casnap is not there. "
                     "resume_from_checkpoint=True takes the last whole one"
+                    + hint_at(Path(resume_from_checkpoint))
                 )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

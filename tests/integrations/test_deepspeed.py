@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,29 @@ class Net(torch.nn.Module):
         return self.tied(self.second(hidden))
 
 
-def engine_of(stage: int, dtype: str = "bf16", seed: int = 0, hidden: int = 13) -> Any:
+def engine_of(
+    stage: int,
+    dtype: str = "bf16",
+    seed: int = 0,
+    hidden: int = 13,
+    *,
+    net: torch.nn.Module | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    scheduler: Any = torch.optim.lr_scheduler.StepLR,
+) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(seed)
-    net = Net(hidden)
+    net = net or Net(hidden)
     trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:], "lr": 1e-3}])
+    made = optimizer([{"params": trained[:1]}, {"params": trained[1:], "lr": 1e-3}])
     engine, *_ = deepspeed.initialize(
         model=net,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        optimizer=made,
+        lr_scheduler=None if scheduler is None else scheduler(made, 2),
         config={
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
@@ -257,6 +267,105 @@ def test_what_is_loaded_in_part_and_what_is_refused(tmp_path: Path) -> None:
             load_checkpoint(engine, tmp_path / "run", "foreign")
         with pytest.raises(StateError, match="does not support ZeRO-0"):
             save_checkpoint(engine_of(0), tmp_path / "run")
+
+    on_ranks(2, work)
+
+
+class Deeper(Net):
+    """A module with one parameter and one buffer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = torch.nn.Linear(3, 3, bias=False)
+        self.register_buffer("last", torch.zeros(2))
+
+
+def test_what_does_not_fit_is_one_error_before_anything_is_loaded(tmp_path: Path) -> None:
+    """And an engine that was refused goes on as if nothing had been tried."""
+
+    def save() -> None:
+        from casnap.integrations.deepspeed import save_checkpoint
+
+        save_checkpoint(engine_of(2, net=Deeper()), tmp_path / "larger", "a")
+        save_checkpoint(engine_of(2, scheduler=None), tmp_path / "plain", "a")
+        adam = engine_of(2)
+        train(adam, 0, 1)
+        adam.optimizer.param_groups[1]["note"] = Setting()
+        save_checkpoint(adam, tmp_path / "adam", "a", allow_pickle=True)
+
+    on_ranks(2, save)
+
+    def load() -> None:
+        from casnap.integrations.deepspeed import load_checkpoint
+
+        def refused(engine: Any, name: str, **options: Any) -> str:
+            before = whole_module(engine)
+            before = {key: value.clone() for key, value in before.items()}
+            with pytest.raises(MismatchError, match="nothing was loaded") as caught:
+                load_checkpoint(engine, tmp_path / name, "a", allow_pickle=True, **options)
+            assert_same(whole_module(engine), before)
+            return str(caught.value)
+
+        engine = engine_of(2, seed=1)
+        text = refused(engine, "larger")
+        for lacking in (
+            "model/third.weight",
+            "model/last",
+            "optimizer/fp32/third.weight",
+        ):
+            assert f"{lacking} is in the snapshot alone" in text
+        assert "model/last is in" in refused(engine, "larger", load_module_only=True)
+        text = refused(engine, "plain")
+        assert "saved without a scheduler" in text
+        assert "load_lr_scheduler_states=False" in text
+        train(engine, 0, 1)
+        load_checkpoint(engine, tmp_path / "plain", "a", load_lr_scheduler_states=False)
+        train(engine, 0, 1)  # with states as in a first step
+        once = whole(engine)
+        load_checkpoint(engine, tmp_path / "plain", "a", load_lr_scheduler_states=False)
+        train(engine, 0, 1)
+        assert_same(whole(engine) | {"groups": once["groups"]}, once)  # these have a scheduler
+        with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+            load_checkpoint(engine, tmp_path / "adam", "a")
+        load_checkpoint(engine, tmp_path / "adam", "a", allow_pickle=True)
+        assert type(engine.optimizer.param_groups[1]["note"]).__name__ == "Setting"
+        assert engine.global_steps == 1
+
+        for momentum in (0.0, 0.9):
+            sgd = engine_of(2, optimizer=partial(torch.optim.SGD, momentum=momentum))
+            assert "betas" in refused(sgd, "adam")
+            load_checkpoint(sgd, tmp_path / "adam", "a", load_optimizer_states=False)
+            train(sgd, 0, 1)
+            assert "exp_avg" in refused(sgd, "adam") or not momentum
+            train(sgd, 1, 2)
+
+    on_ranks(2, load)
+
+
+class Setting:
+    """A setting of a group that has no safe encoding."""
+
+
+def test_where_there_is_no_snapshot_a_checkpoint_of_another_form_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        from casnap.integrations.deepspeed import load_checkpoint, save_checkpoint
+
+        engine = engine_of(2)
+        train(engine, 0, 1)
+        engine.save_checkpoint(str(tmp_path / "own"))
+        save_checkpoint(engine, tmp_path / "run")
+        caplog.clear()
+        assert load_checkpoint(engine, tmp_path / "own") == (None, {})
+        if int(os.environ["RANK"]) == 0:
+            assert "DeepSpeed's own load_checkpoint loads it" in caplog.text
+        with pytest.raises(KeyError, match=r"DeepSpeed's own load_checkpoint loads"):
+            load_checkpoint(engine, tmp_path / "own", "global_step1")
+        with pytest.raises(StateError, match=r"the folder '.*run' and the tag 'global_step1'"):
+            load_checkpoint(engine, tmp_path / "run/global_step1")
+        path, _ = load_checkpoint(engine, tmp_path / "run")
+        assert path == str(tmp_path / "run/global_step1")
 
     on_ranks(2, work)
 
