@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from casnap.errors import with_article
+from casnap.errors import MismatchError, with_article
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
-from casnap.format.names import component_of
+from casnap.format.names import component_of, key_of
 from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.restore.restore_report import RestoreReport
@@ -49,6 +49,40 @@ def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> 
         unchecked=unchecked,
         skipped=state.skipped | unfit,
     )
+
+
+def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any]) -> None:
+    """Load all of a state into a module.
+
+    Some modules give more in their ``state_dict()`` than they load, such as the scales of weights
+    of 4 bits. What of that was restored in place is as it was taken.
+
+    Raises:
+        MismatchError: The module gives a value that it does not load, and has another one.
+    """
+    try:
+        module.load_state_dict(values)
+    except RuntimeError:
+        unexpected_keys = module.load_state_dict(values, strict=False).unexpected_keys
+        given = [key for key in unexpected_keys if key in state.current]
+        if not given:
+            raise
+        # It raises what is wrong beside these.
+        module.load_state_dict({key: values[key] for key in values if key not in given})
+        current = module.state_dict()
+        unlike = [key for key in given if not _is_alike(current.get(key), values[key])]
+        if unlike:
+            raise MismatchError(
+                f"the state_dict() of {key_of(state.component)!r} gives {', '.join(unlike)}, but "
+                "its load_state_dict() does not load that, and what it has here is not what the "
+                "snapshot has"
+            ) from None
+
+
+def _is_alike(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return bool(value == other)
 
 
 def load_what_fits(

@@ -15,7 +15,7 @@ from casnap.format.entries import ContainerEntry, Entry, ValueEntry
 from casnap.format.names import component_of, key_of, rank_names
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.restore.comparison import compare, load_what_fits, why_unfit
+from casnap.restore.comparison import compare, load_what_fits, load_whole, why_unfit
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
@@ -190,6 +190,9 @@ def _compared(
 def _load_state(state: KeyState, value: Any, report: RestoreReport, *, strict: bool) -> None:
     if isinstance(state.stateful, torch.nn.Module) and not strict:
         load_what_fits(state, state.stateful, value, report)
+    elif known_loader(state.stateful) is torch.nn.Module:
+        assert isinstance(state.stateful, torch.nn.Module)
+        load_whole(state, state.stateful, value)
     else:
         state.stateful.load_state_dict(value)
 

@@ -505,3 +505,40 @@ def test_a_module_whose_load_state_dict_was_patched(store):
     snapshot = store.take({"m": old}, "step")
     snapshot.restore({"m": new})
     assert raw(new.w) == raw(old.weight)
+
+
+class Packed(nn.Module):
+    """A module whose state has more than it loads, as those with weights of 4 bits."""
+
+    def __init__(self, scale=1.0, form=b"nf4"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(256, (20,)).to(torch.uint8), requires_grad=False)
+        self.scale, self.form = torch.full((4,), scale), form
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = self.scale
+        destination[f"{prefix}weight.form"] = torch.tensor(list(self.form), dtype=torch.uint8)
+
+
+def packed(**options):
+    return nn.Sequential(Packed(**options), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_a_module_gives_but_does_not_load_is_filled(store, strict):
+    saved, found = packed(scale=2.0), packed()
+    snapshot = store.take({"m": saved}, "s")
+    report = snapshot.restore({"m": found}, strict=strict)
+    assert not report
+    assert_same(found.state_dict(), saved.state_dict())
+
+
+def test_what_a_module_does_not_load_and_has_otherwise_is_an_error(store):
+    snapshot = store.take({"m": packed()}, "s")
+    with pytest.raises(MismatchError, match=r"gives 0\.weight\.form, but .* does not load that"):
+        snapshot.restore({"m": packed(form=b"fp4")})
+    # What else is wrong is told by torch.
+    snapshot = store.take({"m": packed(), "n": nn.Linear(2, 2)}, "t")
+    with pytest.raises(MismatchError, match=r"m/2\.weight"):
+        snapshot.restore({"m": nn.Sequential(*packed(), nn.Linear(1, 1))})
