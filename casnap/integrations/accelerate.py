@@ -19,6 +19,7 @@ from typing import Any
 from casnap.backends.places import matching, paths_in
 from casnap.errors import SnapshotExistsError, StateError
 from casnap.integrations.notices import put_notices
+from casnap.integrations.rotation import forget_deleted_beside, note_saved
 from casnap.integrations.trainers import (
     Value,
     check_version,
@@ -48,7 +49,7 @@ _NOTICE = (
     "casnap.integrations.accelerate.load_state(accelerator, folder), or its weights by "
     'casnap.Snapshot(folder).restore({"model": model})'
 )
-_NO_CHECKPOINT = "checkpoint, neither a snapshot nor one of the Accelerator's own,"
+_ITS_OWN = "one of the Accelerator's own"
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
 """The kinds of worlds in which each process has the whole model."""
 _OF_ENGINE = ("model", "optimizer", "engine")
@@ -63,6 +64,8 @@ def save_state(
     That is the prepared models, optimizers, schedulers and stateful data loaders, the scaler, the
     random states, the step, and what was registered for checkpointing. The keys are ``model``,
     ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP.
+    Snapshots beside it whose folders this process has seen and are gone, as by ``shutil.rmtree``,
+    are forgotten first.
 
     Args:
         accelerator: The Accelerator.
@@ -102,22 +105,21 @@ def save_state(
         "per_rank": ["dataloader*"],
         "metadata": {"step": accelerator.step},
     }
+    leads = own_rank() == 0
+    if leads:
+        forget_deleted_beside(_absolute(output_dir))
     if engine is None:
         snapshot: Snapshot = Snapshot.take(_absolute(output_dir), state, **options)
     else:
         from casnap.integrations.deepspeed import take_with
 
         snapshot = take_with(engine, _absolute(output_dir), state, TakeOptions(**options))
-    if own_rank() == 0:
+    if leads:
         put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
-    if automatic:
-        limit = accelerator.project_configuration.total_limit
-        if limit is not None and own_rank() == 0:
-            own_paths = [
-                path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)
-            ]
-            for folder in own_paths[:-limit]:
-                _forget(folder)
+        store = snapshot.store
+        note_saved(store, store.full_name(snapshot.name), snapshot.row.commit)
+        if automatic:
+            _forget_oldest(accelerator)
     accelerator.project_configuration.iteration += 1
     return snapshot
 
@@ -151,13 +153,13 @@ def load_state(
             raise StateError("no input_dir, and automatic_checkpoint_naming is off")
         numbers = _checkpoints(_project(accelerator))
         if not numbers:
-            raise not_found_error(_project(accelerator), _NO_CHECKPOINT)
+            raise not_found_error(_project(accelerator), _ITS_OWN)
         input_dir = numbers[-1]
         accelerator.project_configuration.iteration = _number(input_dir) + 1
     snapshot = snapshot_at(_absolute(input_dir))
     if snapshot is None:
         if not _is_its_own(input_dir):
-            raise not_found_error(input_dir, _NO_CHECKPOINT)
+            raise not_found_error(input_dir, _ITS_OWN)
         accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
         return
     if _is_its_own(input_dir):
@@ -311,7 +313,11 @@ def _is_its_own(path: StrPath) -> bool:
     )
 
 
-def _forget(folder: Path) -> None:
-    snapshot = snapshot_at(folder)
-    if snapshot is not None:
-        snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
+def _forget_oldest(accelerator: Accelerator) -> None:
+    """Forget the oldest snapshots of a project beyond its limit."""
+    limit = accelerator.project_configuration.total_limit
+    own_paths = [path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)]
+    for path in [] if limit is None else own_paths[:-limit]:
+        snapshot = snapshot_at(path)
+        if snapshot is not None:
+            snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)

@@ -15,7 +15,7 @@ the number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from casnap.integrations.divided import (
     leaf_of_parts,
     load_together,
 )
+from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.integrations.trainers import check_version, not_found_error, snapshot_at
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
@@ -92,7 +93,7 @@ def save_checkpoint(
     begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
     with _Partitioned(engine):
         state = partial(_state_of, engine, client_state, exclude_frozen_parameters, allow_pickle)
-        return begin.store.take_from(begin.comm, state, begin.name, begin.options)
+        return begin.take(state)
 
 
 def async_save_checkpoint(
@@ -225,7 +226,7 @@ def take_with(
             of_engine = _state_of(engine, None, exclude_frozen_parameters, options.allow_pickle)
             return _WithOthers(of_engine, LiveState(others))
 
-        return begin.store.take_from(begin.comm, state, begin.name, options)
+        return begin.take(state)
 
 
 class _WithOthers:
@@ -265,6 +266,16 @@ class _Beginning:
         self.options = options
         self.comm = join(None, timeout, f"the save of {path!r}")
         self.store, self.name = find_store_together(path, None, None, self.comm)
+        self._full_name = self.store.full_name(self.name)
+        if self.comm.rank == 0:
+            forget_deleted(self.store, self._full_name)
+
+    def take(self, state: Callable[[], DividedLeaves | _WithOthers]) -> Snapshot:
+        """Take the snapshot."""
+        snapshot = self.store.take_from(self.comm, state, self.name, self.options)
+        if self.comm.rank == 0:
+            note_saved(self.store, self._full_name, snapshot.row.commit)
+        return snapshot
 
 
 def _begin_tagged(
@@ -566,7 +577,7 @@ class _Stored(NamedTuple):
 def _read(path: str, *, with_states: bool, allow_pickle: bool) -> _Stored:
     snapshot = snapshot_at(path)
     if snapshot is None:
-        raise not_found_error(path, "snapshot")
+        raise not_found_error(path)
     if not {"model", "optimizer", "engine"} <= snapshot.contents.keys():
         raise StateError(f"{path} was not saved by casnap.integrations.deepspeed")
     kept = snapshot.read_object("engine", allow_pickle=allow_pickle)

@@ -212,7 +212,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         if snapshot is None:
             if aside is None and get_filesystem(path).isfile(path):
                 return self._load_file(path, map_location, weights_only)
-            raise not_found_error(path, "checkpoint, neither a snapshot nor a file,")
+            raise not_found_error(path, "a file")
         allow_pickle = self._allow_pickle or weights_only is False
         return _move_to(values_of(snapshot, allow_pickle=allow_pickle), map_location)
 

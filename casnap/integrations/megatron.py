@@ -34,9 +34,9 @@ from casnap.format.entries import TensorEntry
 from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.integrations.dcp.plan import agreed_paths
-from casnap.integrations.dcp.rotation import forget_deleted, note_saved
 from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.notices import put_notices
+from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.integrations.trainers import check_version, check_whole, not_found_error, snapshot_at
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.nesting import refuse_nested_take
@@ -359,7 +359,7 @@ def _described(key: str, shard: str) -> Any:
 def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
     snapshot = snapshot_at(checkpoint_dir)
     if snapshot is None:
-        raise not_found_error(checkpoint_dir, "snapshot")
+        raise not_found_error(checkpoint_dir)
     for key in _KEYS:
         check_whole(snapshot, key)
     if not snapshot.contents.keys() >= set(_KEYS):

@@ -121,19 +121,24 @@ def snapshot_at(
         return None
 
 
-def not_found_error(path: str | os.PathLike[str], what: str) -> SnapshotNotFoundError:
+def not_found_error(path: str | os.PathLike[str], others: str = "") -> SnapshotNotFoundError:
     """Return the error for a place with no checkpoint; it says what of another form is there.
 
     Args:
         path: The path of a checkpoint, or of a folder of checkpoints.
-        what: What there is none of: "snapshot".
+        others: What else than a snapshot a checkpoint could be here.
     """
     text, hint = os.fspath(path), ""
     if "://" not in text:
         folder = Path(local_path(text))
         inner_hint = hint_in(folder)
         hint = hint_at(folder) or (f". {inner_hint}" if inner_hint else "")
-    return SnapshotNotFoundError(f"there is no {what} at {text}{hint}")
+    what = (
+        f"checkpoint at {text}, neither a snapshot nor {others}"
+        if others
+        else f"snapshot at {text}"
+    )
+    return SnapshotNotFoundError(f"there is no {what}{hint}")
 
 
 def check_whole(snapshot: Snapshot, key: str) -> None:

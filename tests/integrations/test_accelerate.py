@@ -283,6 +283,31 @@ def test_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     assert in_child(work) == 0
 
 
+def test_folders_that_the_user_deletes_are_forgotten(tmp_path: Path) -> None:
+    """As scripts of diffusers do, before each save; also in a run that goes on with another."""
+
+    def run(first: int, last: int) -> None:
+        from accelerate import Accelerator
+
+        from casnap.integrations.accelerate import save_state
+
+        accelerator, folder = Accelerator(cpu=True), tmp_path / "run"
+        accelerator.prepare(torch.nn.Linear(9, 9))
+        for step in range(first, last):
+            steps = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+            for path in steps[: max(0, len(steps) - 1)]:
+                shutil.rmtree(path)
+            save_state(accelerator, folder / f"checkpoint-{step}")
+            names = [s.name for s in Store(folder).snapshots()]
+            # What a process deletes before it first saves, it has not seen: it only warns of that.
+            left = [2] if first else []
+            kept = [*left, *range(max(0, step - 1), step + 1)]
+            assert names == [f"checkpoint-{n}" for n in kept]
+
+    assert in_child(lambda: run(0, 4)) == 0
+    assert in_child(lambda: run(4, 7)) == 0
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     from casnap.integrations.accelerate import load_state, save_state
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from casnap import Store
-from casnap.integrations.dcp import CasnapWriter, install, rotation, uninstall
+from casnap.integrations import rotation
+from casnap.integrations.dcp import CasnapWriter, install, uninstall
 from tests.support.disk import SAVES, STATE, assert_bounded
 from tests.support.faults import in_child
 from tests.support.mounts import tmpfs

@@ -21,9 +21,9 @@ from torch.futures import Future
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
-from casnap.integrations.dcp.rotation import forget_deleted, note_saved
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.integrations.notices import put_notices
+from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store_together

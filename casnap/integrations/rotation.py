@@ -1,8 +1,9 @@
-"""Snapshots whose folders a loop of ``dcp.save`` deletes, as it rotates its checkpoints.
+"""Snapshots whose folders a loop deletes, as it rotates the checkpoints of an adapter.
 
-A process knows the folders of the snapshots that it saved through DCP, and of those of earlier
-processes that it saw when it first saved beside them. A snapshot whose folder is gone when the next
-save begins is forgotten then (``docs/decisions/0060-rotated-folders.md``).
+A process knows the folders of the snapshots that it saved through DCP, Accelerate, DeepSpeed or
+Megatron, and of those of earlier processes that it saw when it first saved beside them. A snapshot
+whose folder is gone when the next save begins is forgotten then
+(``docs/decisions/0060-rotated-folders.md``).
 
 A checkpoint may also be a folder of several snapshots, which have the same names in each of them,
 as Accelerate saves with FSDP. Then that folder is the one that goes.
@@ -21,6 +22,7 @@ from casnap.format.names import MARKER
 from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.runtime.typing import override
+from casnap.snapshot import find_store
 from casnap.storage.catalog.mirror_notes import is_unmirrored
 from casnap.storage.catalog.missing_folders import MissingFoldersChange
 from casnap.storage.catalog.retention import PruneChange, Verdict, prune
@@ -28,6 +30,8 @@ from casnap.storage.catalog.table import Table, commit_in, snapshots_in
 from casnap.store import Store
 
 _log = logging.getLogger("casnap")
+# One of these stands beside what an adapter has saved.
+_NOTICES = (".metadata", "pytorch_model.bin")
 
 
 class RunFolder:
@@ -96,13 +100,13 @@ class RunFolder:
         return folder.endswith(self._inner) and "/" not in folder.removesuffix(self._inner)
 
     def _see(self, table: Table) -> None:
-        """Note the folders of what earlier processes have saved by DCP."""
+        """Note the folders of what earlier processes have saved by adapters."""
         open_store, run = self._store.open_store, self._prefix.rstrip("/")
         for name, row in snapshots_in(table, run):
             folder = self._folder(name)
-            notice = Path(f"{folder}{self._inner}", ".metadata")
+            notices = (Path(f"{folder}{self._inner}", file) for file in _NOTICES)
             is_own = self._is_own(name) and self._commit_of(folder.name) == row.commit
-            if is_own and is_notice(notice):
+            if is_own and any(map(is_notice, notices)):
                 self.note(name, row.commit)
         if self._inner:
             return
@@ -187,8 +191,15 @@ def forget_deleted(store: Store, name: str) -> None:
                 store.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
 
 
+def forget_deleted_beside(path: str | os.PathLike[str]) -> None:
+    """Forget snapshots as :func:`forget_deleted` does, beside one that is taken at a path."""
+    with suppress(OSError, CasnapError):
+        store, name = find_store(path, None, None, create=False)
+        forget_deleted(store, store.full_name(name))
+
+
 def note_saved(store: Store, name: str, commit: bytes) -> None:
-    """Note that this process has saved a snapshot by DCP."""
+    """Note that this process has saved a snapshot by an adapter."""
     for folder in _run_folders(store, name):
         with suppress(OSError, CasnapError):
             folder.note(name, commit)
