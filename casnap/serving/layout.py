@@ -7,6 +7,7 @@ is the same file.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ from casnap.storage.chunks.chunk_reads import Want
 FILES = "files"
 """The key of the small files in a snapshot: a dict of name to str or bytes."""
 _MOST_FILE_BYTES = 256 << 20
+# As PEFT names them; it knows no shards.
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Loaders may take these for weights, or unpickle them.
 _NO_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
@@ -180,8 +183,12 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
         for name in names
         for entry in (tensors[name].entry,)
     }
-    groups = shards_of(sizes, bytes_of("max_shard_size", options.max_shard_size))
-    file_names = shard_names(len(groups))
+    others = _small_files(contents)
+    if _is_adapter(names, others):
+        groups, file_names = [names], [_ADAPTER]
+    else:
+        groups = shards_of(sizes, bytes_of("max_shard_size", options.max_shard_size))
+        file_names = shard_names(len(groups))
     files = []
     for file_name, group in zip(file_names, groups, strict=True):
         described = {name: (dtypes[name], tensors[name].entry.shape) for name in group}
@@ -192,7 +199,6 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
             for name in group
         }
         files.append(PlannedFile(file_name, head, placed, length))
-    others = _small_files(contents)
     if len(groups) > 1:
         shards = {n: file.name for file in files for n in file.tensors}
         others[INDEX] = index_of(shards, sum(sizes.values()))
@@ -201,6 +207,14 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
 
 def _dtype(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
+
+
+def _is_adapter(names: Iterable[str], others: Mapping[str, bytes]) -> bool:
+    """Whether the tensors are an adapter, which loaders look for under another name.
+
+    PEFT wraps the layers of a whole model, which is no adapter, even with the same file beside it.
+    """
+    return _ADAPTER_CONFIG in others and not any(".base_layer." in name for name in names)
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:

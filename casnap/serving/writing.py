@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from casnap.backends.file_io import write_at
+from casnap.backends.file_io import write_cached
 from casnap.backends.system_errors import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
 from casnap.files.export_output import ExportOutput
@@ -136,7 +136,7 @@ class _Writer:
                 chunks += [cell.digest for cell in tensor.cells] + tensor.cast_digests
         for name, raw in {**layout.others, CHUNKS: b"".join(chunks)}.items():
             with output.file(name) as fd:
-                write_at(fd, memoryview(raw), 0)
+                write_cached(fd, memoryview(raw), 0)
             files[name] = VersionFile(len(raw), len(raw), digest_of(raw).hex())
         for name, about in files.items():
             info = output.stat(name)
@@ -159,7 +159,7 @@ class _Writer:
         )
         record.digest = record.own_digest()
         with output.file(RECORD) as fd:
-            write_at(fd, memoryview(record.encode()), 0)
+            write_cached(fd, memoryview(record.encode()), 0)
         return record
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
@@ -189,7 +189,7 @@ class _Writer:
         cloned = self._clone(fd, file)
         if not cloned:
             os.posix_fallocate(fd, 0, file.nbytes)
-            write_at(fd, memoryview(file.header), 0)
+            write_cached(fd, memoryview(file.header), 0)
         copy = partial(self._copy, fd, cloned)
         elsewhere = [piece for piece, done in mapped(copy, _pieces(file), cores()) if not done]
         options = DEFAULT_READ
@@ -225,7 +225,7 @@ class _Writer:
         if digest_of(raw) != before.digest:
             return False
         if (before.file, before.start) != (cloned, cell.start):
-            write_at(fd, memoryview(raw), cell.start)
+            write_cached(fd, memoryview(raw), cell.start)
         if tensor.cast:
             tensor.cast_digests[number] = before.digest
         with self._lock:
@@ -248,7 +248,7 @@ class _Writer:
         if tensor.cast:
             raw = _cast(raw, tensor.entry.dtype, tensor.dtype)
             tensor.cast_digests[number] = digest_of(raw)
-        write_at(fd, raw, cell.start)
+        write_cached(fd, raw, cell.start)
         with self._lock:
             self._report.fetched_bytes += cell.nbytes
         self.counter.add(cell.nbytes)

@@ -435,7 +435,8 @@ class Mirror:
             )
         check_pair(source, store)
         attach_mirror(source, MirrorPlace(store.config.store_id, place.name, self.uri))
-        return Destination(store, place.name, CopyOptions(hooks=self._hooks_of(store)))
+        options = CopyOptions(hooks=self._hooks_of(store), is_mirror=True)
+        return Destination(store, place.name, options)
 
     # --- what is known ---
 

@@ -220,7 +220,9 @@ class SnapshotCopy:
             transaction.renew_announcement()
 
         destination = transaction.store
-        sends_small = compresses_copies(transaction.base.root, destination.backend)
+        sends_small = compresses_copies(
+            transaction.base.root, destination.backend, is_mirror=self._options.is_mirror
+        )
         # A store that compresses compresses all; another one takes chunks as they are.
         transaction.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))
         if sends_small and self._sender is None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from casnap import StateDict, Store
+from casnap.backends.file_io import is_cached
 from casnap.errors import CasnapError, EntryNotFoundError, FileFormatError, SnapshotNotFoundError
 from casnap.serving import PullOptions, verify, writing
 from tests.support.faults import in_child
@@ -178,6 +180,44 @@ def test_small_files_but_none_that_a_loader_could_unpickle(store: Store, live: P
     assert inodes(live).keys() == names | {"casnap-version.json", "casnap-chunks"}
     assert (live / "tokenizer.json").read_bytes() == b"x" * 100_000
     assert verify(live) == []
+
+
+def test_an_adapter_is_named_as_peft_looks_for_it(store: Store, live: Path) -> None:
+    files = StateDict({"adapter_config.json": "{}"})
+    adapter = {
+        f"q_proj.lora_{x}.weight": torch.full((50, 50), float(i)) for i, x in enumerate("AB")
+    }
+    store.take({"model": StateDict(adapter), "files": files}, "a")
+    store.pull(live, options=SHARDS)
+    own = {"casnap-version.json", "casnap-chunks"}
+    assert inodes(live).keys() == own | {"adapter_config.json", "adapter_model.safetensors"}
+    assert verify(live) == []
+    adapter["q_proj.lora_B.weight"] += 1
+    store.take({"model": StateDict(adapter), "files": files}, "b")
+    assert store.pull(live, options=SHARDS).changed == ["q_proj.lora_B.weight"]
+    found = load_file(live / "adapter_model.safetensors")
+    assert found.keys() == adapter.keys()
+    assert all(found[name].equal(adapter[name]) for name in adapter)
+    # A whole model that PEFT has wrapped is no adapter: it would be taken for an empty one.
+    wrapped = StateDict(adapter | {"q_proj.base_layer.weight": torch.ones(50)})
+    store.take({"model": wrapped, "files": files}, "c")
+    store.pull(live)
+    assert inodes(live).keys() == own | {"adapter_config.json", "model.safetensors"}
+
+
+def test_a_version_is_in_memory_when_it_is_switched_to(disk_path: Path) -> None:
+    store, live = Store(disk_path / "store"), disk_path / "live"
+    weights = torch.arange(4 << 20)
+    for step in range(2):
+        weights[step << 21 :] += 1
+        store.take({"model": StateDict(w=weights)}, f"step_{step}")
+        store.pull(live)
+        with (live / "model.safetensors").open("rb") as file:
+            file.read(1)
+            if not is_cached(file.fileno(), 0):
+                pytest.skip("this file system does not say what is in memory")
+            places = range(0, os.fstat(file.fileno()).st_size, 1 << 20)
+            assert all(is_cached(file.fileno(), place) for place in places), step
 
 
 def test_what_safetensors_cannot_hold_is_told(store: Store, live: Path) -> None:
