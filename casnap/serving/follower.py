@@ -23,6 +23,7 @@ from casnap.ranks.comm import Comm, SingleProcess
 from casnap.ranks.joining import join
 from casnap.restore.patching import LiveWeights, Patch
 from casnap.restore.renaming import Rename
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.nesting import is_within_call
 from casnap.runtime.units import Duration, Size, seconds_of
 from casnap.serving.gate import Gate, Stopped
@@ -148,9 +149,28 @@ class Follower:
             patch = self._stage(newest or self._contents_of(commit))
             comm.all_gather(b"")  # all have staged it
             self._copy(patch)
-        self._thread = threading.Thread(target=self._follow, name="casnap-follower", daemon=True)
+        self._has_thread = start
+        self._starting = new_lock()
+        self._thread = self._new_thread()
         if start:
-            self._thread.start()
+            self._start_thread()
+        in_child(self._begin_anew)
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._follow, name="casnap-follower", daemon=True)
+
+    def _start_thread(self) -> None:
+        with self._starting:
+            if self._thread.ident is None and not self._gate.is_stopped:
+                self._thread.start()
+
+    def _begin_anew(self) -> None:
+        """Begin in a forked child: nobody is in, and the next forward starts the thread."""
+        is_stopped = self._gate.is_stopped
+        self._gate, self._looking, self._looker = Gate(), threading.Lock(), None
+        self._thread = self._new_thread()
+        if is_stopped:
+            self._gate.stop()
 
     # --- in the threads that serve ---
 
@@ -184,6 +204,8 @@ class Follower:
             yield self._whole_version()
 
     def _begin_forward(self) -> None:
+        if self._has_thread and self._thread.ident is None:
+            self._start_thread()
         if not self._is_alone and not self._gate.is_inside:
             self._forwards += 1
             if self._forwards % self._every == 0:

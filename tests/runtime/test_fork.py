@@ -33,7 +33,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def locks_of(thing: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the locks that something of casnap keeps, and the way to each."""
-    if id(thing) in seen or isinstance(thing, FunctionType | MethodType | type):
+    # A child makes the value of a PerProcess anew.
+    if id(thing) in seen or isinstance(thing, FunctionType | MethodType | type | fork.PerProcess):
         return
     seen.add(id(thing))
     if isinstance(thing, _LOCKS):

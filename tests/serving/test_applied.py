@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,6 +22,7 @@ import casnap.transfer.follow
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.serving import AppliedVersion, Follower
+from tests.support.faults import in_child, start, wait
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -333,3 +335,44 @@ def test_a_callback_that_fails_on_one_rank_is_called_again_on_all(
 ) -> None:
     results = world(2).run(fail_on_one_rank, store.uri, timeout=60)
     assert results == [(["1", "1"], "None")] * 2
+
+
+# --- forks --------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_follows_too(store: Store, served: Served) -> None:
+    with Follower(store.uri, served, interval=0.01) as follower:
+        reader, writer = os.pipe()
+
+        def follow() -> None:
+            signal.alarm(60)
+            os.read(reader, 1)
+            name = ""
+            while name != "1":
+                with follower.applied() as version:
+                    name = version.name
+                    assert held(served) == name
+            follower.stop()
+
+        pid = start(follow)
+        take(store, 1)
+        os.write(writer, b".")
+        assert wait(pid) == 0
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_child_that_is_forked_while_a_version_is_applied(store: Store, served: Served) -> None:
+    ends: list[int] = []
+
+    def enter() -> None:
+        signal.alarm(60)
+        with follower.applied() as version:
+            assert held(served) == version.name == "1"
+
+    follower = Follower(
+        store.uri, served, start=False, on_version=lambda _: ends.append(in_child(enter))
+    )
+    take(store, 1)
+    assert follower.update()
+    assert ends == [0]
