@@ -128,8 +128,8 @@ class Store:
             to it: call :meth:`make` before ``Snapshot.take`` of a path, or pass it ``store=``.
         chunk_size: For a new store: a power of two from 64 KiB to 64 MiB, such as ``"4MiB"``.
         codec: For a new store: how chunks are stored. With "auto", the default, takes store them as
-            they are; on a disk, :meth:`gc` makes what older snapshots hold smaller, and into a
-            bucket, mirrors and copies send deltas. With "zstd", takes compress, and both others
+            they are; on a disk, :meth:`gc` makes what older snapshots hold smaller, and mirrors,
+            and copies into a bucket, get deltas. With "zstd", takes compress, and both others
             hold anywhere. "raw": nothing is ever compressed. :meth:`configure` changes it.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.

@@ -23,7 +23,7 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
 
     codec says how chunks are stored. With codec=auto, takes store them as they are. On a disk,
     `casnap gc` stores what older snapshots hold as how it differs from the snapshot before, or
-    compressed, where that is smaller; copies and mirrors into a bucket send that. With codec=zstd,
+    compressed, where that is smaller; mirrors, and copies into a bucket, get that. With codec=zstd,
     takes compress, and both others hold anywhere. With codec=raw, nothing is compressed. A change
     holds for later takes, copies and collections. Stored chunks stay as they are.
 

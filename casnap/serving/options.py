@@ -29,7 +29,8 @@ class PullOptions:
             The patterns are Python's.
         dtype: Cast tensors of floats to this dtype, such as ``bfloat16``. They are no longer those
             of the training, bit for bit, and the version file says so.
-        tied: Tensors to store only under another name with equal bytes, by their new names.
+        tied: Tensors to store only under another name with equal bytes, by their new names. Not for
+            the head of a model in vLLM on CPUs, which keeps its old one when it reloads then.
         max_shard_size: The most bytes of a file, if a tensor fits. More are shards with an index.
         keep: How many versions to keep, the current one included.
     """

@@ -309,7 +309,7 @@ def test_a_server_loads_a_pulled_adapter(
         adapter = StateDict(get_peft_model_state_dict(model))
         store.take({"model": adapter, "files": files}, f"adapter/{step}")
         folder = store.pull(live).folder
-        asked = {"lora_name": "tuned", "lora_path": folder, "load_inplace": step > 0}
+        asked = {"lora_name": "tuned", "lora_path": folder, "load_inplace": True}
         server.call("/v1/load_lora_adapter", asked)
         judge = Judge([model, trainer.models[base]])
         for prompt in PROMPTS:

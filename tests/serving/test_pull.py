@@ -253,14 +253,14 @@ def test_blocks_that_a_file_system_shares(
 
     written: list[int] = []
 
-    def write_at(fd: int, view: memoryview, offset: int) -> None:
+    def write_cached(fd: int, view: memoryview, offset: int) -> None:
         written.append(len(view))
         real(fd, view, offset)
 
     store.pull(live)
     monkeypatch.setattr(writing.fcntl, "ioctl", ioctl)
-    real = writing.write_at
-    monkeypatch.setattr(writing, "write_at", write_at)
+    real = writing.write_cached
+    monkeypatch.setattr(writing, "write_cached", write_cached)
     for step in (1, 2):
         take(store, step)
         written.clear()
