@@ -21,6 +21,8 @@ _SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
     ".dcp": "dcp",
 }
+_OTHERS = (".gguf", ".onnx", ".h5", ".msgpack", ".npz", ".npy", ".pkl", ".tflite", ".tar", ".zip")
+"""How the names of files in other formats end, which casnap does not write."""
 
 
 def format_of(out: str | os.PathLike[str], format: str | None) -> str:
@@ -33,6 +35,11 @@ def format_of(out: str | os.PathLike[str], format: str | None) -> str:
     name = os.fspath(out)
     suffix = Path(name).suffix.lower()
     by_suffix = _SUFFIXES.get(suffix)
+    if suffix in _OTHERS:
+        raise FileFormatError(
+            f"{name}: casnap writes no {suffix} files, but {', '.join(FORMATS)}; choose a name "
+            "that ends in .safetensors, say, and convert that"
+        )
     if format is None:
         return by_suffix or "safetensors"
     if format not in FORMATS:

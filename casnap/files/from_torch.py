@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from casnap.errors import CasnapError, FileFormatError
+from casnap.files.shards import Shards, check_names
 from casnap.files.sources import MODEL, MappedFile, SourceFiles
 from casnap.format.names import component_of
 from casnap.runtime.threads import python_gc_paused
@@ -31,6 +32,25 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
     with without_torch_modes(), python_gc_paused():
         leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
     return SourceFiles("torch", 1, leaves)
+
+
+def read_torch_shards(shards: Shards, key: str) -> SourceFiles:
+    """Return what several files of ``torch.save`` hold together: each has a dict of tensors.
+
+    Raises:
+        FileFormatError: As for :func:`read_torch`, or the files do not belong together.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file, names in shards.items():
+        state = load_torch(file)
+        if not isinstance(state, dict) or not all(
+            type(name) is str and isinstance(value, torch.Tensor) for name, value in state.items()
+        ):
+            raise FileFormatError(f"{file} holds more than tensors, so it is no part of a model")
+        check_names(file, {*state}, names, {*tensors})
+        tensors |= state
+    with without_torch_modes(), python_gc_paused():
+        return SourceFiles("torch", len(shards), {key: list(flatten(tensors, component_of(key)))})
 
 
 def _has_keys(state: Any) -> bool:

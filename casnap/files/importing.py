@@ -12,15 +12,18 @@ from casnap.errors import FileFormatError
 from casnap.files.export_output import check_local
 from casnap.files.file_reports import ImportReport
 from casnap.files.from_safetensors import read_safetensors
-from casnap.files.from_torch import read_torch
+from casnap.files.from_torch import read_torch, read_torch_shards
 from casnap.files.from_torch_checkpointing import (
     METADATA,
     files_of_items,
     read_torch_checkpointing,
 )
 from casnap.files.from_torchsnapshot import read_torchsnapshot
+from casnap.files.shards import shards_with
+from casnap.files.small_files import FILES, INDEX_SUFFIX, small_files
 from casnap.files.sources import MODEL, SourceFiles, check_regular
 from casnap.format.names import STORE_FOLDER
+from casnap.state.flatten import flatten
 from casnap.take.capture import DividedLeaves, StateSource
 
 Take = Callable[[StateSource, "dict[str, Any]"], int]
@@ -85,7 +88,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     """
     check_local(path, "and an import reads local files: download it first")
     if not is_folder(path):
-        kind, file = _format_of(path), path
+        kind, file = "weights", path
     else:
         kind, file = _format_of_folder(path)
     if kind == "torchsnapshot":
@@ -96,21 +99,35 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
         raise FileFormatError(
             f"{path}: rank= is for folders of TorchSnapshot and torch_checkpointing"
         )
-    if kind == "safetensors":
-        return read_safetensors(file, key or MODEL)
-    if kind == "torch":
-        return read_torch(path, key)
-    from casnap.files.from_dcp import read_dcp
+    if kind == "dcp":
+        from casnap.files.from_dcp import read_dcp
 
-    return read_dcp(path, key)
+        return read_dcp(path, key)
+    source = _read_weights(file, key)
+    if file is not path and FILES not in source.leaves and (files := small_files(path)):
+        source.leaves[FILES] = list(flatten(files, FILES))
+        source.files += len(files)
+    return source
+
+
+def _read_weights(file: Path, key: str | None) -> SourceFiles:
+    """Return what a file holds, with the other files of its set."""
+    check_regular(file)
+    shards = shards_with(file)
+    formats = {_format_of(shard) for shard in shards}
+    if len(formats) > 1:
+        raise FileFormatError(f"{file}: some of its shards are safetensors, and others torch.save")
+    if formats == {"safetensors"}:
+        return read_safetensors(shards, key or MODEL)
+    if [*shards] == [file]:
+        return read_torch(file, key)
+    return read_torch_shards(shards, key or MODEL)
 
 
 def _format_of(file: Path) -> str:
     check_regular(file)
     with file.open("rb") as stream:
         head = stream.read(16)
-    if file.name.endswith(".index.json"):
-        return "safetensors"
     if head[:4] == b"PK\3\4":
         return "torch"
     if file.suffix == ".safetensors" or head[8:9] == b"{":
@@ -124,6 +141,15 @@ def _format_of(file: Path) -> str:
     )
 
 
+def _weights_in(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder; of a set, its index or first file."""
+    for index, weights in (("*.safetensors", "*.safetensors"), ("*.bin", "*_model*.bin")):
+        files = matching(folder, index + INDEX_SUFFIX) or matching(folder, weights)
+        if files:
+            return files[:1] if {*files} == {*shards_with(files[0])} else files
+    return []
+
+
 def _format_of_folder(folder: Path) -> tuple[str, Path]:
     """Return the format of a folder, and the file to begin with."""
     for name, kind in ((".metadata", "dcp"), (".snapshot_metadata", "torchsnapshot")):
@@ -131,17 +157,16 @@ def _format_of_folder(folder: Path) -> tuple[str, Path]:
             return kind, folder / name
     if exists(folder / STORE_FOLDER):
         raise FileFormatError(f"{folder} is a casnap store; `casnap cp` copies its snapshots")
-    indices = matching(folder, "*.safetensors.index.json")
-    files = indices or matching(folder, "*.safetensors")
+    files = _weights_in(folder)
     if len(files) == 1:
-        return "safetensors", files[0]
+        return "weights", files[0]
     if not files and (is_file(folder / METADATA) or files_of_items(folder)):
         return "torch_checkpointing", folder
     if not files:
         raise FileFormatError(
-            f"{folder} holds no safetensors file, no .metadata of torch.distributed.checkpoint, no "
-            ".snapshot_metadata of TorchSnapshot and no model_0.pt or the like of "
-            "torch_checkpointing; to import a file of torch.save, name it"
+            f"{folder} holds no safetensors file, no pytorch_model.bin, no .metadata of "
+            "torch.distributed.checkpoint, no .snapshot_metadata of TorchSnapshot and no "
+            "model_0.pt or the like of torch_checkpointing; to import a file of torch.save, name it"
         )
     names = ", ".join(file.name for file in files[:4])
     raise FileFormatError(f"{folder} holds {names}: name the one to import, or its index")

@@ -21,6 +21,7 @@ from casnap.files.export_selection import (
     without_tied,
 )
 from casnap.files.safetensors_header import DTYPES, header_of, itemsize_of
+from casnap.files.small_files import FILES, is_carried
 from casnap.files.to_safetensors import INDEX, index_of, shard_names
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import INLINE_BYTES, TensorEntry, ValueEntry
@@ -32,13 +33,8 @@ from casnap.serving.version import VersionTensor
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Want
 
-FILES = "files"
-"""The key of the small files in a snapshot: a dict of name to str or bytes."""
-_MOST_FILE_BYTES = 256 << 20
 # As PEFT names them; it knows no shards.
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Loaders may take these for weights, or unpickle them.
-_NO_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
 class Cell(NamedTuple):
@@ -230,12 +226,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             isinstance(entry, ValueEntry)
             and entry.kind in ("str", "bytes")
             and PurePosixPath(name).name == name
-            and not name.startswith((".", "casnap-"))
-            and not name.lower().endswith(_NO_FILES)
-            and name != INDEX
-            and len(name.encode("utf-8", "replace")) < 256
-            and name.isprintable()
-            and entry.data.nbytes <= _MOST_FILE_BYTES
+            and is_carried(name, entry.data.nbytes)
         ):
             files[name] = _content(contents, path, entry)
     return files

@@ -243,6 +243,14 @@ def test_a_target_of_a_long_name(store: Store, tmp_path: Path, kind: str) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["store", "é" * 127]
 
 
+@pytest.mark.parametrize("chosen", [None, "safetensors", "torch"])
+def test_a_format_that_is_not_written(store: Store, tmp_path: Path, chosen: Any) -> None:
+    snapshot = store.take({"s": StateDict(x=torch.ones(3))}, "a")
+    with pytest.raises(FileFormatError, match=r"casnap writes no \.gguf files"):
+        snapshot.export(tmp_path / "x.GGUF", format=chosen)
+    assert not (tmp_path / "x.GGUF").exists()
+
+
 def test_the_suffix_decides_the_format(store: Store, tmp_path: Path) -> None:
     snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
     formats = {

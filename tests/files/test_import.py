@@ -128,6 +128,87 @@ def test_shards_with_an_index(store: Store, tmp_path: Path) -> None:
         assert_same(store[name].get_state_dict_for_key("net"), {**parts[0], **parts[1]})
 
 
+PARTS = [{"a": torch.arange(100.0)}, {"b": torch.ones(50), "c": torch.zeros(2, 2)}]
+WHOLE = {**PARTS[0], **PARTS[1]}
+
+
+def shards(folder: Path, kind: str, *, with_index: bool) -> list[Path]:
+    """Write shards as Transformers does, of which none says by its name of what format it is."""
+    stem, suffix, write = {
+        "safetensors": ("model", ".safetensors", save_file),
+        "torch": ("pytorch_model", ".bin", torch.save),
+    }[kind]
+    files = [folder / f"{stem}-0000{i}-of-00002{suffix}" for i in (1, 2)]
+    for file, part in zip(files, PARTS, strict=True):
+        write(part, file)  # type: ignore[operator]
+    if with_index:
+        weights = {
+            name: file.name for file, part in zip(files, PARTS, strict=True) for name in part
+        }
+        index = folder / f"{stem}{suffix}.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+        return [index, *files]
+    return files
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_set_of_shards_is_imported_whole(
+    store: Store, tmp_path: Path, kind: str, with_index: bool
+) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    files = shards(folder, kind, with_index=with_index)
+    for i, source in enumerate((folder, *files)):
+        report = store.import_file(source, f"{i}")
+        assert (report.format, report.files, report.tensors) == (kind, 2, 3)
+        assert_same(store[f"{i}"].get_state_dict_for_key("model"), WHOLE)
+    files[-1].unlink()
+    for source in (folder, *files[:-1]):
+        with pytest.raises(FileFormatError, match=rf"{files[-1].name}.* is missing"):
+            store.import_file(source, "lacking")
+    assert "lacking" not in store
+
+
+def test_shards_that_do_not_belong_together(store: Store, tmp_path: Path) -> None:
+    index, first, second = shards(tmp_path, "torch", with_index=True)
+    torch.save({**PARTS[1], "more": torch.ones(1)}, second)
+    with pytest.raises(FileFormatError, match=r"disagree on 'more'"):
+        store.import_file(index, "a")
+    torch.save({"b": [1]}, second)
+    with pytest.raises(FileFormatError, match="holds more than tensors"):
+        store.import_file(index, "a")
+    save_file(PARTS[1], second)
+    with pytest.raises(FileFormatError, match=r"some of its shards are safetensors"):
+        store.import_file(index, "a")
+    index.unlink()
+    torch.save(PARTS[0], second)
+    with pytest.raises(FileFormatError, match=r"both have 'a'"):
+        store.import_file(first, "a")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_the_small_files_of_a_folder_go_along_to_an_engine(
+    store: Store, tmp_path: Path, kind: str
+) -> None:
+    folder, live = tmp_path / "hub", tmp_path / "live"
+    folder.mkdir()
+    shards(folder, kind, with_index=True)
+    small = {"config.json": b"{}", "tokenizer.model": bytes(range(256)), "chat_template.jinja": b""}
+    for name, data in {**small, ".hidden": b"x", "training_args.bin": b"x"}.items():
+        (folder / name).write_bytes(data)
+    (folder / "original").mkdir()
+    report = store.import_file(folder, "base")
+    assert (report.keys, report.files, report.values) == (["model", "files"], 5, 3)
+    assert store["base"].read_object("files") == small
+    store.pull(live)
+    assert {f.name: f.read_bytes() for f in live.iterdir() if f.name in small} == small
+    names = {file.name for file in live.iterdir() if not file.name.startswith((".", "casnap"))}
+    assert names == {*small, "model.safetensors"}
+    # A file brings itself alone.
+    assert store.import_file(next(folder.glob("*1-of-*")), "files").keys == ["model"]
+
+
 def test_a_file_of_torch_save(store: Store, tmp_path: Path) -> None:
     state = {**state_of_training(), "list": [1, {"t": torch.ones(3).t()}], "strided": None}
     state["strided"] = torch.arange(60_000).reshape(200, 300).t()

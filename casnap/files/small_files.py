@@ -1,0 +1,39 @@
+"""The small files beside weights, such as a configuration and a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from casnap.backends.places import is_file, paths_in
+
+FILES = "files"
+"""The key of the small files in a snapshot: a dict of name to str or bytes."""
+INDEX_SUFFIX = ".index.json"
+"""How the name of an index of shards ends."""
+_MOST_BYTES = 256 << 20
+# Loaders may take these for weights, or unpickle them; an index names other files than there are.
+_NOT_CARRIED = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".ot"),
+    *(".gguf", ".onnx", ".npz", ".tflite"),
+    *(f".safetensors{INDEX_SUFFIX}", f".bin{INDEX_SUFFIX}"),
+)
+
+
+def is_carried(name: str, nbytes: int) -> bool:
+    """Whether a file of a name and a length goes along with weights."""
+    return (
+        not name.startswith((".", "casnap-"))
+        and not name.lower().endswith(_NOT_CARRIED)
+        and len(name.encode("utf-8", "replace")) < 256
+        and name.isprintable()
+        and nbytes <= _MOST_BYTES
+    )
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """Return the files right in a folder that go along with its weights."""
+    return {
+        file.name: file.read_bytes()
+        for file in paths_in(folder)
+        if is_file(file) and is_carried(file.name, file.stat().st_size)
+    }
