@@ -1089,9 +1089,10 @@ class Store:
         ``torch.distributed``, one rank alone calls this.
 
         Args:
-            source: A safetensors file, the index or the folder of its shards, a file of
-                ``torch.save``, or a folder of ``torch.distributed.checkpoint``, TorchSnapshot or
-                torch_checkpointing.
+            source: A file of safetensors or ``torch.save``; the folder, the index or any one of the
+                shards of a model; or a folder of ``torch.distributed.checkpoint``, TorchSnapshot or
+                torch_checkpointing. A folder of weights brings its small files along, below the
+                key ``files``.
             name: The snapshot's name.
             key: The key of the snapshot to import under. By default ``model``; but a dict of
                 ``torch.save`` that holds more than tensors, and folders, keep keys of their own.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import (
@@ -40,6 +41,8 @@ from casnap.storage.catalog.contents import Contents
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _MOST_GAPS = 1 << 16
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""The version that DCP writes into its metadata."""
 
 
 class DictKey(msgspec.Struct, frozen=True, array_like=True):
@@ -224,7 +227,7 @@ def described(
         name: _tensor_metadata(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
         for name, value in flat.items()
     }
-    return Metadata(metadata, planner_data=mappings, storage_data={}), values
+    return Metadata(metadata, mappings, {}, version=DCP_VERSION), values
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:

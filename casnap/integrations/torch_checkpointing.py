@@ -22,8 +22,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from casnap.errors import StateError
-from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
+from casnap.errors import MismatchError, StateError
+from casnap.format.names import component_of
+from casnap.integrations.trainers import (
+    Value,
+    check_version,
+    empty_here,
+    load_own,
+    snapshot_at,
+    why_unfit,
+)
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
@@ -135,7 +143,8 @@ class CasnapCheckpointManager(CheckpointManager):
             into: The items to load, with the values to fill; None loads all of an item. By default
                 all items that the configuration names.
             map_location: The device of the items that are loaded into None; the CPU by default.
-            strict: Raise if the snapshot lacks a part of ``into``.
+            strict: Raise if the snapshot lacks a part of ``into``, or has more of a dict that is
+                empty there, as the state of a fresh optimizer is.
             metadata_format: The format of a checkpoint of torch_checkpointing's.
 
         Returns:
@@ -143,8 +152,10 @@ class CasnapCheckpointManager(CheckpointManager):
 
         Raises:
             FileNotFoundError: There is no checkpoint, or it lacks an item.
-            RuntimeError: With ``strict``, it lacks a part of an item; or a value is of another
-                type there.
+            MismatchError: A tensor of ``into`` has another shape there, or is none; nothing was
+                loaded.
+            RuntimeError: With ``strict``, it lacks a part of an item, or has more; or a plain value
+                is of another type there.
             DamagedError: Stored bytes are missing or damaged.
         """
         self._check_open("load")
@@ -166,6 +177,7 @@ class CasnapCheckpointManager(CheckpointManager):
         specs = self._schema.build_items(into, rank=own_rank())
         items = {key: _Item(key, spec.value) for key, spec in specs.items()}
         filled = {key: item for key, item in items.items() if item.template is not None}
+        _check_fits(snapshot, filled, strict=strict)
         if filled:
             snapshot.restore(
                 filled,
@@ -264,6 +276,23 @@ def _check_supported(config: CheckpointManager.Config) -> None:
             f"CasnapCheckpointManager has no {', '.join(unsupported)}: a snapshot is no folder of "
             "files, and no process writes it. Leave that out; a path such as s3://bucket/step_1 "
             "says where to save"
+        )
+
+
+def _check_fits(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool) -> None:
+    """Check what is to be filled before any of it is."""
+    with snapshot.contents.reading():
+        stored = dict(snapshot.contents.entries(own_rank()))
+    wanted = [(item.template, component_of(key)) for key, item in items.items()]
+    if unfit := [text for pair in wanted for text in why_unfit(*pair, stored)]:
+        raise MismatchError(
+            f"{snapshot.path} does not fit into=; nothing was loaded: {'; '.join(unfit)}"
+        )
+    empty = [path for pair in wanted for path in empty_here(*pair, stored)]
+    if strict and empty:
+        raise RuntimeError(
+            f"{snapshot.path} has values of {', '.join(empty)}, which into= has empty, so they "
+            "would not be loaded; give None in its place to load all, or a dict with its keys"
         )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry
 from casnap.format.names import component_of, key_of
 from casnap.ranks.comm import SingleProcess
 from casnap.ranks.joining import own_rank
@@ -105,6 +108,48 @@ def values_of(snapshot: Snapshot, *, allow_pickle: bool = False) -> dict[str, An
     """Return what a process took alone, in new memory."""
     keys = map(key_of, snapshot.contents.trees(0))
     return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
+
+
+def why_unfit(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield what of a value to fill does not fit what is stored, before anything is filled.
+
+    What is not stored is left out, as is what None stands for.
+
+    Args:
+        wanted: Tensors, plain values, and dicts, lists and tuples of those.
+        path: Its path.
+        stored: The entries of the snapshot, by path.
+    """
+    entry = stored.get(path)
+    if entry is None or wanted is None:
+        return
+    is_sequence = isinstance(wanted, list | tuple)
+    if isinstance(wanted, torch.Tensor):
+        if isinstance(entry, TensorEntry) and tuple(wanted.shape) != entry.shape:
+            yield f"{path}: {tuple(wanted.shape)} here, {entry.shape} in the snapshot"
+        elif isinstance(entry, ValueEntry):
+            yield f"{path}: a tensor here, a value of kind {entry.kind} in the snapshot"
+    elif isinstance(wanted, Mapping) or is_sequence:
+        if isinstance(entry, TensorEntry):
+            yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
+        items = enumerate(wanted) if is_sequence else wanted.items()
+        for key, inner in items:
+            yield from why_unfit(inner, f"{path}/{component_of(key)}", stored)
+    elif isinstance(entry, TensorEntry) and isinstance(wanted, str | bytes | int | float):
+        yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
+
+
+def empty_here(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield the paths of dicts of a value to fill that are empty, but not in the snapshot."""
+    entry = stored.get(path)
+    if isinstance(wanted, Mapping):
+        if not wanted and isinstance(entry, ContainerEntry) and entry.count:
+            yield path
+        for key, inner in wanted.items():
+            yield from empty_here(inner, f"{path}/{component_of(key)}", stored)
+    elif isinstance(wanted, list | tuple):
+        for i, inner in enumerate(wanted):
+            yield from empty_here(inner, f"{path}/{i}", stored)
 
 
 def snapshot_at(

@@ -338,6 +338,22 @@ def test_keys_keep_their_types(tmp_path: Path, in_the_background: bool) -> None:
     assert_same(into, state)
 
 
+def test_the_metadata_say_what_those_of_dcp_say(tmp_path: Path) -> None:
+    writer, reader = CasnapWriter(tmp_path / "a"), CasnapReader(tmp_path / "a")
+    saved = dcp.save({"x": torch.ones(2)}, storage_writer=writer)
+    own = dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "own")
+    found = reader.read_metadata()
+    assert saved.version == found.version == own.version  # type: ignore[attr-defined]
+    assert saved.storage_meta is not None
+    assert found.storage_meta is not None
+    assert writer.save_id == saved.storage_meta.save_id == found.storage_meta.save_id
+    assert reader.load_id == found.storage_meta.load_id
+    dcp.save({"x": torch.zeros(2)}, storage_writer=writer)
+    assert writer.save_id != found.storage_meta.save_id
+    reader.reset(tmp_path / "a")
+    assert reader.load_id != found.storage_meta.load_id
+
+
 class Phase(enum.Enum):
     WARM = 1
 

@@ -100,10 +100,51 @@ def test_a_part_is_loaded(tmp_path: Path) -> None:
         checkpoints.load(path, into={"other": None})
     with pytest.raises(FileNotFoundError, match="has nothing of other for rank 0; it has model"):
         checkpoints.load(path, into={"other": 5})
-    with pytest.raises(MismatchError, match=r"model.*must match the size"):
+    with pytest.raises(
+        MismatchError, match=r"nothing was loaded: model/1\.bias: \(3,\) here, \(2,\)"
+    ):
         checkpoints.load(path, into={"model": {"1.bias": torch.zeros(3)}})
     with pytest.raises(FileNotFoundError, match="step_2"):
         checkpoints.load(str(tmp_path / "step_2"), into={"model": None})
+
+
+def test_what_does_not_fit_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    checkpoints, path = manager("sync"), str(tmp_path / "a")
+    state = {"w": torch.ones(2), "one": torch.ones(1), "step": 3, "list": [torch.ones(2), 5]}
+    checkpoints.save(path, {"model": state, "other": {"t": torch.ones(4)}, "name": "x"})
+    for key, value, text in (
+        ("one", torch.zeros(5), r"model/one: \(5,\) here, \(1,\) in the snapshot"),
+        ("one", 1.5, r"model/one: float here, a tensor in the snapshot"),
+        ("one", {"a": 1}, r"model/one: dict here, a tensor in the snapshot"),
+        (
+            "step",
+            torch.zeros(()),
+            r"model/step: a tensor here, a value of kind int in the snapshot",
+        ),
+        ("list", [torch.zeros(3), 0], r"model/list/0: \(3,\) here, \(2,\) in the snapshot"),
+    ):
+        model = {"w": torch.zeros(2), key: value}
+        into = {"other": {"t": torch.zeros(4)}, "model": model, "name": None}
+        for strict in (False, True):
+            with pytest.raises(MismatchError, match=f"nothing was loaded: {text}$"):
+                checkpoints.load(path, into=into, strict=strict)
+        assert not model["w"].any()
+        assert not into["other"]["t"].any()  # type: ignore[index]
+
+
+def test_a_fresh_optimizer_is_no_template(tmp_path: Path) -> None:
+    checkpoints, (model, optimizer) = manager("sync"), trained()
+    path = str(tmp_path / "a")
+    checkpoints.save(path, items(model, optimizer, 1))
+    fresh = torch.optim.AdamW(model[1].parameters())
+    with pytest.raises(RuntimeError, match=r"values of optimizer/state, which into= has empty"):
+        checkpoints.load(path, into={"optimizer": fresh.state_dict()}, strict=True)
+    loaded = checkpoints.load(path, into={"optimizer": None}, strict=True)
+    fresh.load_state_dict(loaded["optimizer"])
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    # What the snapshot has empty, too, is all of it.
+    checkpoints.save(path, {"optimizer": torch.optim.AdamW(model[1].parameters()).state_dict()})
+    checkpoints.load(path, into={"optimizer": fresh.state_dict() | {"state": {}}}, strict=True)
 
 
 def test_the_items_of_the_configuration(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ class CasnapReader(StorageReader):
         read_once: Read each stored byte on one rank, which passes it on to the others.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+
+    Attributes:
+        load_id: The id of the load, as DCP has it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class CasnapReader(StorageReader):
         self._timeout = timeout
         self._contents: Contents | None = None
         self._values: dict[str, Stored] = {}
+        self.load_id = uuid4().hex
 
     # --- what DCP calls, in this order ---
 
@@ -76,6 +80,7 @@ class CasnapReader(StorageReader):
         """Begin another load, of another snapshot if there is one."""
         self._place = self._place.at(checkpoint_id)
         self._contents, self._values = None, {}
+        self.load_id = uuid4().hex
 
     # DCP would ask again for the metadata of one rank, if this took "kwargs".
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
@@ -92,7 +97,12 @@ class CasnapReader(StorageReader):
             if torch.__version__ < "2.13":
                 _log.error("dcp.load: %s", e)  # DCP only says that "metadata is None"
             raise
-        metadata.storage_meta = StorageMeta(checkpoint_id=self._place.id, load_id=uuid4().hex)
+        assert self._contents is not None
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self._place.id,
+            save_id=self._contents.row.commit.hex(),
+            load_id=self.load_id,
+        )
         return metadata
 
     def _find(self) -> Metadata:

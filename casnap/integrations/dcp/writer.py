@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from casnap.errors import StateError, UnsupportedTypeError
+from casnap.files.dcp_names import DCP_VERSION
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
@@ -123,7 +124,7 @@ class CasnapWriter(KeptStager, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return the place of the checkpoint."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.ident)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save.
@@ -203,6 +204,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         assert snapshot is not None
         metadata.storage_data = {"snapshot": snapshot.path, "commit": snapshot.commit_id}
         metadata.storage_meta = self.storage_meta()
+        metadata.version = DCP_VERSION
 
     # --- what else DCP asks ---
 
@@ -211,6 +213,12 @@ class CasnapWriter(KeptStager, StorageWriter):
         """The path of the snapshot, if there is one yet."""
         place = self._own.save.place if hasattr(self._own, "save") else self._place
         return place.id if place.path is not None else None
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save: once it is done that of its commit, which readers see as well."""
+        snapshot = self._own.save.snapshot if hasattr(self._own, "save") else self.snapshot
+        return self._save.ident if snapshot is None else snapshot.commit_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
