@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,13 +49,16 @@ class KeyState:
         """Return the key without the entries of some paths, and all below these."""
         if not paths:
             return self
-        below = tuple(f"{path}/" for path in paths)
-        entries = {
-            path: entry
-            for path, entry in self.entries.items()
-            if path not in paths and not path.startswith(below)
-        }
+        left_out = set(paths)
+        entries = {p: e for p, e in self.entries.items() if left_out.isdisjoint(_upwards(p))}
         return replace(self, entries=entries)
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """Yield a path, and the paths of all that it is in."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
 
 
 def key_state(
@@ -170,6 +173,9 @@ def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None
     live = dict(live_parts(state.current, state.component))
     skipped, unread = set[str](), set[str]()
     for path in of_others:
+        if _is_of_module(state, path):
+            skipped.add(path)
+            continue
         if path != state.component and path.rpartition("/")[0] not in state.entries:
             continue  # so is the container that it is in
         while path not in live and not _may_lack(state, path):

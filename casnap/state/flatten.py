@@ -294,6 +294,7 @@ def inflate(
         UnsupportedFormatError: An entry is of a kind that a newer version wrote.
     """
     known = known or {}
+    lacking = {other.rpartition("/")[0] for other in skipped}
     stack = [_Frame(path, lambda children: children[0], iter((path,)), [])]
     while True:
         frame = stack[-1]
@@ -307,7 +308,11 @@ def inflate(
             else:
                 child = _decode(leaf, allow_pickle=allow_pickle)
             if isinstance(child, Reopened):
-                stack.append(_frame(child_path, child, skipped))
+                prefix = child_path + "/"
+                if child_path in lacking:
+                    child = _without(prefix, child, skipped)
+                paths = map(prefix.__add__, child.components)
+                stack.append(_Frame(child_path, child.build, paths, []))
                 break
             frame.children.append(child)
         else:
@@ -316,14 +321,6 @@ def inflate(
             if not stack:
                 return value
             stack[-1].children.append(value)
-
-
-def _frame(path: str, container: Reopened, skipped: Collection[str]) -> _Frame:
-    components, build = container
-    prefix = path + "/"
-    if skipped and any(other.startswith(prefix) for other in skipped):
-        components, build = _without(prefix, container, skipped)
-    return _Frame(path, build, map(prefix.__add__, components), [])
 
 
 def _without(prefix: str, container: Reopened, skipped: Collection[str]) -> Reopened:

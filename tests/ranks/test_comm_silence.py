@@ -147,9 +147,10 @@ def come_late(absent: int, before: int, timeout: float) -> tuple[Seen, list[str]
     try:
         with mock.patch.object(links, "_TELL_AFTER", 0.3):
             if dist.get_rank() == absent:
-                first = "told/0" if absent else "told/1"
-                store.wait([first], timedelta(seconds=LONG))
-                store.delete_key(first)
+                tellers = [0] if absent else [1] if before else [1, 2]
+                store.wait([f"told/{rank}" for rank in tellers], timedelta(seconds=LONG))
+                for rank in tellers:
+                    store.delete_key(f"told/{rank}")
                 if timeout < LONG:
                     return watch(lambda: None), told.lines
             seen = watch(partial(talk, timeout, 3, doing="the take of 'x'"))
