@@ -12,7 +12,7 @@ Duration: TypeAlias = float | str | timedelta
 """A time: seconds, a text such as ``30s`` or ``7d``, or a timedelta."""
 
 _BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([kmgt]?)(i?)b?")
-_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([smhdw])")
+_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _MOST_SECONDS = timedelta.max.total_seconds()
 
@@ -33,10 +33,9 @@ def parsed_size(text: str, thousand: int = 1000) -> int | None:
 
 def parsed_time(text: str) -> float | None:
     """Return the seconds of a time such as ``1.5h``, or of ``0``; None for what is none."""
-    bare = text.strip().lower()
-    match = _TIME.fullmatch(bare)
+    match = _TIME.fullmatch(text)
     if match is None:
-        return 0.0 if bare == "0" else None
+        return 0.0 if text == "0" else None
     return float(match[1]) * _SECONDS[match[2]]
 
 
