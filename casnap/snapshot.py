@@ -15,7 +15,7 @@ import msgspec
 from casnap.backends.places import is_file
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.entries import Entry
-from casnap.format.names import check_name, component_of, key_of
+from casnap.format.names import component_of, key_of
 from casnap.format.records import Root, Row, Stats, StoreConfig
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
@@ -28,7 +28,7 @@ from casnap.storage.catalog.location import READS, TAKES, Use, locate_snapshot, 
 from casnap.storage.catalog.mirror_notes import note_restored
 from casnap.storage.catalog.opening import open_at
 from casnap.storage.catalog.table import only_marker_error
-from casnap.storage.catalog.uris import joined
+from casnap.storage.catalog.uris import joined, name_below
 from casnap.store import Store, store_of
 from casnap.version import __version__
 
@@ -176,7 +176,7 @@ class Snapshot:
             opened_store, name = find_store(
                 path, storage_options, store, create=False, cache_bytes=cache_bytes
             )
-            name, row = check_name(name), opened_store.row(name)
+            row = opened_store.row(name)
         except (NotAStoreError, SnapshotNotFoundError) as e:
             if store is None:
                 _check_no_file(path, e)
@@ -937,7 +937,8 @@ def _path_in(store: Store | str | os.PathLike[str] | None, path: str | os.PathLi
     """Return the path of a snapshot whose store may be given."""
     if store is None:
         return os.fspath(path)
-    return joined(store.uri if isinstance(store, Store) else str(store), os.fspath(path))
+    uri = store.uri if isinstance(store, Store) else os.fspath(store)
+    return joined(uri, name_below(os.fspath(path), uri))
 
 
 def store_above(
@@ -997,7 +998,7 @@ def find_store(
         raise ValueError(f"{store.uri} is open already; give cache_bytes to Store(...)")
     if create:
         store.make()
-    return store, os.fspath(path)
+    return store, store.local_name(os.fspath(path))
 
 
 class _SnapshotPlace(msgspec.Struct, array_like=True):

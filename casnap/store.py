@@ -79,7 +79,7 @@ from casnap.storage.catalog.table import (
     without_tags,
 )
 from casnap.storage.catalog.thinning import all_thinned_error, check_keys, check_rules, thin
-from casnap.storage.catalog.uris import joined
+from casnap.storage.catalog.uris import joined, name_below
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
 from casnap.storage.log.config import RECORD
@@ -354,7 +354,22 @@ class Store:
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        return check_name(self.outer_name(check_name(name)))
+        return check_name(self.outer_name(self.local_name(name)))
+
+    def local_name(self, name: str) -> str:
+        """Return the name in this view that a name means, or the path or URI of a snapshot in it.
+
+        Raises:
+            InvalidNameError: The name cannot be used, or is a path that leads elsewhere.
+        """
+        return check_name(self._without_path(name))
+
+    def _without_path(self, name: Any) -> Any:
+        if not isinstance(name, str):
+            return name  # what it is no name for, who checks it says
+        place = self._locate()
+        given = self._uri if isinstance(self._uri, str) else place.backend.uri
+        return name_below(name, given, joined(place.backend.uri, place.name, is_view=True))
 
     def outer_name(self, name: str) -> str:
         """Return the full name for a name that is known to be valid."""
@@ -367,7 +382,8 @@ class Store:
 
     def folder(self, prefix: str | None) -> str:
         """Return the full name of a folder of this view; "" for the whole store."""
-        return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
+        inner: str = self._without_path(prefix or "").strip("/")
+        return "/".join(part for part in (self.prefix, inner) if part)
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a snapshot."""
@@ -426,6 +442,7 @@ class Store:
 
         refuse_nested_take()
         check_order("store.take(app_state, name)", app_state, name)
+        name = self.local_name(name)
         options = TakeOptions(
             metadata=metadata,
             overwrite=overwrite,
@@ -501,6 +518,7 @@ class Store:
 
         refuse_nested_take()
         check_order("store.async_take(app_state, name)", app_state, name)
+        name = self.local_name(name)
         options = TakeOptions(
             metadata=metadata,
             overwrite=overwrite,
@@ -549,7 +567,7 @@ class Store:
             options = self._with_settings(options)
             result = take(self.open_store, full, source(), options, comm)
         return Snapshot.of(
-            self, check_name(name), result.row, pg, result.requests, result.freed_bytes
+            self, self.local_name(name), result.row, pg, result.requests, result.freed_bytes
         )
 
     def begin_take(
@@ -578,7 +596,7 @@ class Store:
 
         def stored(result: TakeResult) -> Snapshot:
             measured = result.requests, result.freed_bytes
-            return Snapshot.of(self, check_name(name), result.row, pg, *measured)
+            return Snapshot.of(self, self.local_name(name), result.row, pg, *measured)
 
         return PendingSnapshot(self.path_of(name), pending, stored)
 
@@ -600,10 +618,11 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
+        name = self.local_name(name)
         full = self.full_name(name)
         if self._look() is None:
             raise SnapshotNotFoundError(
-                f"there is no snapshot {check_name(name)!r}: {self.uri} is not a store yet; the "
+                f"there is no snapshot {name!r}: {self.uri} is not a store yet; the "
                 "first take to it makes one"
             )
 
@@ -621,14 +640,15 @@ class Store:
         """
         from casnap.snapshot import Snapshot
 
+        name = self.local_name(name)
         try:
-            return Snapshot.of(self, check_name(name), self.row(name))
+            return Snapshot.of(self, name, self.row(name))
         except SnapshotNotFoundError:
             mirror_store = self._at_mirror()
             if mirror_store is None:
                 raise
         seq = mirror_store.open_store.newest().seq
-        snapshot = Snapshot.of(mirror_store, check_name(name), mirror_store.row(name))
+        snapshot = Snapshot.of(mirror_store, name, mirror_store.row(name))
         self._note_returned(snapshot, seq)
         return snapshot
 
@@ -655,9 +675,9 @@ class Store:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
         from casnap.snapshot import Snapshot
 
+        folder = self.folder(prefix)
         if self._look() is None:
             return []
-        folder = self.folder(prefix)
         rows = self.read(lambda table: list(snapshots_in(table, folder)))
         return [
             Snapshot.of(self, self.inner_name(name), row) for name, row in in_commit_order(rows)
@@ -966,7 +986,8 @@ class Store:
         from casnap.transfer.copy_jobs import CopyOptions
         from casnap.transfer.copy_selection import check_pair, choose
 
-        selection = choose(self.open_store, self.prefix, name, rename)
+        inner = None if name is None else self.local_name(name)
+        selection = choose(self.open_store, self.prefix, inner, rename)
         if isinstance(to, Store):
             if storage_options:
                 raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
@@ -1066,7 +1087,7 @@ class Store:
     def _pull_source(self, name: str | None) -> Source:
         from casnap.serving.pull import Source
 
-        return Source(self.open_store, self.folder(name and check_name(name)))
+        return Source(self.open_store, self.folder(name and self.local_name(name)))
 
     # --- maintenance ---
 
@@ -1112,6 +1133,7 @@ class Store:
             StoreError: The store cannot be used; nothing was committed.
         """
         refuse_nested_take()
+        name = self.local_name(name)
         full = self.full_name(name)
         find = (lambda: (self.make(), name)) if not dry_run else None
         options = {"overwrite": overwrite, "progress": progress}

@@ -103,7 +103,7 @@ def save_state(
         "overwrite": not automatic,
         "allow_pickle": allow_pickle,
         "per_rank": ["dataloader*"],
-        "metadata": {"step": accelerator.step},
+        "metadata": _metadata_of(accelerator),
     }
     leads = own_rank() == 0
     if leads:
@@ -229,6 +229,20 @@ def _engine(accelerator: Accelerator) -> Any:
     """Return the engine of DeepSpeed; None without it."""
     is_one = accelerator.distributed_type is DistributedType.DEEPSPEED
     return accelerator._models[0] if is_one else None
+
+
+def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the step, as the engine or an optimizer counts it; nothing if none does.
+
+    The Accelerator counts only within ``accumulate()``, and anew at the end of each data loader.
+    """
+    if (engine := _engine(accelerator)) is not None:
+        return {"step": int(engine.global_steps)}
+    for optimizer in accelerator._optimizers:
+        for state in optimizer.optimizer.state.values():
+            if "step" in state:
+                return {"step": int(state["step"])}
+    return {}
 
 
 def _models(accelerator: Accelerator) -> list[Any]:

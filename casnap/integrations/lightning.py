@@ -316,6 +316,9 @@ def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         k: checkpoint[k] for k in ("epoch", "global_step") if k in checkpoint
     }
+    if "global_step" in checkpoint:
+        # By this name rules of retention find it.
+        numbers["step"] = checkpoint["global_step"]
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and isinstance(state.get("monitor"), str):
             score = state.get("current_score")

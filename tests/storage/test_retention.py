@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap import Retention
+from casnap import Retention, StateDict, Store
 from casnap.format.records import NodeRef, Row, Stats
 from casnap.storage.catalog.retention import judge_runs
 
@@ -250,3 +251,37 @@ def test_best_is_what_fewer_than_so_many_beat(rows: dict[str, Row], count: int, 
         if not ranked or (name in ranked and len(beaten_by) < count):
             expected.append(name)
     assert kept(rows, keep_best=("loss", count, mode)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step_10", 10),
+        ("checkpoint-20", 20),
+        ("iter_0000030", 30),
+        ("step=10-loss=0.41.ckpt", 10),
+        ("epoch=3-step=40-v1.ckpt", 40),
+        ("epoch_2_global_step_50", 50),
+        ("epoch=1-loss=0.40", None),
+        ("loss=0.40", None),
+        ("lastep=10-v1", None),
+        ("step_1-step_2", None),
+        ("step=1.5-v2", None),
+        ("best", None),
+        ("20/best", None),
+    ],
+)
+def test_the_step_of_a_name(
+    name: str, step: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a name does not say is not guessed: such a snapshot is kept, and that is said once."""
+    store = Store(tmp_path)
+    store.take({"s": StateDict(x=1)}, name)
+    for every, is_kept in ((10, step is None or step % 10 == 0), (7, step is None)):
+        [verdict] = store.prune(Retention(keep_every=every), dry_run=True).verdicts
+        assert verdict.kept == is_kept
+    warnings = [text for text in caplog.messages if "say its step" in text]
+    assert len(warnings) == (step is None)
+    store.take({"s": StateDict(x=1)}, "other-1-2", metadata={"step": 70})
+    verdicts = store.prune(Retention(keep_every=7), dry_run=True).verdicts
+    assert [v.kept for v in verdicts if v.name == "other-1-2"] == [True]

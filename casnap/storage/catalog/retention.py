@@ -43,6 +43,9 @@ _log = logging.getLogger("casnap")
 _UNREAD = "its metadata cannot be read"
 # No name that casnap makes is longer, and Python refuses to read numbers without end.
 _NUMBER = re.compile("[0-9]{1,255}")
+_NAMED_STEP = re.compile(r"(?<![a-zA-Z])step[=_]([0-9]{1,255})(?!\.?[0-9])")
+# The runs, each after the id of its store, of which a warning says that snapshots have no step.
+_warned: set[str] = set()
 _MODES = ("min", "max")
 
 
@@ -58,8 +61,9 @@ class Retention:
     Args:
         keep_last: How many of the newest snapshots to keep.
         keep_every: Keep snapshots whose step is a multiple of this. The step is
-            ``metadata["step"]`` if that is an int, else the last number in the last component of
-            the name. A snapshot without a step is kept.
+            ``metadata["step"]`` if that is an int. Else the last component of the name says it: by
+            its only number, or of several by the one after ``step=`` or ``step_``. A snapshot
+            without a step is kept, and a warning says so once.
         keep_within: Keep snapshots taken within a time, by the clocks of the writers: ``"7d"``, a
             ``timedelta``, or seconds. A time in the future counts as within.
         keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``, of
@@ -143,11 +147,18 @@ def _multiples(run: Run, every: int) -> Iterator[tuple[str, str]]:
 
 
 def _step(name: str, row: Row) -> int | None:
+    """Return the step of a snapshot; None if neither its metadata nor its name say it.
+
+    Other numbers in a name may be those of an epoch, a metric or a version.
+    """
     step = row.metadata.get("step")
     if isinstance(step, int) and not isinstance(step, bool):
         return step
-    numbers = _NUMBER.findall(name.rpartition("/")[2])
-    return int(numbers[-1]) if numbers else None
+    base_name = name.rpartition("/")[2]
+    numbers = _NUMBER.findall(base_name)
+    if len(numbers) != 1:
+        numbers = _NAMED_STEP.findall(base_name)
+    return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, str]]:
@@ -366,9 +377,26 @@ class RetentionChange(PruneChange):
         verdicts = judge_runs(rows, self._retention, time.time(), self._taken)
         if not self._retention.asks_metadata:
             return verdicts
+        if self._retention.keep_every is not None:
+            self._warn_of_no_step([v for v in verdicts if v.name not in unread])
         return [
             replace(v, reasons=(*v.reasons, _UNREAD)) if v.name in unread else v for v in verdicts
         ]
+
+    def _warn_of_no_step(self, verdicts: Iterable[Verdict]) -> None:
+        """Say once of each run that snapshots have no step, so that ``keep_every`` keeps them."""
+        for verdict in verdicts:
+            run = f"{self._store.config.store_id} {run_of(verdict.name, verdict.row)}"
+            has_step = _step(verdict.name, verdict.row) is not None
+            if has_step or verdict.row.is_rewound or run in _warned:
+                continue
+            _warned.add(run)
+            _log.warning(
+                "%s: keep_every keeps %.200r, and others like it, since neither its metadata nor "
+                "its name say its step; give that to the takes: metadata={'step': ...}",
+                self._store.backend.uri,
+                verdict.name,
+            )
 
     def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
         """Return a row with its metadata; without, and note the name, if they cannot be read."""

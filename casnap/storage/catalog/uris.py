@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from casnap.errors import InvalidNameError, NotAStoreError
 from casnap.format.names import STORE_FOLDER, check_name
+from casnap.runtime.environment import local_path
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What becomes of a URI that went through a Path.
@@ -98,6 +99,39 @@ def joined(store: str, name: str, *, is_view: bool = False) -> str:
     _, is_far, place = store.partition("://")
     ends = bool(is_far) and "//" not in place and (is_view or "/" in name)
     return f"{store}{'//' if ends else '/'}{name}"
+
+
+def name_below(name: str, *places: str) -> str:
+    """Return a name in a store, without the path of that if it begins with one.
+
+    Args:
+        name: A name, or a path or URI.
+        places: The path or URI of the store, or of a view of it, as it was given and as it is.
+
+    Raises:
+        InvalidNameError: It is another absolute path, or another URI.
+    """
+    is_path = name.startswith(("/", "~/")) or "://" in name
+    path = local_path(name) if is_path else name
+    for place in map(local_path, places):
+        base = place.rstrip("/")
+        if path == base:
+            return ""
+        if path.startswith(f"{base}/"):
+            return path[len(base) :].strip("/")
+    if is_path and not _URI.fullmatch(path):
+        # The store has its real path.
+        folder = os.path.realpath(os.path.dirname(path.rstrip("/")))  # noqa: PTH120
+        real = f"{folder}/{os.path.basename(path.rstrip('/'))}"  # noqa: PTH119
+        for place in places:
+            if real.startswith(f"{place.rstrip('/')}/"):
+                return real[len(place.rstrip("/")) :].strip("/")
+    if is_path:
+        raise InvalidNameError(
+            f"{name!r:.500} is a path, and not one in {places[-1]}; a name in it is like "
+            "'run1/step_100'"
+        )
+    return name
 
 
 def _uri(store: str, name: str) -> Uri:
