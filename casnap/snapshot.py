@@ -937,7 +937,7 @@ def _path_in(store: Store | str | os.PathLike[str] | None, path: str | os.PathLi
     """Return the path of a snapshot whose store may be given."""
     if store is None:
         return os.fspath(path)
-    uri = store.uri if isinstance(store, Store) else os.fspath(store)
+    uri = store.uri if isinstance(store, Store) else str(store)
     return joined(uri, name_below(os.fspath(path), uri))
 
 

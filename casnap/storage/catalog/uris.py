@@ -111,7 +111,7 @@ def name_below(name: str, *places: str) -> str:
     Raises:
         InvalidNameError: It is another absolute path, or another URI.
     """
-    is_path = name.startswith(("/", "~/")) or "://" in name
+    is_path = bool(name.strip("/")) and (name.startswith(("/", "~/")) or "://" in name)
     path = local_path(name) if is_path else name
     for place in map(local_path, places):
         base = place.rstrip("/")
