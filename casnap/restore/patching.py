@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest
@@ -32,6 +33,32 @@ from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Fill, ReadOptions, Want, fill_from
 
 
+class _Memory(NamedTuple):
+    """Where the elements of a tensor are, and how often they were written.
+
+    What others write through ``.data``, or of a tensor of inference mode, torch does not count.
+
+    Attributes:
+        places: Address, dtype, device and layout; of a sharded tensor, those of each shard.
+        storages: The storages. They are not kept, but another one at the address is not equal.
+        versions: How often torch has written there.
+    """
+
+    places: tuple[tuple[object, ...], ...]
+    storages: tuple[StorageWeakRef, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Memory:
+        """Return the memory of a tensor, which consists of these."""
+        tensors = tuple(tensors)
+        places = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+        # A sharded tensor counts its changes apart from its shards.
+        versions = [-1 if t.is_inference() else t._version for t in (value, *tensors)]
+        storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
+        return cls(tuple(places), tuple(storages), tuple(versions))
+
+
 class _Held(NamedTuple):
     """What a tensor holds.
 
@@ -39,11 +66,13 @@ class _Held(NamedTuple):
         entry: Its entry in the snapshot.
         digests: The digests of its chunks.
         value: The tensor. What it is replaced by holds something else.
+        memory: Its memory, which holds something else if somebody else writes there.
     """
 
     entry: TensorEntry
     digests: bytes
     value: torch.Tensor
+    memory: _Memory
 
 
 _Bases: TypeAlias = dict[bytes, tuple[torch.Tensor, tuple[slice, ...]]]
@@ -60,6 +89,7 @@ class Patch:
         values: The tensors that these are parts of.
         held: What each tensor then holds, by its name.
         upon: What each holds before that.
+        whole: The names of those that get all of their elements.
     """
 
     contents: Contents
@@ -67,6 +97,7 @@ class Patch:
     values: list[torch.Tensor]
     held: dict[str, _Held]
     upon: dict[str, _Held]
+    whole: set[str]
 
     @property
     def nbytes(self) -> int:
@@ -116,17 +147,18 @@ class LiveWeights:
         """
         entries, places = self._matched(contents)
         loading, bases = Loading(contents), _Bases()
-        patch = Patch(contents, [], [], {}, self._held)
+        patch = Patch(contents, [], [], {}, self._held, set())
         filled: set[tuple[object, ...]] = set()
         for name, shards in places.items():
             path, entry = entries[name]
-            before = patch.upon.get(name)
-            if before is not None and before.value is not shards.value:
+            before, memory = patch.upon.get(name), _Memory.of(shards.value, shards.tensors)
+            if before is not None and not _is_same(before, shards.value, memory):
                 before = None
             if before is not None and before.entry == entry:
                 patch.held[name] = before
                 continue
-            held = patch.held[name] = _held(contents, path, entry, shards.value)
+            digests = _digests_of(contents, path, entry)
+            held = patch.held[name] = _Held(entry, digests, shards.value, memory)
             if not entry.data.nbytes:
                 continue
             cells = contents.cells(path, entry)
@@ -134,13 +166,15 @@ class LiveWeights:
             is_alike = before is not None and _form(before.entry) == _form(entry)
             old = before.digests if before is not None and is_alike else b""
             runs = list(_changed_runs(cells, old, held.digests))
+            if sum(stop - start for start, stop in runs) == cells.count:
+                patch.whole.add(name)
             patch.values.append(shards.value)
             for box, tensor in zip(shards.boxes, shards.tensors, strict=True):
                 # A tied tensor is stored under each of its names, and filled once.
-                memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-                if memory in filled:
+                place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+                if place in filled:
                     continue
-                filled.add(memory)
+                filled.add(place)
                 copies = [
                     (common, _memory_for(tensor, common)) for common in _parts(cells, runs, box)
                 ]
@@ -152,13 +186,24 @@ class LiveWeights:
         return patch
 
     def fits(self, patch: Patch) -> bool:
-        """Whether the tensors hold what the patch was staged upon."""
-        return patch.upon is self._held
+        """Whether the tensors hold what the patch was staged upon, where they did then."""
+        if patch.upon is not self._held:
+            return False
+        live = self._live()
+        for name, held in patch.held.items():
+            if name not in live:
+                return False
+            value = live[name].value
+            memory = _memory_of(name, value)
+            if name in patch.whole:
+                memory = memory._replace(versions=held.memory.versions)
+            if not _is_same(held, value, memory):
+                return False
+        return True
 
     @without_torch_modes()
     def apply(self, patch: Patch) -> None:
-        """Copy what was staged into the tensors, which nobody else must use meanwhile."""
-        assert self.fits(patch)
+        """Copy what was staged into the tensors, which it fits, and which nobody else must use."""
         if isinstance(self._target, torch.nn.Module):
             shard_again(self._target)
         synchronize_devices(patch.values)
@@ -171,22 +216,29 @@ class LiveWeights:
         synchronize_devices(patch.values)
         # A sharded tensor counts its changes apart from its shards.
         torch.autograd.graph.increment_version([v for v in patch.values if not v.is_inference()])
-        self._held = patch.held
+        # What was written here counts too.
+        self._held = {
+            name: held._replace(memory=_memory_of(name, held.value))
+            for name, held in patch.held.items()
+        }
+
+    def _live(self) -> dict[str, LiveTensor]:
+        """Return the tensors by name."""
+        target = self._target
+        if isinstance(target, torch.nn.Module):
+            return {**dict(tensors_of(target)), **self._sharded}
+        return {
+            name: LiveTensor(target, name, value)
+            for name, value in target.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def _matched(
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
         """Return path and entry of each tensor, and its memory, by its name here."""
-        target, report = self._target, RestoreReport()
-        if isinstance(target, torch.nn.Module):
-            tensors = {**dict(tensors_of(target)), **self._sharded}
-        else:
-            tensors = {
-                name: LiveTensor(target, name, value)
-                for name, value in target.items()
-                if isinstance(value, torch.Tensor)
-            }
-        listed, places = match(contents, tensors, self._prefix, self._rename, None, report)
+        report = RestoreReport()
+        listed, places = match(contents, self._live(), self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
             raise mismatch(contents, self._prefix, report, fits=bool(places))
         entries = {name: (listed[name].path, listed[name].entry) for name in places}
@@ -196,11 +248,21 @@ class LiveWeights:
 # --- what differs -------------------------------------------------------------------------------
 
 
-def _held(contents: Contents, path: str, entry: TensorEntry, value: torch.Tensor) -> _Held:
+def _memory_of(name: str, value: torch.Tensor) -> _Memory:
+    shards = shards_of(name, value)
+    return _Memory.of(value, (value,) if shards is None else shards.tensors)
+
+
+def _is_same(held: _Held, value: torch.Tensor, memory: _Memory) -> bool:
+    """Whether a tensor is the one that holds something, and nobody else has written there."""
+    return held.value is value and held.memory == memory
+
+
+def _digests_of(contents: Contents, path: str, entry: TensorEntry) -> bytes:
     payload = entry.data
     if payload.nbytes <= INLINE_BYTES:
-        return _Held(entry, b"", value)
-    return _Held(entry, contents.digests(payload, contents.cells(path, entry), path), value)
+        return b""
+    return contents.digests(payload, contents.cells(path, entry), path)
 
 
 def _form(entry: TensorEntry) -> tuple[object, ...]:

@@ -323,7 +323,9 @@ class Follower:
                 if waited >= patience or not self._is_there(self._wanted):
                     self._wanted, self._wanted_since = commit, time.monotonic()
                 return
-            self._apply(self._stage(contents))
+            # Until nobody writes to the tensors between the two.
+            while not self._apply(self._stage(contents)):
+                pass
         self._seen_root = root
 
     def _stage(self, contents: Contents) -> Patch:
@@ -336,12 +338,19 @@ class Follower:
         self._staged = staged
         return staged
 
-    def _apply(self, patch: Patch) -> None:
-        """Copy what was staged into the tensors, once no forward runs; call ``on_version``."""
+    def _apply(self, patch: Patch) -> bool:
+        """Copy what was staged into the tensors, once no forward runs; call ``on_version``.
+
+        Returns:
+            Whether it fits still. If not, nothing was copied.
+        """
         with self._between_forwards():
+            if not self._weights.fits(patch):
+                return False
             self._copy(patch)
             self._is_called = False
             self._call()
+        return True
 
     def _between_forwards(self) -> AbstractContextManager[None]:
         if not self._is_alone:
@@ -425,7 +434,8 @@ class Follower:
             parts = [bytes(part) for part in comm.all_gather(told)]
         self._hear(parts[0][16:32])
         if staged is not None and mine != _NONE and all(part[:16] == mine for part in parts):
-            self._apply(staged)
+            while not self._apply(staged):
+                staged = self._stage(staged.contents)
             if self._wanted == mine:
                 self._wanted = _NONE
         elif any(part[32] for part in parts):
