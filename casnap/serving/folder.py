@@ -6,21 +6,23 @@ the link is replaced by a rename. So whoever follows the link once has one whole
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from casnap.backends.durability import sync_folder
 from casnap.backends.file_locks import lock
-from casnap.backends.places import exists, is_folder, is_link, is_taken
+from casnap.backends.places import exists, is_folder, is_link, is_taken, status
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.runtime.fork import locked_file
 from casnap.serving.version import RECORD, Version, VersionRecord, read_record
 
+_log = logging.getLogger("casnap")
 _LOCK, _CALLED = ".lock", ".called.json"
 _PARTIAL, _VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
 
@@ -48,6 +50,10 @@ class ServedFolder:
         self.versions = parent / f"{out.name}.versions"
         self._known: tuple[object, ...] = ()
         self._record: VersionRecord | None = None
+        self._lock: int | None = None
+        self._undeletable: set[Path] = set()
+        # Whether a crash may bring back the link to the version before.
+        self._may_return = False
         self._check_link()
 
     def _check_link(self) -> None:
@@ -79,9 +85,17 @@ class ServedFolder:
                 )
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            for left in self._entries(_PARTIAL.fullmatch):
-                _remove(left)
-            yield self
+            self._lock = fd
+            try:
+                self._remove(self._entries(_PARTIAL.fullmatch))
+                yield self
+            finally:
+                self._lock = None
+
+    def is_locked(self) -> bool:
+        """Whether it is locked by this, and its versions have not been moved or removed since."""
+        there = status(self.versions / _LOCK)
+        return there is not None and self._lock is not None and _is_at(self._lock, there)
 
     def _entries(self, matches: Callable[[str], object]) -> list[Path]:
         return [path for path in self.versions.iterdir() if matches(path.name)]
@@ -136,18 +150,56 @@ class ServedFolder:
         link.unlink(missing_ok=True)
         link.symlink_to(Path(self.versions.name, version.folder.name))
         link.rename(self.link)
-        sync_folder(str(self.link.parent))
+        self._may_return = True
+        try:
+            sync_folder(str(self.link.parent))
+            self._may_return = False
+        except (CasnapError, OSError) as e:
+            # The link leads to it all the same.
+            _log.warning(
+                "%s leads to %s, but may lead to the version before after a crash of this machine: "
+                "%s",
+                self.link,
+                version.folder.name,
+                e,
+            )
 
     def prune(self, keep: int) -> None:
-        """Delete all versions but the current one and the newest others.
+        """Delete all versions but the current one and the newest others; warn of what stays.
 
         Args:
             keep: How many stay.
         """
+        if self._may_return:
+            return
+        try:
+            self._prune(keep)
+        except (CasnapError, OSError) as e:
+            _log.warning("old versions of %s are deleted later: %s", self.link, e)
+
+    def _prune(self, keep: int) -> None:
         others = [path for path in self._entries(_VERSION.fullmatch) if path != self._target]
         others.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in others[: max(0, len(others) - (keep - 1))]:
-            _remove(path)
+        before = self._entries(_PARTIAL.fullmatch)
+        self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        """Delete folders of versions; warn, once, of what cannot be deleted: it is tried again."""
+        for path in paths:
+            left = path
+            try:
+                if not _PARTIAL.fullmatch(path.name):
+                    # A half of it never has the name of a version.
+                    left = path.rename(
+                        path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
+                    )
+                _delete(left)
+            except (CasnapError, OSError) as e:
+                if left not in self._undeletable:
+                    self._undeletable.add(left)
+                    _log.warning(
+                        "an old version cannot be deleted, which each pull tries again: %s", e
+                    )
 
     # --- whom it was announced to ---
 
@@ -162,14 +214,25 @@ class ServedFolder:
         partial.rename(self.versions / _CALLED)
 
 
-def _remove(path: Path) -> None:
-    """Delete a folder, so that a half of it never has the name of a version."""
-    doomed = path
-    if not _PARTIAL.fullmatch(path.name):
-        doomed = path.with_name(f".{os.urandom(6).hex()}.partial")
-        path.rename(doomed)
-    if is_folder(doomed) and not is_link(doomed):
-        shutil.rmtree(doomed)
-    else:
-        with suppress(FileNotFoundError):
-            doomed.unlink()
+def _delete(path: Path) -> None:
+    """Delete a folder, or a file, with all that can be deleted in it.
+
+    Raises:
+        OSError: Some of it is still there.
+    """
+    if not is_folder(path) or is_link(path):
+        path.unlink(missing_ok=True)
+        return
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        # It stops at the first thing that cannot be deleted.
+        shutil.rmtree(path, ignore_errors=True)
+        if is_taken(path):
+            raise
+
+
+def _is_at(fd: int, there: os.stat_result) -> bool:
+    return os.path.samestat(os.fstat(fd), there)

@@ -49,6 +49,7 @@ class Following:
         self._source: Source | None = None
         self._seen_root = b""
         self._report: PullReport | None = None
+        self._folder = ""
         # Whether there is no snapshot to pull at the root that was seen, and whether the callback
         # was called for the current version.
         self._is_waiting = self._is_called = False
@@ -61,14 +62,16 @@ class Following:
         Raises:
             CasnapError: It cannot begin; or another process follows into this folder.
         """
-        with self._served.locked():
-            while True:
-                if not self._pulls.delay:
-                    yield from self._look()
-                if self._on_version and not (self._is_called or self._calls.delay):
-                    yield from self._call(self._on_version)
-                pauses = [b.delay for b in (self._pulls, self._calls) if b.error is not None]
-                time.sleep(max(0.0, min([self._interval, *pauses])))
+        while True:
+            with self._served.locked() as served:
+                # Else somebody has removed DIR.versions: it is made, and locked, again.
+                while served.is_locked():
+                    if not self._pulls.delay:
+                        yield from self._look()
+                    if self._on_version and not (self._is_called or self._calls.delay):
+                        yield from self._call(self._on_version)
+                    pauses = [b.delay for b in (self._pulls, self._calls) if b.error is not None]
+                    time.sleep(max(0.0, min([self._interval, *pauses])))
 
     def _look(self) -> Iterator[FollowEvent]:
         began = self._report is not None or self._is_waiting
@@ -79,10 +82,13 @@ class Following:
             if root == self._seen_root and (self._is_waiting or self._served.is_whole()):
                 return
             self._seen_root, self._is_waiting = root, False
-            report = update(self._served, self._source, self._options, self._progress)
-            self._report = report
-            if report.switched or not began:
-                self._is_called = False
+            # Whatever fails after the switch, the callback is called for the version.
+            self._is_called = False
+            self._report = report = update(
+                self._served, self._source, self._options, self._progress
+            )
+            if report.switched or report.folder != self._folder:
+                self._folder = report.folder
                 self._calls.hurry()
                 yield FollowEvent("switched", report)
         except SnapshotNotFoundError as e:

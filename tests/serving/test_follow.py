@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -17,9 +18,10 @@ import pytest
 
 import casnap.transfer.follow
 from casnap import Store
-from casnap.errors import FileFormatError, NotAStoreError
+from casnap.errors import CasnapError, FileFormatError, NotAStoreError
 from casnap.serving import FollowEvent, PullOptions
 from tests.support.cli_calls import COMMAND
+from tests.support.mounts import needs_root
 from tests.support.served import assert_served, take, versions_of
 
 
@@ -300,3 +302,116 @@ def test_a_command_that_fails_is_run_again(store: Store, live: Path, tmp_path: P
             pass
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == 0
+
+
+# --- after the switch ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def undeletable(live: Path) -> Iterator[Callable[[], None]]:
+    """Return what mounts a file system in the current version, so that it cannot be deleted."""
+    needs_root()
+
+    def mount() -> None:
+        folder = live.resolve() / "mnt"
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+
+    yield mount
+    unmount_below(live.with_name("live.versions"))
+
+
+def unmount_below(folder: Path) -> None:
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        if line.split()[1].startswith(f"{folder}/"):
+            subprocess.run(["umount", line.split()[1]], check=True)
+
+
+def test_an_old_version_that_cannot_be_deleted(
+    store: Store, live: Path, undeletable: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The callback is called all the same; what is left is tried again, by later pulls too."""
+    called: list[str] = []
+    options = PullOptions(keep=1)
+    events = follow(
+        store, live, options=options, on_version=lambda path, _: called.append(path.name[:6])
+    )
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    undeletable()
+    for step in (1, 2):
+        take(store, step)
+        assert [next(events).event for _ in range(2)] == ["switched", "called"]
+        assert_served(live, step)
+    assert called == ["step_0", "step_1", "step_2"]
+    warnings = [r.message for r in caplog.records if "cannot be deleted" in r.message]
+    assert len(warnings) == 1
+    [left] = [path for path in versions_in(live) if path != live.resolve()]
+    # All that can be deleted is.
+    assert [path.name for path in left.iterdir()] == ["mnt"]
+    events.close()
+    take(store, 3)
+    assert store.pull(live, options=options).snapshot == "step_3"
+    assert left in versions_in(live)
+    unmount_below(left)
+    take(store, 4)
+    assert store.pull(live, options=options).snapshot == "step_4"
+    assert versions_in(live) == [live.resolve()]
+
+
+def versions_in(live: Path) -> list[Path]:
+    return [path for path in live.with_name("live.versions").iterdir() if path.is_dir()]
+
+
+def test_a_link_that_cannot_be_synced(
+    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It leads to the new version, so the callback is called for that."""
+    called: list[str] = []
+    events = follow(
+        store,
+        live,
+        options=PullOptions(keep=1),
+        on_version=lambda path, _: called.append(path.name[:6]),
+    )
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), live.parent.stat()):
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    take(store, 1)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert called == ["step_0", "step_1"]
+    assert "may lead to the version before after a crash" in caplog.text
+    # So that one is kept until a later link is durable.
+    assert len(versions_in(live)) == 2
+    monkeypatch.undo()
+    take(store, 2)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert versions_in(live) == [live.resolve()]
+
+
+@pytest.mark.parametrize("goes", ["removed", "moved"])
+def test_versions_that_go_under_a_follower(
+    store: Store, live: Path, tmp_path: Path, goes: str
+) -> None:
+    """They are made again, and locked: nobody else may pull there meanwhile."""
+    called: list[str] = []
+    events = follow(store, live, on_version=lambda path, _: called.append(path.name[:6]))
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    versions = live.with_name("live.versions")
+    if goes == "removed":
+        shutil.rmtree(versions)
+    else:
+        versions.rename(tmp_path / "away")
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert_served(live, 0)
+    with pytest.raises(CasnapError, match="only one may at a time"):
+        store.pull(live)
+    take(store, 1)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert_served(live, 1)
+    assert called == ["step_0", "step_0", "step_1"]
