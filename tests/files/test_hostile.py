@@ -304,7 +304,7 @@ def test_metadata_of_dcp_that_leave_elements_out(store: Store, tmp_path: Path) -
 
 PATHS: dict[str, tuple[tuple[str | int, ...], str]] = {
     "a list of nothing": (("a", 1 << 40), "more gaps than values"),
-    "a number first": ((5,), "a int in place of a name"),
+    "a number first": ((5,), "an int in place of a name"),
     "a number in a dict": (("n", 5), "lies below another value"),
     "too deep": (("a",) * 900, "nested too deeply"),
     "much too deep": (("a",) * 5000, "nested more than"),
