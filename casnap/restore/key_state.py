@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -130,7 +131,8 @@ def _reached(
         if isinstance(entry, ContainerEntry):
             loading.add(component + inner, entry)
     elements = {
-        path: set(container_builder(path, leaf.entry, leaf.content)[0])
+        # No container that is whole has more elements than there are entries.
+        path: set(islice(container_builder(path, leaf.entry, leaf.content)[0], len(entries)))
         for path, leaf in loading.load().items()
         if isinstance(leaf.entry, ContainerEntry) and isinstance(leaf.content, bytes)
     }

@@ -8,7 +8,7 @@ A path component is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a l
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import count as count_from
 from typing import Any, NamedTuple, TypeAlias
@@ -272,6 +272,16 @@ def open_container(path: str, value: Any) -> Opened | None:
 Build: TypeAlias = Callable[[list[Any]], Any]
 
 
+class _Numbers(Iterable[str]):
+    """The components of numbered elements. They are not listed: a damaged count may be any."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(self._count))
+
+
 def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
     """Return the components of a container's elements, and what builds it from those.
 
@@ -286,7 +296,7 @@ def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[It
         )
     components, build = reader(f"the spec of {path}", entry, spec)
     if components is None:
-        return map(str, range(entry.count)), build
+        return _Numbers(entry.count), build
     if len(components) != entry.count:
         raise DamagedError(f"{path} has {entry.count} elements, but not their keys", (path,))
     return components, build

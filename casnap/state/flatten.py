@@ -208,11 +208,12 @@ class Reopened(NamedTuple):
     """A container that can be built again.
 
     Attributes:
-        components: The components of its elements.
+        components: The components of its elements: the keys of a dict are a list. Numbers are not,
+            since a damaged store may claim any number of elements.
         build: Makes it of its elements.
     """
 
-    components: list[str]
+    components: Iterable[str]
     build: Build
 
 
@@ -251,7 +252,7 @@ def _decode(leaf: Leaf, *, allow_pickle: bool) -> Any:
         return decode_value(path, entry.kind, content, allow_pickle=allow_pickle)
     try:
         components, build = container_builder(path, entry, content)
-        return Reopened(list(components), build)
+        return Reopened(components, build)
     except DamagedError as e:
         raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
     except CasnapError:
@@ -326,6 +327,8 @@ def inflate(
 def _without(prefix: str, container: Reopened, skipped: Collection[str]) -> Reopened:
     """Return a container without some elements, if it is a dict."""
     components = container.components
+    if not isinstance(components, list):
+        return container
     is_left_out = [prefix + component in skipped for component in components]
     if not any(is_left_out):
         return container

@@ -168,6 +168,15 @@ def test_hostile_entries(forger: Forger, case: str) -> None:
     assert_refused(forger.folder)
 
 
+@pytest.mark.parametrize("count", [HUGE, -1])
+def test_a_container_of_a_rank_with_any_number_of_elements(forger: Forger, count: int) -> None:
+    """A rank's own containers are read before the others, to tell which elements are its."""
+    own = forger.tree(STATE, ["/x", container("list", count)])
+    ranks = {"global": {"s": forger.tree(["/x/0", GOOD])}, "ranks": {"0": {"s": own}}}
+    forger.publish({}, ranks)
+    assert_refused(forger.folder)
+
+
 def test_keys_nested_deeply(forger: Forger) -> None:
     spec = encode([[nested_key(3000)], None, None])
     assert len(spec) < CHUNK
