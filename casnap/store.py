@@ -110,7 +110,7 @@ _log = logging.getLogger("casnap")
 V = TypeVar("V")
 _FOR_MODULES = {
     *("begin_take", "folder", "full_name", "hooks", "inner_name", "is_new"),
-    *("open_store", "outer_name", "read", "row", "take_from"),
+    *("local_name", "open_store", "outer_name", "read", "row", "take_from"),
 }
 
 

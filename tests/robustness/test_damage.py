@@ -83,16 +83,22 @@ def _check_names(names: list[str]) -> None:
 
 
 def _check_restore(store: Store, name: str, step: int) -> None:
-    state = Spy(content(step + 5))
-    weight = state["weight"]
-    snapshot = store[name]
+    """A state is filled in place; one with a loader of its own is untouched until all is there."""
+    snapshot, state, spy = store[name], StateDict(content(step + 5)), Spy(content(step + 5))
+    weight, weight_of_spy = state["weight"], spy["weight"]
     try:
-        report = snapshot.restore({KEY: state})
+        report = snapshot.restore({KEY: spy})
     except CasnapError:
-        assert state.loads == 0
+        assert spy.loads == 0
+        assert_equal(spy.data, expected(step + 5))
+        with pytest.raises(CasnapError):
+            snapshot.restore({KEY: state})
         raise
-    assert state.loads == 1
+    assert spy.loads == 1
     assert not report
+    assert_equal(spy.data, expected(step))
+    assert torch.equal(weight_of_spy, expected(step + 5)["weight"])
+    assert not snapshot.restore({KEY: state})
     assert_equal(state.data, expected(step))
     assert state["weight"] is weight
 
