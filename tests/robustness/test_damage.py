@@ -384,7 +384,7 @@ def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> Non
 
 @pytest.mark.parametrize("how", ["flipped", "cut off", "deleted"])
 def test_all_that_is_hurt_is_named(store: Path, how: str) -> None:
-    """A whole pack that is damaged names every tensor with a chunk in it."""
+    """A whole pack that is damaged names all with a chunk in it; a restore reads values first."""
     places, users = places_of(store), users_of(store)
     pack = next(places[d].pack for d, names in users.items() if set(names) == set(STEPS))
     change = {
@@ -395,10 +395,16 @@ def test_all_that_is_hurt_is_named(store: Path, how: str) -> None:
     lost = {d for d, place in places.items() if place.pack == pack}
     with damaged(store / "casnap-store" / pack_key(pack), change):
         for name, step in STEPS.items():
-            with pytest.raises(DamagedError) as caught:
-                Store(store)[name].restore({KEY: Spy(content(step + 1))})
             hurt = {p for d in lost & users.keys() for p in users[d].get(name, ())}
+            with pytest.raises(DamagedError) as caught:
+                Store(store)[name].read_object(KEY)
             assert set(caught.value.paths) == hurt
+            state = StateDict(content(step + 1))
+            with pytest.raises(DamagedError) as caught:
+                Store(store)[name].restore({KEY: state})
+            values = {path for path in hurt if "/notes/" in path}
+            assert set(caught.value.paths) == values < hurt
+            assert_equal(state.data, expected(step + 1))
 
 
 # --- healing ----------------------------------------------------------------------------------
