@@ -127,7 +127,11 @@ def test_into_a_store_whose_making_was_cut_off(
             text=True,
         )
         assert following.stdout is not None
-        assert "copied" in following.stdout.readline()
+        said = ""
+        while not all(f"{name}:" in said or f"{name}," in said for name in names(source)):
+            line = following.stdout.readline()
+            assert line
+            said += line
         following.send_signal(signal.SIGINT)
         following.communicate()
         assert following.returncode == 0
