@@ -326,12 +326,15 @@ def chunks_to_damage() -> Chunks:
 
 
 def damage(chunks: Chunks, number: int) -> None:
-    place = chunks.places()[digest_of(chunks.raws[number])]
-    key = pack_key(place.pack)
-    content = bytearray(chunks.backend.read(key))
-    content[place.offset + 5] ^= 1
-    chunks.backend.delete(key)
-    chunks.backend.write(key, bytes(content))
+    """Damage a chunk at all its places: a small one has two."""
+    open_store = chunks.open_store()
+    digest = digest_of(chunks.raws[number])
+    for place in open_store.index.find_all(open_store.view(), digest):
+        key = pack_key(place.pack)
+        content = bytearray(chunks.backend.read(key))
+        content[place.offset + 5] ^= 1
+        chunks.backend.delete(key)
+        chunks.backend.write(key, bytes(content))
 
 
 @pytest.mark.parametrize("window", [1, 1 << 28])
