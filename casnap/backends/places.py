@@ -7,6 +7,7 @@ its run anew. The functions of ``os.path`` and ``pathlib`` swallow such errors, 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.system_errors import ABSENT, told
+from casnap.errors import InvalidNameError
 
 _Path: TypeAlias = str | os.PathLike[str]
 
@@ -26,6 +28,7 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
         follow: Whether a link stands for what it leads to.
 
     Raises:
+        InvalidNameError: It is longer than the file system has names for.
         BackendError: It cannot be looked at.
     """
     try:
@@ -33,6 +36,11 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
     except OSError as e:
         if e.errno in ABSENT:
             return None
+        if e.errno == errno.ENAMETOOLONG:
+            raise InvalidNameError(
+                f"{str(path)!r:.500}: {e.strerror}; no file of this place can have such a name. "
+                "Choose a shorter one"
+            ) from e
         raise told(e, os.fspath(path)) from e
     except ValueError:
         # A NUL, or a character that the file system does not have: no file has such a name.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from casnap.backends.places import exists, is_file
-from casnap.errors import BackendError, FileFormatError
+from casnap.errors import FileFormatError, InvalidNameError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, payload_of
 from casnap.format.region import Region, cover_once
 from casnap.runtime.buffers import address_of, view_at
@@ -183,9 +183,7 @@ def path_below(folder: Path, name: str, index: str, *, links: bool = False) -> P
     file = folder / name
     try:
         is_there = is_file(file)
-    except BackendError as e:
-        if not (isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENAMETOOLONG):
-            raise
+    except InvalidNameError:
         is_there = False
     if not is_there:
         raise FileFormatError(f"{index} names {name!r:.200}, which is missing")

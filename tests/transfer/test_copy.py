@@ -467,9 +467,9 @@ def test_stores_that_may_only_be_read(
         there = tmp_path / "of-nobody" / "copy"
         Store(tmp_path / "source").copy("step_0", to=there)
         assert_holds(Store(there)["step_0"], 0)
-        with pytest.raises(BackendError, match="writable for this user"):
+        with pytest.raises(BackendError, match="Permission denied; may this user have it"):
             Store(there).copy(to=tmp_path / "closed")
-        with pytest.raises(StoreError, match=r"writable|denied"):
+        with pytest.raises(StoreError, match="Permission denied"):
             Store(there).copy(to=tmp_path / "not-there")
 
     as_nobody(tmp_path, monkeypatch, copy)

@@ -82,7 +82,7 @@ def locate_snapshot(
         use: What it is looked for.
 
     Raises:
-        InvalidNameError: The path is a store itself, or no name.
+        InvalidNameError: The path is a store itself, no name, or too long.
         StoreError: The path holds something else, or cannot be looked at.
         DamagedError: It lies in a store that has lost its ``casnap.json``.
         ValueError: A local path has storage options.
