@@ -78,9 +78,11 @@ class Gate:
         """Be in, with others. Whoever would wait for itself does not wait."""
         entry = _Entry(self)
         try:
-            is_inside = self._has_context
             with self._changed:
-                self._changed.wait_for(lambda: self._alone is None or is_inside or self._has_thread)
+                # Asked under the lock: else what this runs within may leave meanwhile.
+                self._changed.wait_for(
+                    lambda: self._alone is None or self._has_context or self._has_thread
+                )
                 self._inside.add(entry)
             _enter_context(entry)
             yield
@@ -92,10 +94,9 @@ class Gate:
         """Be in, with others; other coroutines of the thread go on while this one waits."""
         entry = _Entry(self)
         try:
-            is_inside = self._has_context
             while True:
                 with self._changed:
-                    if self._alone is None or is_inside:
+                    if self._alone is None or self._has_context:
                         self._inside.add(entry)
                         break
                     opened = asyncio.get_running_loop().create_future()

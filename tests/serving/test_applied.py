@@ -7,10 +7,12 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +24,7 @@ import casnap.transfer.follow
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.serving import AppliedVersion, Follower
+from casnap.serving.gate import Gate
 from tests.support.faults import in_child, start, wait
 from tests.support.ranks import World
 
@@ -376,3 +379,28 @@ def test_a_child_that_is_forked_while_a_version_is_applied(store: Store, served:
     take(store, 1)
     assert follower.update()
     assert ends == [0]
+
+
+def test_what_a_forward_began_does_not_get_in_after_it() -> None:
+    """The forward leaves, and a copy begins, while its child is about to enter."""
+    gate, about, inside = Gate(), threading.Event(), threading.Event()
+
+    def child() -> None:
+        about.set()
+        with gate.shared():
+            inside.set()
+
+    forward = gate.shared()
+    forward.__enter__()
+    thread = threading.Thread(target=copy_context().run, args=(child,))
+    with gate._changed:
+        thread.start()
+        assert about.wait(60)
+        time.sleep(0.05)  # it comes to the lock
+        forward.__exit__(None, None, None)
+        alone = gate.alone()
+        alone.__enter__()
+    assert not inside.wait(0.2)
+    alone.__exit__(None, None, None)
+    thread.join(60)
+    assert inside.is_set()
