@@ -397,3 +397,19 @@ def test_the_command(tmp_path: Path) -> None:
     answer = document("rewind", tmp_path / f"rewound-{root}" / "step_2")
     assert answer["name"] == "step_2"
     assert answer["moved"] == []
+
+
+@pytest.mark.parametrize("taken", ["rewound-4/step_2", "rewound-4/step_2/x", "rewound-4"])
+@pytest.mark.parametrize("run", ["", "/run"])
+def test_what_has_the_name_of_a_folder_of_rewound_snapshots_is_kept(
+    tmp_path: Path, taken: str, run: str
+) -> None:
+    Store(tmp_path / "store").make()
+    store = Store(f"{tmp_path}/store{run}")
+    for name, value in (("step_1", 1), (taken, 100), ("step_2", 2)):
+        store.take(app_state(value), name)
+    before = {s.commit_id for s in store.snapshots()}
+    assert store.open_store.newest().seq + 1 == 4
+    store.rewind("step_1")
+    assert {s.commit_id for s in store.snapshots()} == before
+    assert "rewound-5/step_2" in store

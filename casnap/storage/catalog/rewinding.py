@@ -67,7 +67,8 @@ def rewind(store: OpenStore, name: str) -> Rewound:
         run = run_of(name, row)
         rows = {n: r for n, r in rows_of_run(table, run).items() if n == name or not r.is_rewound}
         ordered = [each for each, _ in in_commit_order(rows.items())]
-        moved = {n: _in(f"{run}/rewound-{seq}", n) for n in ordered[ordered.index(name) + 1 :]}
+        aside = _free_folder(table, run, seq)
+        moved = {n: _in(aside, n) for n in ordered[ordered.index(name) + 1 :]}
         renamed = {**moved, name: _in(run, name)} if row.is_rewound else moved
         if row.is_rewound and renamed[name] not in moved:
             check_free(table, renamed[name], overwrite=False, uri=backend.uri)
@@ -93,6 +94,18 @@ def all_rewound_error(path: str) -> SnapshotError:
         "only snapshots are left that their run went back from; the last one is "
         f"{path}. To go on from it after all: `casnap rewind {path}`, or Store.rewind"
     )
+
+
+def _free_folder(table: Table, run: str, seq: int) -> str:
+    """Return the folder for what is moved aside by a commit.
+
+    A copy from another store, or a user, may have used its number; then the next one is taken.
+    """
+    while True:
+        folder = f"{run}/rewound-{seq}".lstrip("/")
+        if table.get(folder) is None and next(table.items_below(f"{folder}/"), None) is None:
+            return folder
+        seq += 1
 
 
 def _in(folder: str, name: str) -> str:
