@@ -60,7 +60,7 @@ class Preemption:
         self._before: dict[int, Any] = {}
         in_child(self._leave)
         try:
-            for number in signals:
+            for number in dict.fromkeys(signals):
                 self._before[number] = signal.signal(number, self._hear)
                 add_signal(number)
         except BaseException:
