@@ -90,6 +90,7 @@ SNAPSHOT_KEYS = {
     "tags",
     "unmirrored",
     "thinned",
+    "rewound",
 }
 
 
@@ -136,6 +137,7 @@ def test_ls_json(store: Path) -> None:
     assert listed["path"] == f"{store}/run1/step_1"
     assert listed["commit"] == snapshot.commit_id
     assert listed["time"] == json_time(snapshot.time)
+    assert listed["rewound"] is False
     assert listed["metadata"] == {"loss": 1.25, "step": 1}
     assert listed["logical_bytes"] == snapshot.stats.logical_bytes
 
@@ -523,4 +525,8 @@ complete_line casnap export store/name --format ""
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines() == ["report repair", "--keep-last", "safetensors torch dcp"]
+    assert done.stdout.splitlines() == [
+        "report rewind repair",
+        "--keep-last",
+        "safetensors torch dcp",
+    ]
