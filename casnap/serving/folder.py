@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from casnap.backends.durability import sync_folder
@@ -50,7 +50,8 @@ class ServedFolder:
         self.versions = parent / f"{out.name}.versions"
         self._known: tuple[object, ...] = ()
         self._record: VersionRecord | None = None
-        self._lock: int | None = None
+        self._lock = ExitStack()
+        self._fd = -1
         self._undeletable: set[Path] = set()
         # Whether a crash may bring back the link to the version before.
         self._may_return = False
@@ -74,28 +75,43 @@ class ServedFolder:
         Raises:
             CasnapError: Another process is.
         """
-        self.versions.mkdir(exist_ok=True)
-        fd = os.open(self.versions / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        with locked_file(fd):
-            if lock(fd) is False:
-                owner = os.read(fd, 20).decode("ascii", "replace").strip()
-                raise CasnapError(
-                    f"the process {owner or '?'} pulls, or follows, into {self.link}, and only one "
-                    "may at a time. Stop it, or name another folder"
-                )
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            self._lock = fd
-            try:
-                self._remove(self._entries(_PARTIAL.fullmatch))
-                yield self
-            finally:
-                self._lock = None
+        try:
+            self.hold()
+            self._remove(self._entries(_PARTIAL.fullmatch))
+            yield self
+        finally:
+            self._free()
 
-    def is_locked(self) -> bool:
-        """Whether it is locked by this, and its versions have not been moved or removed since."""
-        there = status(self.versions / _LOCK)
-        return there is not None and self._lock is not None and _is_at(self._lock, there)
+    def hold(self) -> None:
+        """Lock the folder of the versions, unless it is; make it again if somebody has removed it.
+
+        Raises:
+            CasnapError: Another process has locked it, or it cannot be looked at.
+            OSError: It cannot be made.
+        """
+        path = self.versions / _LOCK
+        if self._fd >= 0:
+            there = status(path)
+            if there is not None and os.path.samestat(there, os.fstat(self._fd)):
+                return
+            self._free()
+        self.versions.mkdir(exist_ok=True)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._lock.enter_context(locked_file(fd))
+        if lock(fd) is False:
+            owner = os.read(fd, 20).decode("ascii", "replace").strip()
+            self._free()
+            raise CasnapError(
+                f"the process {owner or '?'} pulls, or follows, into {self.link}, and only one "
+                "may at a time. Stop it, or name another folder"
+            )
+        self._fd = fd
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _free(self) -> None:
+        self._fd = -1
+        self._lock.close()
 
     def _entries(self, matches: Callable[[str], object]) -> list[Path]:
         return [path for path in self.versions.iterdir() if matches(path.name)]
@@ -111,7 +127,8 @@ class ServedFolder:
         except OSError:
             return None
         known = (self._target, info.st_ino, info.st_mtime_ns, info.st_size)
-        if known != self._known:
+        # What could not be read may be readable now.
+        if known != self._known or self._record is None:
             # Of many tensors, it takes long to read.
             self._known, self._record = known, read_record(self._target / RECORD)
         return None if self._record is None else Version(self._target, self._record)
@@ -198,7 +215,9 @@ class ServedFolder:
                 if left not in self._undeletable:
                     self._undeletable.add(left)
                     _log.warning(
-                        "an old version cannot be deleted, which each pull tries again: %s", e
+                        "an old version cannot be deleted, which each pull tries again: %s: %s",
+                        left,
+                        e,
                     )
 
     # --- whom it was announced to ---
@@ -232,7 +251,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         if is_taken(path):
             raise
-
-
-def _is_at(fd: int, there: os.stat_result) -> bool:
-    return os.path.samestat(os.fstat(fd), there)

@@ -62,20 +62,20 @@ class Following:
         Raises:
             CasnapError: It cannot begin; or another process follows into this folder.
         """
-        while True:
-            with self._served.locked() as served:
-                # Else somebody has removed DIR.versions: it is made, and locked, again.
-                while served.is_locked():
-                    if not self._pulls.delay:
-                        yield from self._look()
-                    if self._on_version and not (self._is_called or self._calls.delay):
-                        yield from self._call(self._on_version)
-                    pauses = [b.delay for b in (self._pulls, self._calls) if b.error is not None]
-                    time.sleep(max(0.0, min([self._interval, *pauses])))
+        with self._served.locked():
+            while True:
+                if not self._pulls.delay:
+                    yield from self._look()
+                if self._on_version and not (self._is_called or self._calls.delay):
+                    yield from self._call(self._on_version)
+                pauses = [b.delay for b in (self._pulls, self._calls) if b.error is not None]
+                time.sleep(max(0.0, min([self._interval, *pauses])))
 
     def _look(self) -> Iterator[FollowEvent]:
         began = self._report is not None or self._is_waiting
         try:
+            # Somebody may have removed DIR.versions.
+            self._served.hold()
             if self._source is None:
                 self._source = self._open_source()
             root = self._source.store.newest().commit
@@ -109,7 +109,10 @@ class Following:
 
     def _call(self, on_version: OnVersion) -> Iterator[FollowEvent]:
         """Call the callback, unless it was called for the current version."""
-        version, last = self._served.current(), self._served.called()
+        try:
+            version, last = self._served.current(), self._served.called()
+        except (CasnapError, OSError):
+            return  # the next look says so
         if version is None:
             return
         self._is_called = version.record == last

@@ -21,8 +21,10 @@ from casnap import Store
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError
 from casnap.serving import FollowEvent, PullOptions
 from tests.support.cli_calls import COMMAND
+from tests.support.faults import system_faults
 from tests.support.mounts import needs_root
 from tests.support.served import assert_served, take, versions_of
+from tests.support.sweep import sweep
 
 
 @pytest.fixture(autouse=True)
@@ -415,3 +417,45 @@ def test_versions_that_go_under_a_follower(
     assert [next(events).event for _ in range(2)] == ["switched", "called"]
     assert_served(live, 1)
     assert called == ["step_0", "step_0", "step_1"]
+
+
+@pytest.mark.sweep
+def test_whatever_fails_each_version_is_called_for(store: Store, live: Path) -> None:
+    calls: list[int] = []
+
+    def on_version(folder: Path, changed: list[str]) -> None:
+        calls.append(json.loads((folder / "config.json").read_text())["step"])
+
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    events = follow(store, live, options=PullOptions(keep=1), on_version=on_version)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    names = ["rename", "fsync", "unlink", "rmdir", "symlink", "open", "link", "stat"]
+    step = 0
+    for number in sweep():
+        for strike_at in (number, None):
+            step += 1
+            take(store, step)
+            with system_faults(strike_at, fail, names) as struck:
+                while next(events).event != "called":
+                    pass
+            assert calls[-1] == step
+            assert_served(live, step)
+            if strike_at == number and not struck.struck:
+                return
+        assert versions_of(live) == [live.resolve().name], "what was left is deleted by the next"
+
+
+def test_a_disk_that_goes_away_for_a_while(store: Store, live: Path) -> None:
+    place, away = live.with_name("place"), live.with_name("away")
+    place.mkdir()
+    events = follow(store, place / "live", on_version=lambda *_: None)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    place.rename(away)
+    assert next(events).event == "failed"
+    away.rename(place)
+    take(store, 1)
+    while (event := next(events)).event != "called":
+        assert event.event in ("failed", "switched")
+    assert_served(place / "live", 1)
