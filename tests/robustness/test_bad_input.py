@@ -101,9 +101,11 @@ def test_paths_that_name_no_place(tmp_path: Path) -> None:
     for path in ("", "/", ".", "..", str(tmp_path / ".."), "file://"):
         with pytest.raises(InvalidNameError, match="name"):
             Snapshot.take(path, TINY)
-    for folder in ("a\0b", "x" * 300, "loop", "\ud800"):
+    for folder in ("a\0b", "loop", "\ud800"):
         with pytest.raises((NotAStoreError, BackendError)):
             Snapshot.take(tmp_path / folder / "step", TINY)
+    with pytest.raises(InvalidNameError, match="File name too long"):
+        Snapshot.take(tmp_path / ("x" * 300) / "step", TINY)
     assert files(tmp_path) == {"loop"}
 
 
@@ -400,7 +402,7 @@ def test_a_path_that_is_not_there(base: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 1, 1 << 15, (1 << 20) + 1, 3 << 20, 1 << 27])
 def test_chunk_sizes_that_are_none(tmp_path: Path, size: int) -> None:
-    with pytest.raises(ValueError, match=f"from 64 KiB to 64 MiB; got {size}"):
+    with pytest.raises(ValueError, match=f"from 64 KiB to 64 MiB, such as .*; got {size}"):
         Store(tmp_path / "store", chunk_size=size).make()
     assert not (tmp_path / "store").exists()
 
