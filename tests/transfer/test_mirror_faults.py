@@ -424,6 +424,7 @@ def test_the_command_follows_until_it_is_told_to_end(tmp_path: Path, number: int
         text=True,
     )
     assert process.stdout is not None
+    assert process.stdout.readline() == f"{places[1]} is a new store\n"
     said = [process.stdout.readline() for _ in range(2)]
     take(store, 2)
     said.append(process.stdout.readline())

@@ -93,7 +93,7 @@ def locate_snapshot(
     text, local = _local(path, storage_options)
     if not local.strip("/") or Path(local).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
-    parent, name = Path(local).parent, Path(local).name
+    parent, name = Path(local).parent, check_name(Path(local).name)
     folder = _resolved(parent) / name
     if exists(folder / STORE_FOLDER):
         raise InvalidNameError(
@@ -106,7 +106,7 @@ def locate_snapshot(
         )
     match = _find_store(parent, use)
     if match is None:
-        return Location(LocalBackend(folder.parent), check_name(name), exists=False)
+        return Location(LocalBackend(folder.parent), name, exists=False)
     store, inner = match
     backend = _guarded(store, use, is_parent=not inner)
     return Location(backend, check_name(f"{inner}/{name}".lstrip("/")), exists=True)

@@ -184,6 +184,14 @@ class FaultyBackend(Backend):
         return self.inner.can_put_if_absent
 
     @override
+    def check_changes(self) -> None:
+        self.inner.check_changes()
+
+    @override
+    def taken_up(self, folder: str) -> int:
+        return self.inner.taken_up(folder)
+
+    @override
     def belong(self, check: Callable[[Backend], None]) -> None:
         self.inner.belong(check)
 
