@@ -280,7 +280,10 @@ class Follower:
     # --- looking, in the background ---
 
     def _follow(self) -> None:
-        while not (self._gate.sleep(self._pause()) or self._is_mixed):
+        while not self._gate.sleep(self._pause()):
+            # A thread that serves copies a version just now; or that has failed half way.
+            if self._is_mixed:
+                continue
             # Else update() looks; it may be what a signal handler that stops this has interrupted.
             if not self._looking.acquire(timeout=0.1):
                 continue

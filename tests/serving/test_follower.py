@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -658,6 +659,26 @@ def test_ranks_take_a_version_before_the_same_forward(store: Store, world: World
     one, other = world(2).run(serve_as_ranks, store.uri, 6, timeout=60)
     assert one == other
     assert set(one) == {f"run/{i}" for i in range(7)}
+
+
+def serve_with_slow_copies(path: str) -> list[str]:
+    copy = buffers.copy
+
+    def slow(target: memoryview, source: memoryview | bytes) -> None:
+        time.sleep(0.05)
+        copy(target, source)
+
+    with mock.patch.object(buffers, "copy", slow):
+        return serve_as_ranks(path, 2)
+
+
+def test_ranks_look_on_after_copies_that_last_longer_than_the_interval(
+    store: Store, world: Worlds
+) -> None:
+    """The thread that looks meets a copy of the thread that serves."""
+    one, other = world(2).run(serve_with_slow_copies, store.uri, timeout=60)
+    assert one == other
+    assert set(one) == {f"run/{i}" for i in range(3)}
 
 
 def serve_gathered(path: str) -> None:
