@@ -58,7 +58,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # To read a member of an enum takes as long as to copy a small chunk.
 _DELTA = int(Codec.DELTA)
-_BARE_PLACE = struct.Struct("<16sQIIB")
+# LMDB sorts the places of a digest by these bytes: of a chunk that stands twice in a pack, all
+# processes find the first place, which hints name too, and a cache of chunks has.
+_BARE_PLACE = struct.Struct(">16sQIIB")
 # Named by a store id and a place, or by a place.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 _URI = "uri"
@@ -221,8 +223,9 @@ class LmdbCache(IndexCache):
         self._inode = inode(folder)
         self.identity = f"{boot_id()} {folder.stat().st_dev} {self._inode}".encode()
         with self._turn(_PATIENCE), self._write_mark():
-            self._segments = self._env.open_db(b"segments")
-            self._places = self._env.open_db(b"places", dupsort=True)
+            # Without "sorted-", older versions keep places in another form.
+            self._segments = self._env.open_db(b"sorted-segments")
+            self._places = self._env.open_db(b"sorted-places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
             self._notes = self._env.open_db(b"notes")
 
