@@ -239,7 +239,12 @@ def test_a_signal_ends_the_children_of_the_command(
     pids, outside, marker = (tmp_path / name for name in ("pids", "outside", "marker"))
     script = CHILDREN.format(pids=pids, outside=outside, marker=marker)
     command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+
+    def heed() -> None:
+        # The tests may run under nohup, and what a program is started to ignore, it ignores.
+        signal.signal(number, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         wait_until(marker.exists)
         process.send_signal(number)
         gentle, stubborn = map(int, pids.read_text().split())
