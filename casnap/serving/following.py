@@ -49,7 +49,6 @@ class Following:
         self._source: Source | None = None
         self._seen_root = b""
         self._report: PullReport | None = None
-        self._folder = ""
         # Whether there is no snapshot to pull at the root that was seen, and whether the callback
         # was called for the current version.
         self._is_waiting = self._is_called = False
@@ -84,11 +83,10 @@ class Following:
             self._seen_root, self._is_waiting = root, False
             # Whatever fails after the switch, the callback is called for the version.
             self._is_called = False
-            self._report = report = update(
-                self._served, self._source, self._options, self._progress
-            )
-            if report.switched or report.folder != self._folder:
-                self._folder = report.folder
+            last = self._report
+            report = update(self._served, self._source, self._options, self._progress)
+            self._report = report
+            if report.switched or last is None or report.folder != last.folder:
                 self._calls.hurry()
                 yield FollowEvent("switched", report)
         except SnapshotNotFoundError as e:

@@ -1,7 +1,8 @@
 """Going back: a run goes on from an earlier snapshot, and the later ones get out of its way.
 
-They are moved aside in one commit, each to a name below ``rewound-<number of the root>`` in the
-folder of the run, with a note in its row (``docs/decisions/0071-going-back.md``).
+They are moved aside in one commit, each to a name below ``rewound-<number of the root>``, or the
+next number that is free, in the folder of the run, with a note in its row
+(``docs/decisions/0071-going-back.md``).
 """
 
 from __future__ import annotations
