@@ -198,6 +198,8 @@ def _ranks_take(bucket: Bucket, endpoint: str, timeout: float) -> str:
     """Take on this rank; return the error that it ended with."""
     try:
         take(store_in(bucket, endpoint, create=False), 3, timeout=timeout)
+    except UnavailableError:  # or one of its kinds: of a commit whose end is not known
+        return UnavailableError.__name__
     except CasnapError as e:
         return type(e).__name__
     return ""
