@@ -831,7 +831,7 @@ class Snapshot:
     @property
     def tags(self) -> tuple[str, ...]:
         """The tags that users gave the snapshot."""
-        return self.row.user_tags
+        return self.row.tags
 
     @property
     def thinned(self) -> tuple[str, ...]:

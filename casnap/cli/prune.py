@@ -182,7 +182,7 @@ def _check_folder(place: Store, prefix: str | None) -> None:
 def _ask(plan: PruneReport) -> None:
     if plan.forgotten:
         lines = [
-            f"{verdict.name}  {summary(verdict.row.metadata, verdict.row.user_tags)}".rstrip()
+            f"{verdict.name}  {summary(verdict.row.metadata, verdict.row.tags)}".rstrip()
             for verdict in plan.forgotten
         ]
         confirm(f"Forget {amount(len(lines), 'snapshot')}?", "--yes, or --dry-run to look", lines)
@@ -195,7 +195,7 @@ def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
             "root": v.row.seq,
             "time": json_time(v.row.time),
             "metadata": v.row.metadata,
-            "tags": list(v.row.user_tags),
+            "tags": list(v.row.tags),
             "kept": v.kept,
             "reasons": list(v.reasons),
         }
@@ -210,7 +210,7 @@ def _show(report: PruneReport) -> None:
             v.name,
             moment(v.row.time),
             "; ".join(v.reasons) or "- forgotten",
-            summary(v.row.metadata, v.row.user_tags),
+            summary(v.row.metadata, v.row.tags),
         )
         for v in report.verdicts
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NewType, TypeAlias, TypeVar
 
 import msgspec
@@ -29,12 +29,10 @@ MAX_CONFIG_BYTES = MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
 """Larger metadata of a row stand in a node of their own."""
 ID_SIZE = 16
-INTERNAL = "#"
-"""Tags that begin so are casnap's own notes."""
-THINNED = f"{INTERNAL}thinned"
-"""The tag of a snapshot that has lost some keys, which its manifest names."""
-REWOUND = f"{INTERNAL}rewound"
-"""The tag of a snapshot that its run has gone back from."""
+THINNED = "thinned"
+"""The note of a snapshot that has lost some keys, which its manifest names."""
+REWOUND = "rewound"
+"""The note of a snapshot that its run has gone back from."""
 
 PackId = NewType("PackId", bytes)
 """16 bytes: 6 of its base (the root number that it was written under), then 10 random ones."""
@@ -103,8 +101,11 @@ class Row(Struct, frozen=True, omit_defaults=True):
         world_size: How many ranks took it.
         stats: What the take did.
         metadata: The user's metadata, if they are small.
-        tags: Sorted; those of casnap's own (``mirror_notes.py``) begin with ``INTERNAL``.
+        tags: Those that users gave, sorted.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
+        notes: What casnap notes of the snapshot for itself, sorted by key. Those that this version
+            does not know stay as they are.
+        features: What a reader of the snapshot must know.
     """
 
     commit: bytes
@@ -116,26 +117,33 @@ class Row(Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
     metadata_node: bytes = b""
+    notes: dict[str, Any] = {}
+    features: tuple[str, ...] = ()
 
-    @property
-    def user_tags(self) -> tuple[str, ...]:
-        """The tags that users gave."""
-        return tuple(tag for tag in self.tags if not tag.startswith(INTERNAL))
+    def has_note(self, note: str) -> bool:
+        """Whether a note stands in the row, and says yes."""
+        return bool(self.notes.get(note))
+
+    def with_notes(self, changes: Mapping[str, Any]) -> Row:
+        """Return the row with some notes changed; None removes one."""
+        notes = sorted({**self.notes, **changes}.items())
+        kept = {key: note for key, note in notes if note is not None or key not in changes}
+        return msgspec.structs.replace(self, notes=kept)
 
     @property
     def is_thinned(self) -> bool:
         """Whether the snapshot has lost some keys."""
-        return THINNED in self.tags
+        return self.has_note(THINNED)
 
     @property
     def is_rewound(self) -> bool:
         """Whether the run of the snapshot has gone back from it, and does not resume from it."""
-        return REWOUND in self.tags
+        return self.has_note(REWOUND)
 
     @property
-    def copied_tags(self) -> tuple[str, ...]:
-        """The tags of a copy. Other notes of casnap's own are about one store alone."""
-        return (*(tag for tag in (REWOUND, THINNED) if tag in self.tags), *self.user_tags)
+    def copied_notes(self) -> dict[str, Any]:
+        """The notes of a copy. The others are about one store alone."""
+        return {note: True for note in (REWOUND, THINNED) if self.has_note(note)}
 
 
 class Root(Struct, frozen=True):

@@ -172,7 +172,7 @@ class _DeletedChange(PruneChange):
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on these snapshots."""
         return [
-            Verdict(name, row, ("kept",) if row.user_tags or is_unmirrored(row) else ())
+            Verdict(name, row, ("kept",) if row.tags or is_unmirrored(row) else ())
             for name, row in self._run_folder.deleted(table).items()
         ]
 

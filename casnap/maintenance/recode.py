@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
-
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import INTERNAL, Root, Row, SegmentRef
+from casnap.format.records import Root, Row, SegmentRef
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
@@ -32,8 +30,8 @@ from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log.roots import DELTAS
 
-RECODED = f"{INTERNAL}recoded"
-"""The tag of a snapshot whose chunks were recoded."""
+RECODED = "recoded"
+"""The note of a snapshot whose chunks were recoded."""
 # A form that saves less is not worth the copy.
 _WORTH = 0.9
 # So many bytes of chunks are held while they are encoded, and their bases too.
@@ -85,7 +83,7 @@ def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Rec
         older = [Contents(store, *each) for each in run[: max(0, len(run) - newest)]]
         kept += [row for _, row in run[len(older) :]]
         pairs = zip(older, [None, *older], strict=False)
-        todo += [pair for pair in pairs if RECODED not in pair[0].row.tags]
+        todo += [pair for pair in pairs if not pair[0].row.has_note(RECODED)]
     if not todo:
         return recoding
     # What is a delta of a snapshot in another folder comes after that one.
@@ -141,8 +139,7 @@ class _Recoder:
             row = table.get(contents.name)
             if not is_last or row is None or row.commit != contents.row.commit:
                 return {}
-            tags = tuple(sorted({*row.tags, RECODED}))
-            return {contents.name: msgspec.structs.replace(row, tags=tags)}
+            return {contents.name: row.with_notes({RECODED: True})}
 
         publish(transaction, change)
 

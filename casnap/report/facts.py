@@ -161,7 +161,7 @@ def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFac
         ("thinned", row.is_thinned),
         ("not mirrored yet", is_unmirrored(row)),
     )
-    notes = (*row.user_tags, *(note for note, is_so in marks if is_so))
+    notes = (*row.tags, *(note for note, is_so in marks if is_so))
     stats = row.stats
     return SnapshotFacts(
         contents.name,

@@ -57,7 +57,7 @@ class Source:
         below = name[len(self.name) + 1 :] if self.name else name
         matches = options.match is None or not below or fnmatchcase(below, options.match)
         if options.tag is not None:
-            return matches and options.tag in row.user_tags
+            return matches and options.tag in row.tags
         return matches and (not below or not row.is_rewound)
 
 

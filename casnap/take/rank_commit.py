@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -73,7 +74,7 @@ class TakeCommit:
         options: How it is taken.
         comm: The ranks.
         started: When the take began, by ``time.monotonic``.
-        notes: The tags of casnap's own that the snapshot gets.
+        notes: The notes that its row gets.
     """
 
     store: OpenStore
@@ -81,7 +82,7 @@ class TakeCommit:
     options: TakeOptions
     comm: Comm
     started: float
-    notes: tuple[str, ...]
+    notes: Mapping[str, Any]
 
     def lead(self, transaction: Transaction, summary: ManifestSummary) -> TakeResult:
         """On rank 0, commit the snapshot with all that the ranks wrote.
@@ -177,7 +178,7 @@ class TakeCommit:
                 world_size=self.comm.size,
                 stats=Stats(summary.logical_bytes, new_bytes, summary.entries, duration),
                 metadata=dict(options.metadata or {}),
-                tags=self.notes,
+                notes=dict(self.notes),
             )
             released.clear()
             released.update(self._unkept(table, row))

@@ -134,7 +134,7 @@ class _Take:
         chunk_size = open_store.config.chunk_size
         keys = [key_of(component) for component in request.keys]
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
-        self._notes = options.hooks.notes(self._name) if comm.rank == 0 else ()
+        self._notes = options.hooks.notes(self._name) if comm.rank == 0 else {}
         if comm.rank == 0 and options.max_pending == 1:
             # Otherwise this waits for its turn: what earlier takes rely on is not freed.
             options.hooks.make_room(self._count_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from casnap.format.records import Row
 from casnap.storage.catalog.table import Table, rows_of_run, run_of
@@ -19,12 +19,14 @@ class Placement(NamedTuple):
     """How a snapshot is put into the table of a destination.
 
     Attributes:
-        tags: The tags that it is to have there.
+        notes: The notes that its row is to have there.
         replaced: The snapshots there that it replaces, by full name.
+        tags: Tags that it gets there beside its own.
     """
 
-    tags: tuple[str, ...]
+    notes: Mapping[str, Any]
     replaced: Mapping[str, Row]
+    tags: tuple[str, ...] = ()
 
 
 class CopyJob(NamedTuple):
@@ -33,7 +35,7 @@ class CopyJob(NamedTuple):
     Attributes:
         name: Its full name in the source.
         new_name: Its full name in the destination.
-        row: Its row in the source's table, with the tags that it is to have there.
+        row: Its row in the source's table.
         replaces: The commit ids of snapshots that it may replace there.
         place: Says otherwise how it is placed, given the table and the number of the next root. It
             raises to give up.
@@ -57,7 +59,7 @@ class CopyJob(NamedTuple):
             return self.also_replacing_itself(table, self.place(table, seq))
         row = table.get(self.new_name)
         replaced = {self.new_name: row} if row is not None and row.commit in self.replaces else {}
-        return self.also_replacing_itself(table, Placement(self.row.tags, replaced))
+        return self.also_replacing_itself(table, Placement(self.row.copied_notes, replaced))
 
     def also_replacing_itself(self, table: Table, placement: Placement) -> Placement:
         """Return a placement that replaces the same snapshot by the name that it had there before.
@@ -72,8 +74,8 @@ class CopyJob(NamedTuple):
             and row.is_rewound != self.row.is_rewound
             and name.rpartition("/")[2] == base_name
         }
-        tags = (*placement.tags, *(tag for row in same.values() for tag in row.user_tags))
-        return Placement(tuple(dict.fromkeys(tags)), {**placement.replaced, **same})
+        tags = tuple(tag for row in same.values() for tag in row.tags)
+        return placement._replace(replaced={**placement.replaced, **same}, tags=tags)
 
 
 @dataclass(frozen=True, kw_only=True)

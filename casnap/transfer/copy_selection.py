@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from casnap.backends import Backend, LocalBackend
 from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
@@ -44,12 +42,7 @@ def choose(source: OpenStore, prefix: str, name: str | None, rename: str | None)
     matches = source.read_at_newest(lambda root: look(source.table(root)))
     inner_start = len(prefix) + 1 if prefix else 0
     return [
-        CopyJob(
-            full,
-            _renamed(full[inner_start:], inner, rename),
-            msgspec.structs.replace(row, tags=row.copied_tags),
-        )
-        for full, row in matches
+        CopyJob(full, _renamed(full[inner_start:], inner, rename), row) for full, row in matches
     ]
 
 

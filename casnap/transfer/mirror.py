@@ -44,7 +44,7 @@ from casnap.storage.catalog.mirror_notes import (
     origin_of,
     restored_from,
     succeeded_in,
-    taken_tags,
+    taken_notes,
     unmirrored_in,
     wrong_mirror_error,
 )
@@ -204,7 +204,7 @@ class Mirror:
         run = name.rpartition("/")[0]
         self._seen[run] = max(number, self._seen.get(run, 0))
 
-    def notes(self, name: str) -> tuple[str, ...]:
+    def notes(self, name: str) -> dict[str, Any]:
         """Return the notes for the row of a snapshot that is about to be taken or copied here.
 
         The first take of a run decides what it follows: this process's takes are one branch.
@@ -212,7 +212,7 @@ class Mirror:
         run = name.rpartition("/")[0]
         place = None if self._passive else mirror_place(self._source.newest(), self.uri)
         if place is None:
-            return taken_tags("", 0)
+            return taken_notes("", 0)
         if run not in self._follows:
             rows = self._source.read_at_newest(
                 lambda root: list(snapshots_in(self._source.table(root), run))
@@ -220,7 +220,7 @@ class Mirror:
             followed = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))
             self._follows[run] = max([resumed, *followed])
-        return taken_tags(place.store, self._follows[run])
+        return taken_notes(place.store, self._follows[run])
 
     def _watch(self) -> None:
         with self._lock:

@@ -281,7 +281,8 @@ class SnapshotCopy:
                     stats=stats,
                     metadata=metadata,
                     metadata_node=b"",
-                    tags=(*notes, *placement.tags),
+                    tags=tuple(sorted({*job.row.tags, *placement.tags})),
+                    notes=dict(sorted({**notes, **placement.notes}.items())),
                 )
             )
             self._gone = dict(placement.replaced)

@@ -14,7 +14,7 @@ from casnap.format.records import Row
 from casnap.storage.catalog.mirror_notes import (
     Life,
     copies_in,
-    copy_tags,
+    copy_notes,
     follows_of,
     in_commit_order,
     is_copy_from_here,
@@ -61,7 +61,7 @@ class Succession:
         return run_of(self.new_name, self.row)
 
     def place(self, table: Table, seq: int) -> Placement:
-        """Return the tags of the copy, and what it replaces.
+        """Return the notes of the copy, and what it replaces.
 
         Raises:
             SucceededError: Another store writes the run, and the snapshot does not follow it.
@@ -69,7 +69,7 @@ class Succession:
         copies = copies_in(table, self.run)
         life = self._life(copies, seq)
         if self.row.is_rewound:
-            return Placement(copy_tags(self.row, self.source.config.store_id, life), {})
+            return Placement(copy_notes(self.row, self.source.config.store_id, life), {})
         copies = {name: row for name, row in copies.items() if not row.is_rewound}
         earlier = {name: row for name, row in copies.items() if life_of(row) != life}
         follows = follows_of(self.row, self.destination.config.store_id)
@@ -79,14 +79,14 @@ class Succession:
             # What came after the snapshot that is taken anew came from it.
             names = [name for name, _ in in_commit_order(earlier.items())]
             replaced_names.update(names[names.index(self.new_name) :])
-        replaced_names = {name for name in replaced_names if not copies[name].user_tags}
+        replaced_names = {name for name in replaced_names if not copies[name].tags}
         self.replaced = tuple(
             name for name, _ in in_commit_order((n, copies[n]) for n in replaced_names)
         )
         if self.new_name in copies:
             replaced_names.add(self.new_name)
-        tags = copy_tags(self.row, self.source.config.store_id, life)
-        return Placement(tags, {name: copies[name] for name in replaced_names})
+        notes = copy_notes(self.row, self.source.config.store_id, life)
+        return Placement(notes, {name: copies[name] for name in replaced_names})
 
     def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
         """Return the life of the run that the copy is of: the last one, or a new one."""

@@ -16,10 +16,10 @@ import torch
 from casnap import Retention, Snapshot, Store
 from casnap.errors import StoreError, UnsupportedFormatError
 from casnap.format.digest import Digest
-from casnap.format.records import encode, pack_key, root_key, seal, unseal
+from casnap.format.records import Row, encode, pack_key, root_key, seal, unseal
 from casnap.format.tree import Branch
 from casnap.state.stateful import StateDict
-from casnap.storage.catalog.table import change_table
+from casnap.storage.catalog.table import Table, change_table, snapshots_in
 from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import document, invoke
 
@@ -216,6 +216,39 @@ def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     assert put_next_root(store.open_store.backend, root, settings=settings)
     WRITES[write](store)
     assert store.open_store.newest().settings == settings
+
+
+LATER = {"later": [1, {"x": b"y"}], "life": "of a later kind", "thin": {"k": 1}}
+
+
+def test_notes_are_kept(tmp_path: Path) -> None:
+    """By all that write a row anew, also where they do not know what the notes mean."""
+    store = Store(tmp_path / "s").make()
+    for n in range(3):
+        store.take({**state(n), "optim": StateDict(y=n)}, f"run/step_{n}")
+
+    def forge(table: Table, _seq: int) -> dict[str, Row | None]:
+        return {name: row.with_notes(LATER) for name, row in snapshots_in(table)}
+
+    assert change_table(store.open_store, forge)
+    store.tag("run/step_0", "best")
+    store.untag("run/step_0", "best")
+    store.publish("stable", "run/step_2")
+    assert store.thin({"optim/**": 1})
+    store.rewind("run/step_1")
+    Store(tmp_path / "s", mirror=tmp_path / "m").wait_mirrored(60)
+    assert store.gc(grace=0, recode_after=1).recoded_snapshots
+    store.take(state(3), "run/step_3")
+    rows = dict(snapshots_in(store.open_store.table(store.open_store.newest())))
+    thinned = {"recoded": True, "thin": ["optim/**"], "thinned": True}
+    (aside,) = (name for name in rows if "rewound" in name)
+    assert {name: row.notes for name, row in rows.items()} == {
+        "run/step_0": {**LATER, **thinned},
+        "run/step_1": {**LATER, "thin": ["optim/**"], "thinned": True},
+        aside: {**LATER, "rewound": True},
+        "run/step_3": {},
+    }
+    assert Store(tmp_path / "m").row(aside).notes.keys() == {"from", "life", "rewound"}
 
 
 def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(

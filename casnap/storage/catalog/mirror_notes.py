@@ -1,9 +1,9 @@
 """Notes in the table of a store with a mirror: which snapshots the mirror lacks.
 
-These notes are tags that no user can give. A take into a store with a mirror commits its row with
-one, and the mirror removes it once it holds the snapshot. Until then no process prunes the
-snapshot, even a process that does not know of the mirror, and even after a crash. Other notes say
-which life of its run a snapshot belongs to (``docs/decisions/0058-lives-of-a-run.md``).
+A take into a store with a mirror commits its row with such a note, and the mirror removes it once
+it holds the snapshot. Until then no process prunes the snapshot, even a process that does not know
+of the mirror, and even after a crash. Other notes say which life of its run a snapshot belongs to
+(``docs/decisions/0058-lives-of-a-run.md``).
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import msgspec
-
 from casnap.errors import DamagedError, MirrorError, StoreError
-from casnap.format.records import INTERNAL, Root, Row
+from casnap.format.records import Root, Row
 from casnap.storage.catalog.settings import change_settings
 from casnap.storage.catalog.table import Table, change_table, rows_of_run, snapshots_in
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import read_root
 
 SETTING = "mirror"
-UNMIRRORED = f"{INTERNAL}unmirrored"
-"""The tag of a snapshot that the mirror lacks."""
-_SUCCEEDED = f"{INTERNAL}succeeded"
-"""The tag of a snapshot that the mirror never gets: another store continues its run there."""
-_FROM = f"{INTERNAL}from:"
-_FOLLOWS = f"{INTERNAL}follows:"
-_LIFE = f"{INTERNAL}life:"
+UNMIRRORED = "unmirrored"
+"""The note of a snapshot that the mirror lacks."""
+_SUCCEEDED = "succeeded"
+"""The note of a snapshot that the mirror never gets: another store continues its run there."""
+_FROM, _FOLLOWS, _LIFE = "from", "follows", "life"
 
 
 # By the id of a mirror and the folder of a run there: the newest root when this process restored a
@@ -64,40 +60,42 @@ class Life(NamedTuple):
 
 def is_unmirrored(row: Row) -> bool:
     """Whether the mirror still lacks a snapshot, and is to get it."""
-    return UNMIRRORED in row.tags
+    return row.has_note(UNMIRRORED)
 
 
 def is_succeeded(row: Row) -> bool:
     """Whether the mirror never gets a snapshot, since another store continues its run there."""
-    return _SUCCEEDED in row.tags
+    return row.has_note(_SUCCEEDED)
 
 
-def taken_tags(mirror_id: str, follows: int) -> tuple[str, ...]:
-    """Return the tags of a snapshot that is taken into a store with a mirror.
+def taken_notes(mirror_id: str, follows: int) -> dict[str, Any]:
+    """Return the notes of a snapshot that is taken into a store with a mirror.
 
     Args:
         mirror_id: The id of the mirror.
         follows: The root there that the snapshot follows; 0 for none.
     """
-    return (UNMIRRORED, f"{_FOLLOWS}{mirror_id}:{follows}") if follows else (UNMIRRORED,)
+    followed = {_FOLLOWS: [mirror_id, follows]} if follows else {}
+    return {**followed, UNMIRRORED: True}
 
 
 def follows_of(row: Row, mirror_id: str) -> int:
     """Return the root of a mirror that a snapshot follows; 0 for none."""
-    store_id, number = _pair(row, _FOLLOWS)
+    store_id, number = _root_in(row, _FOLLOWS)
     return max(0, number) if store_id == mirror_id else 0
 
 
-def copy_tags(row: Row, store_id: str, life: Life) -> tuple[str, ...]:
-    """Return the tags of the copy of a snapshot at a mirror: the user's, and where it is from."""
-    life_tag = f"{_LIFE}{life.began}:{life.follows}"
-    return (f"{_FROM}{store_id}:{row.seq}", life_tag, *row.copied_tags)
+def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
+    """Return the notes of the copy of a snapshot at a mirror, such as where it is from."""
+    return {_FROM: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
 
 
 def life_of(row: Row) -> Life | None:
     """Return the life that a copy at a mirror is of; None if no mirror has put it there."""
-    began, follows = _pair(row, _LIFE)
-    return Life(int(began), follows) if _is_number(began) and follows >= 0 else None
+    match row.notes.get(_LIFE):
+        case [int(began), int(follows)] if began >= 0 and follows >= 0:
+            return Life(began, follows)
+    return None
 
 
 def note_restored(store: OpenStore, name: str, row: Row) -> None:
@@ -132,18 +130,15 @@ def origin_of(row: Row) -> str:
 
 def _origin(row: Row) -> tuple[str, int]:
     """Return the id of that store, and the number of the root there; -1 if unknown."""
-    return _pair(row, _FROM)
+    return _root_in(row, _FROM)
 
 
-def _pair(row: Row, kind: str) -> tuple[str, int]:
-    """Return the text and the number of a tag of some kind; -1 for none."""
-    tag = next((tag.removeprefix(kind) for tag in row.tags if tag.startswith(kind)), "")
-    text, _, number = tag.partition(":")
-    return text, int(number) if _is_number(number) else -1
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 20
+def _root_in(row: Row, note: str) -> tuple[str, int]:
+    """Return the store and the number of the root that a note names; "" and -1 for none."""
+    match row.notes.get(note):
+        case [str(store_id), int(number)] if number >= 0:
+            return store_id, number
+    return "", -1
 
 
 def is_copy_from_here(store: OpenStore, row: Row) -> bool:
@@ -208,10 +203,9 @@ def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
     return ordered
 
 
-def _without_note(row: Row, *notes: str) -> Row:
-    """Return a row with other notes in place of those that say what the mirror lacks."""
-    tags = (tag for tag in row.tags if tag not in (UNMIRRORED, _SUCCEEDED))
-    return msgspec.structs.replace(row, tags=(*notes, *tags))
+def _noted(row: Row, note: str | None) -> Row:
+    """Return a row with one of the notes of what the mirror lacks, or with none."""
+    return row.with_notes({n: True if n == note else None for n in (UNMIRRORED, _SUCCEEDED)})
 
 
 def mark_mirrored(
@@ -229,7 +223,7 @@ def mark_mirrored(
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         changed: dict[str, Row | None] = {
-            name: _without_note(row)
+            name: _noted(row, None)
             for name, row in snapshots_in(table)
             if is_succeeded(row) and name.rpartition("/")[0] in runs
         }
@@ -237,7 +231,7 @@ def mark_mirrored(
             row = table.get(name)
             # It may have been taken anew meanwhile.
             if row is not None and row.commit == commit and is_unmirrored(row):
-                changed[name] = _without_note(row, *([_SUCCEEDED] if name in succeeded else []))
+                changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
         return changed
 
     change_table(store, change)
@@ -284,7 +278,7 @@ def attach_mirror(store: OpenStore, place: MirrorPlace) -> None:
     uri = store.backend.uri
     attached = mirror_place(store.newest(), uri)
     if attached is None:
-        change_settings(store, lambda s: {SETTING: place._asdict(), **s}, _tag_all)
+        change_settings(store, lambda s: {SETTING: place._asdict(), **s}, _note_all)
         attached = mirror_place(store.newest(), uri)
     if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
         reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
@@ -307,16 +301,16 @@ def _folder_text(place: MirrorPlace) -> str:
 
 def with_unmirrored(row: Row) -> Row:
     """Return a row with the note that the mirror lacks it."""
-    return row if is_unmirrored(row) else _without_note(row, UNMIRRORED)
+    return row if is_unmirrored(row) else _noted(row, UNMIRRORED)
 
 
-def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
+def _note_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
     return {name: with_unmirrored(row) for name, row in rows if not is_unmirrored(row)}
 
 
-def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    tagged_rows = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
-    return {name: _without_note(row) for name, row in tagged_rows}
+def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
+    noted_rows = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
+    return {name: _noted(row, None) for name, row in noted_rows}
 
 
 def detach_mirror(store: OpenStore) -> bool:
@@ -325,4 +319,4 @@ def detach_mirror(store: OpenStore) -> bool:
     def without(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key != SETTING}
 
-    return change_settings(store, without, _tag_none)
+    return change_settings(store, without, _note_none)

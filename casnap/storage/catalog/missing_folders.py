@@ -122,7 +122,7 @@ class MissingFoldersChange(PruneChange):
 
     def _reason_to_keep(self, row: Row, standing: set[bytes], *, had_markers: bool) -> str:
         """Return why a snapshot is kept though its folder is gone; "" if it is not."""
-        if row.user_tags:
+        if row.tags:
             return "tagged"
         if is_unmirrored(row):
             return "not mirrored yet"

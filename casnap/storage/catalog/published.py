@@ -76,12 +76,12 @@ def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
     if move is None:
         return None
     row = table.get(move.name)
-    if row is not None and row.commit.hex() == move.commit and tag in row.user_tags:
+    if row is not None and row.commit.hex() == move.commit and tag in row.tags:
         return move.name, row
     # Its run may have gone back from it. Or it was deleted or untagged, perhaps by a version that
     # knows nothing of this.
     others = ((n, r) for n, r in snapshots_in(table) if r.commit.hex() == move.commit)
-    return next(((n, r) for n, r in others if tag in r.user_tags), None)
+    return next(((n, r) for n, r in others if tag in r.tags), None)
 
 
 def tagged_row(store: OpenStore, root: Root, tag: str, folder: str) -> tuple[str, Row]:
@@ -106,7 +106,7 @@ def tagged_row(store: OpenStore, root: Root, tag: str, folder: str) -> tuple[str
             )
         return published
     rows = list(snapshots_in(table, folder))
-    having = [(name, row) for name, row in rows if tag in row.user_tags]
+    having = [(name, row) for name, row in rows if tag in row.tags]
     if len(having) > 1:
         names = ", ".join(repr(name) for name, _ in having[:4])
         more = f" and {len(having) - 4} more" if len(having) > 4 else ""
@@ -116,7 +116,7 @@ def tagged_row(store: OpenStore, root: Root, tag: str, folder: str) -> tuple[str
         )
     if not having:
         move = move_of(root, tag)
-        hint = nearest(tag, (t for _, row in rows for t in row.user_tags))
+        hint = nearest(tag, (t for _, row in rows for t in row.tags))
         was = "" if move is None else f"; it was on {move.name!r}, which was deleted or untagged"
         raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or hint}")
     return having[0]
@@ -160,10 +160,10 @@ def publish_tag(store: OpenStore, tag: str, name: str, commit_id: str) -> None:
             raise SnapshotNotFoundError(
                 f"{store.backend.uri}: the snapshot {name!r} was replaced in the meantime"
             )
-        others = {n: r for n, r in snapshots_in(table) if n != name and tag in r.user_tags}
+        others = {n: r for n, r in snapshots_in(table) if n != name and tag in r.tags}
         previous = max(others, key=lambda name: others[name].seq, default="")
         changes = {name: without_tags(its_row, [tag]) for name, its_row in others.items()}
-        if tag not in row.user_tags:
+        if tag not in row.tags:
             changes[name] = with_tags(row, [tag])
         return changes
 

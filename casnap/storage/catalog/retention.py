@@ -120,7 +120,7 @@ class Retention:
 
     def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
         live = [(name, row) for name, row in run if not row.is_rewound]
-        yield from ((name, "tagged") for name, row in run if row.user_tags)
+        yield from ((name, "tagged") for name, row in run if row.tags)
         yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             yield from ((name, "only thinned") for name, _ in run)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from casnap.errors import SnapshotError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Row
@@ -116,5 +114,5 @@ def _in(folder: str, name: str) -> str:
 
 def _turned(row: Row, has_mirror: bool) -> Row:
     """Return a row that is noted as moved aside, or no longer is."""
-    turned = msgspec.structs.replace(row, tags=tuple(sorted({*row.tags} ^ {REWOUND})))
+    turned = row.with_notes({REWOUND: None if row.is_rewound else True})
     return with_unmirrored(turned) if has_mirror else turned

@@ -26,7 +26,7 @@ from casnap.errors import (
 )
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
-from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
+from casnap.format.records import MAX_METADATA_BYTES, Root, Row
 from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.other_formats import hint_at
@@ -125,9 +125,9 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
             f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
             "take may also pass overwrite=True"
         )
-    if row is not None and row.user_tags:
+    if row is not None and row.tags:
         raise SnapshotExistsError(
-            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.user_tags):.200}), so it is "
+            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.tags):.200}), so it is "
             "not overwritten; choose another name, or untag it first (`casnap tag --remove`)"
         )
     parts = name.split("/")
@@ -374,22 +374,17 @@ def with_tags(row: Row, tags: Iterable[str]) -> Row:
         InvalidNameError: One of them cannot be a tag.
         SnapshotError: There are too many.
     """
-    every = {*row.user_tags, *map(_checked_tag, tags)}
+    every = {*row.tags, *map(_checked_tag, tags)}
     if len(every) > _MOST_TAGS:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
         )
-    return _with_user_tags(row, every)
+    return msgspec.structs.replace(row, tags=tuple(sorted(every)))
 
 
 def without_tags(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags."""
-    return _with_user_tags(row, {*row.user_tags}.difference(tags))
-
-
-def _with_user_tags(row: Row, tags: Iterable[str]) -> Row:
-    internal_tags = (tag for tag in row.tags if tag.startswith(INTERNAL))
-    return msgspec.structs.replace(row, tags=(*internal_tags, *sorted(tags)))
+    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags}.difference(tags))))
 
 
 def _checked_tag(tag: object) -> str:

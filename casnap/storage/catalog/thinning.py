@@ -18,7 +18,7 @@ from casnap.errors import EntryNotFoundError, SnapshotError, nearest
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest
 from casnap.format.names import key_of
-from casnap.format.records import INTERNAL, THINNED, NodeRef, Row, encode
+from casnap.format.records import THINNED, NodeRef, Row, encode
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.catalog.mirror_notes import in_commit_order, is_unmirrored
 from casnap.storage.catalog.table import (
@@ -32,7 +32,8 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 
 _log = logging.getLogger("casnap")
-_APPLIED = f"{INTERNAL}thin:"
+# The note of the patterns that were applied to a snapshot.
+_APPLIED = "thin"
 _PATTERN_CHARS = 90
 # The runs, and their rules, whose patterns takes of this process have checked.
 _checked: set[tuple[str, str, frozenset[str]]] = set()
@@ -105,8 +106,8 @@ def thin_table(
     for run in runs.values():
         for pattern, count in rules.items():
             for name, row in run[: max(0, len(run) - count)]:
-                is_kept = name == added or row.user_tags or is_unmirrored(row)
-                if not is_kept and _APPLIED + pattern not in row.tags:
+                is_kept = name == added or row.tags or is_unmirrored(row)
+                if not is_kept and pattern not in _applied_to(row):
                     due.setdefault(name, []).append(pattern)
                     by_name[name] = row
     store.cache_nodes([Digest(by_name[name].manifest.digest) for name in due])
@@ -115,14 +116,18 @@ def thin_table(
     for name, patterns in due.items():
         row = by_name[name]
         manifest, lost = _without_keys(Contents(store, name, row), patterns)
-        tags = {*row.tags, *(_APPLIED + pattern for pattern in patterns)}
-        new_rows[name] = msgspec.structs.replace(row, tags=tuple(sorted(tags)))
+        new_rows[name] = row.with_notes({_APPLIED: sorted({*_applied_to(row), *patterns})})
         if lost:
             new_rows[name] = msgspec.structs.replace(
-                row, tags=tuple(sorted({*tags, THINNED})), manifest=put(encode(manifest))
+                new_rows[name].with_notes({THINNED: True}), manifest=put(encode(manifest))
             )
             thinned[name] = Thinned(row, tuple(map(key_of, lost)))
     return new_rows, thinned
+
+
+def _applied_to(row: Row) -> list[str]:
+    patterns = row.notes.get(_APPLIED)
+    return [p for p in patterns if isinstance(p, str)] if isinstance(patterns, list) else []
 
 
 def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from casnap.errors import StorageFullError
 from casnap.format.records import Row
@@ -13,8 +14,8 @@ CountBytes = Callable[[], int]
 
 
 # No lambdas: options of takes are pickled for processes that save in the background.
-def _no_notes(_name: str) -> tuple[str, ...]:
-    return ()
+def _no_notes(_name: str) -> dict[str, Any]:
+    return {}
 
 
 def _make_no_room(_count_bytes: CountBytes) -> None:
@@ -42,7 +43,7 @@ class CommitHooks:
     """What takes and copies call, in this order.
 
     Attributes:
-        notes: Returns the tags of casnap's own for a snapshot of some full name.
+        notes: Returns the notes in the row of a new snapshot of some full name.
         make_room: Called before a take writes anything.
         on_full: Called where the disk is full; returns if there is more room now.
         on_release: Called after a commit with the rows of the snapshots that it let go.
@@ -51,7 +52,7 @@ class CommitHooks:
             take.
     """
 
-    notes: Callable[[str], tuple[str, ...]] = _no_notes
+    notes: Callable[[str], dict[str, Any]] = _no_notes
     make_room: Callable[[CountBytes], None] = _make_no_room
     on_full: Callable[[StorageFullError, CountBytes], None] = _raise_full
     on_release: Callable[[Sequence[Row]], None] = _ignore
