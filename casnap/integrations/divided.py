@@ -10,18 +10,19 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from casnap.errors import MismatchError
 from casnap.files.dcp_names import ObjectPath, casnap_path
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.region import Region
+from casnap.integrations.trainers import check_fit
 from casnap.ranks.comm import Comm
 from casnap.restore.loading import Loading
 from casnap.restore.shared_reads import fetch_shared
+from casnap.restore.targets import why_unfit
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.snapshot import Snapshot
 from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards
-from casnap.state.tensors import Leaf, describe_shards, why_not_writable
+from casnap.state.tensors import Leaf, describe_shards
 from casnap.storage.catalog.contents import Entries
 
 Part: TypeAlias = tuple[Region, torch.Tensor]
@@ -131,8 +132,8 @@ def _match(
     for target in targets:
         path = casnap_path(target.path)
         entry = _entry_at(trees, path)
-        if problem := _why_unfit(entry, target):
-            problems.append(f"{path} {problem}")
+        if problem := _why_not_filled(entry, target):
+            problems.append(f"{path}: {problem}")
             continue
         assert isinstance(entry, TensorEntry)
         if target.shape is None:
@@ -142,7 +143,7 @@ def _match(
             loading.add(path, entry, target.parts)
     for path in values:
         if _entry_at(trees, path) is None:
-            problems.append(f"{path} is not in the snapshot")
+            problems.append(f"{path}: not in the snapshot")
             continue
         for inner_path, inner in entries_below(trees, path):
             loading.add(inner_path, inner)
@@ -151,12 +152,8 @@ def _match(
         if _entry_at(trees, path := casnap_path(dict_path)) is not None:
             below = (inner for inner, _ in entries_below(trees, path))
             stored = {inner for inner in below if inner.count("/") == len(dict_path)}
-            problems += [f"{inner} is in the snapshot alone" for inner in sorted(stored - known)]
-    if problems:
-        raise MismatchError(
-            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
-            + "; ".join(problems)
-        )
+            problems += [f"{inner}: in the snapshot alone" for inner in sorted(stored - known)]
+    check_fit(snapshot, problems)
     return loading, to_clear
 
 
@@ -174,16 +171,15 @@ def _entry_at(trees: Mapping[str, Entries], path: str) -> Entry | None:
     return trees[key].get(slash + inner) if key in trees else None
 
 
-def _why_unfit(entry: Entry | None, target: Target) -> str:
-    if not isinstance(entry, TensorEntry):
-        return "is not in the snapshot" if entry is None else "is no tensor there"
-    if target.shape is None and len(entry.shape) != len(target.parts[0][0].sizes):
-        return f"has {len(entry.shape)} axes there, here {len(target.parts[0][0].sizes)}"
-    if target.shape not in (None, entry.shape):
-        return f"is of shape {entry.shape} there, here {target.shape}"
-    if any(memory.is_meta for _, memory in target.parts):
-        return "is on the meta device here; give it memory first"
-    return next(filter(None, (why_not_writable(memory) for _, memory in target.parts)), "")
+def _why_not_filled(entry: Entry | None, target: Target) -> str:
+    if entry is None:
+        return "not in the snapshot"
+    shape = target.shape
+    if shape is None and isinstance(entry, TensorEntry):
+        shape, axes = entry.shape, len(target.parts[0][0].sizes)
+        if axes != len(shape):
+            return f"{axes} axes here, {len(shape)} in the snapshot"
+    return why_unfit(entry, shape or (), *(memory for _, memory in target.parts))
 
 
 def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from casnap.errors import MismatchError, StateError
+from casnap.errors import StateError
 from casnap.format.names import component_of
 from casnap.integrations.trainers import (
     Value,
+    check_fit,
     check_version,
     empty_here,
     load_own,
     snapshot_at,
-    why_unfit,
+    unfit_parts,
 )
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
@@ -284,10 +285,7 @@ def _check_fits(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool)
     with snapshot.contents.reading():
         stored = dict(snapshot.contents.entries(own_rank()))
     wanted = [(item.template, component_of(key)) for key, item in items.items()]
-    if unfit := [text for pair in wanted for text in why_unfit(*pair, stored)]:
-        raise MismatchError(
-            f"{snapshot.path} does not fit into=; nothing was loaded: {'; '.join(unfit)}"
-        )
+    check_fit(snapshot, [text for pair in wanted for text in unfit_parts(*pair, stored)])
     empty = [path for pair in wanted for path in empty_here(*pair, stored)]
     if strict and empty:
         raise RuntimeError(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from casnap.errors import NotAStoreError, SnapshotNotFoundError
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry
+from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of, key_of
 from casnap.ranks.comm import SingleProcess
 from casnap.ranks.joining import own_rank
+from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store
@@ -110,8 +111,21 @@ def values_of(snapshot: Snapshot, *, allow_pickle: bool = False) -> dict[str, An
     return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
 
 
-def why_unfit(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield what of a value to fill does not fit what is stored, before anything is filled.
+def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
+    """Check that nothing was found that does not fit a snapshot, before anything is loaded.
+
+    Raises:
+        MismatchError: Something was; the one error names it all.
+    """
+    if problems:
+        raise MismatchError(
+            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
+            + "; ".join(problems)
+        )
+
+
+def unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield what of a value to fill does not fit what is stored.
 
     What is not stored is left out, as is what None stands for.
 
@@ -125,16 +139,17 @@ def why_unfit(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[s
         return
     is_sequence = isinstance(wanted, list | tuple)
     if isinstance(wanted, torch.Tensor):
-        if isinstance(entry, TensorEntry) and tuple(wanted.shape) != entry.shape:
-            yield f"{path}: {tuple(wanted.shape)} here, {entry.shape} in the snapshot"
-        elif isinstance(entry, ValueEntry):
-            yield f"{path}: a tensor here, a value of kind {entry.kind} in the snapshot"
+        # A tensor that consists of others is a container there.
+        if not isinstance(entry, ContainerEntry) and (
+            reason := why_unfit(entry, tuple(wanted.shape), wanted)
+        ):
+            yield f"{path}: {reason}"
     elif isinstance(wanted, Mapping) or is_sequence:
         if isinstance(entry, TensorEntry):
             yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
         items = enumerate(wanted) if is_sequence else wanted.items()
         for key, inner in items:
-            yield from why_unfit(inner, f"{path}/{component_of(key)}", stored)
+            yield from unfit_parts(inner, f"{path}/{component_of(key)}", stored)
     elif isinstance(entry, TensorEntry) and isinstance(wanted, str | bytes | int | float):
         yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
 

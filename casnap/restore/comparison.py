@@ -15,9 +15,9 @@ from casnap.format.names import component_of, key_of
 from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.restore.restore_report import RestoreReport
+from casnap.restore.targets import why_unfit
 from casnap.state.containers import DICT_KINDS
 from casnap.state.stateful import TORCH_NAMES, RNGState
-from casnap.state.tensors import holds_no_values, why_not_writable
 
 # FSDP2's hook, there from the first forward on, only shards the parameters again. That of
 # activation checkpointing gives names the prefix of its wrapper, which the state dict is without.
@@ -155,13 +155,7 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
             continue
         if torch.nn.parameter.is_lazy(value):
             continue  # it takes any shape
-        if value.is_meta:
-            shapes[path] = f"{path}: on the meta device here; call to_empty(device=...) first"
-        elif holds_no_values(value):
-            shapes[path] = f"{path}: fake here; make the module outside of FakeTensorMode"
-        elif tuple(value.shape) != entry.shape:
-            shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
-        elif reason := why_not_writable(value):
+        if reason := why_unfit(entry, tuple(value.shape), value):
             shapes[path] = f"{path}: {reason}"
     return shapes
 
@@ -169,7 +163,7 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
 # --- optimizers, and other states that are no modules -------------------------------------------
 
 
-def why_unfit(state: KeyState) -> list[str]:
+def why_refused(state: KeyState) -> list[str]:
     """Return why a value would refuse to load what the snapshot has for it.
 
     Only loaders of torch and casnap are known. Any other loader says itself what it refuses.

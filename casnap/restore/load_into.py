@@ -14,7 +14,7 @@ from casnap.format.region import Region
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
-from casnap.restore.targets import conflicts, fits, memory_of
+from casnap.restore.targets import conflicts, fits, memory_of, why_unfit
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
@@ -200,7 +200,7 @@ def _places(
         if name not in entries:
             continue
         value = each.value
-        reason = _why_unfit(value, entries[name], device_asked)
+        reason = _why_not_loaded(value, entries[name], device_asked)
         if reason:
             unfit[name] = f"{entries[name].path}: {reason}"
             continue
@@ -215,15 +215,12 @@ def _places(
     return places
 
 
-def _why_unfit(value: torch.Tensor, each: Listed, device: torch.device | None) -> str:
+def _why_not_loaded(value: torch.Tensor, each: Listed, device: torch.device | None) -> str:
     """Return why a tensor cannot be filled with an entry; empty if it can."""
     entry = each.entry
-    if not isinstance(entry, TensorEntry):
-        return f"a tensor here, of kind {entry.kind} in the snapshot"
-    if reason := _why_not_one_box(value):
+    if reason := _why_not_one_box(value) or why_unfit(entry, tuple(value.shape)):
         return reason
-    if tuple(value.shape) != entry.shape:
-        return f"{tuple(value.shape)} here, {entry.shape} in the snapshot"
+    assert isinstance(entry, TensorEntry)
     if not fits(entry, value):
         return f"{value.dtype} here, {entry.kind} of {entry.dtype} in the snapshot: no such cast"
     if value.is_meta:

@@ -15,7 +15,7 @@ from casnap.format.entries import ContainerEntry, Entry, ValueEntry
 from casnap.format.names import component_of, key_of, rank_names
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.restore.comparison import compare, load_what_fits, load_whole, why_unfit
+from casnap.restore.comparison import compare, load_what_fits, load_whole, why_refused
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
@@ -176,8 +176,8 @@ def _compared(
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
     for state in key_states:
-        if unfit := why_unfit(state):
-            report.mismatched += unfit
+        if refused := why_refused(state):
+            report.mismatched += refused
             continue
         if isinstance(state.stateful, torch.nn.Module):
             states.append(compare(state, state.stateful, report))

@@ -12,7 +12,13 @@ from casnap.restore.loaders import known_loader
 from casnap.state.flatten import fill_targets
 from casnap.state.overlap import conflicting_groups, end_address
 from casnap.state.sharded import Shards, sharded_like, shards_of, without_torch_function
-from casnap.state.tensors import allocate, carrier_dtype, is_float4
+from casnap.state.tensors import (
+    allocate,
+    carrier_dtype,
+    holds_no_values,
+    is_float4,
+    why_not_writable,
+)
 
 _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -98,6 +104,28 @@ def fits(entry: Entry, current: torch.Tensor) -> bool:
             and is_float4(entry) == is_float4(current)
             and torch.can_cast(carrier_dtype(entry), current.dtype)
         )
+
+
+def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> str:
+    """Return why a tensor cannot be filled with an entry; empty if it can.
+
+    Args:
+        entry: The entry.
+        shape: The shape of the tensor; of one that ranks divide, that of the whole.
+        memory: What of it lies here.
+    """
+    if not isinstance(entry, TensorEntry):
+        return f"a tensor here, a value of kind {entry.kind} in the snapshot"
+    if shape != entry.shape:
+        return f"{shape} here, {entry.shape} in the snapshot"
+    for tensor in memory:
+        if tensor.is_meta:
+            return "on the meta device here; call to_empty(device=...) first"
+        if holds_no_values(tensor):
+            return "fake here; make it outside of FakeTensorMode"
+        if reason := why_not_writable(tensor):
+            return reason
+    return ""
 
 
 def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tensor]:

@@ -592,8 +592,8 @@ def test_what_does_not_fit_and_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CasnapError, match=r"nothing was loaded|rank 0 failed") as caught:
             dc.load(wanted, str(folder))
         assert isinstance(caught.value, MismatchError), caught.value
-        assert "tensors/replica is of shape (6, 3000) there, here (8, 3000)" in str(caught.value)
-        assert "tensors/other is not in the snapshot" in str(caught.value)
+        assert "tensors/replica: (8, 3000) here, (6, 3000) in the snapshot" in str(caught.value)
+        assert "tensors/other: not in the snapshot" in str(caught.value)
         assert short.eq(1).all()
         assert not wanted["rows"].data.any()
 

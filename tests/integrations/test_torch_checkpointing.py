@@ -122,6 +122,11 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(tmp_path: Path) ->
             r"model/step: a tensor here, a value of kind int in the snapshot",
         ),
         ("list", [torch.zeros(3), 0], r"model/list/0: \(3,\) here, \(2,\) in the snapshot"),
+        (
+            "one",
+            torch.zeros(1, device="meta"),
+            r"model/one: on the meta device here; call to_empty\(device=...\) first",
+        ),
     ):
         model = {"w": torch.zeros(2), key: value}
         into = {"other": {"t": torch.zeros(4)}, "model": model, "name": None}
