@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from casnap.backends.places import exists
-from casnap.errors import DamagedError, StateError
+from casnap.errors import CasnapError, DamagedError, StateError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.entries import TensorEntry
 from casnap.format.names import key_of
@@ -37,7 +37,13 @@ from casnap.integrations.dcp.plan import agreed_paths
 from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.notices import put_notices
 from casnap.integrations.rotation import forget_deleted, note_saved
-from casnap.integrations.trainers import check_version, check_whole, not_found_error, snapshot_at
+from casnap.integrations.trainers import (
+    check_version,
+    check_whole,
+    not_found_error,
+    snapshot_at,
+    step_in,
+)
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
@@ -83,9 +89,10 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     """Saves a sharded state dict as a snapshot, of the name of its folder.
 
     The keys are ``tensors`` (each ShardedTensor as a whole, by its key), ``objects`` (each
-    ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). A checkpoint
-    of the same folder is replaced when the new one is whole, and one whose folder was deleted is
-    forgotten by the next save beside it.
+    ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). The
+    metadata has the ``step`` that the common state counts under this name, ``global_step`` or
+    ``iteration``. A checkpoint of the same folder is replaced when the new one is whole, and one
+    whose folder was deleted is forgotten by the next save beside it.
 
     Args:
         allow_pickle: Store objects that have no safe encoding by pickle.
@@ -168,14 +175,14 @@ class _Save:
         self._store, self._name = find_store_together(path, None, None, self._comm)
         self._full_name = self._store.full_name(self._name)
         self._leads = self._comm.rank == 0
-        self._options = TakeOptions(overwrite=True, allow_pickle=allow_pickle)
+        self._allow_pickle = allow_pickle
         if self._leads:
             forget_deleted(self._store, self._full_name)
 
     def take(self, state: Mapping[str, Any]) -> Snapshot:
         """Take the snapshot."""
         snapshot = self._store.take_from(
-            self._comm, lambda: self._leaves(state), self._name, self._options
+            self._comm, lambda: self._leaves(state), self._name, self._options()
         )
         self.end(snapshot)
         return snapshot
@@ -184,13 +191,22 @@ class _Save:
         """Copy the state, and take the snapshot in the background."""
         with self._comm.reporting_errors():
             leaves = self._leaves(state)
-        return self._store.begin_take(self._comm, leaves, self._name, self._options)
+        return self._store.begin_take(self._comm, leaves, self._name, self._options())
 
     def end(self, snapshot: Snapshot) -> None:
         """Note what was saved, once it is durable."""
         if self._leads:
             put_notices(snapshot, _NOTICE, ".metadata")
             note_saved(self._store, self._full_name, snapshot.row.commit)
+
+    def _options(self) -> TakeOptions:
+        metadata: dict[str, Any] = {}
+        if self._leads:
+            # What cannot be read safely, or at all, tells no step; the name of the folder may.
+            with suppress(OSError, CasnapError):
+                data = (self._folder / COMMON_STATE_FNAME).read_bytes()
+                metadata |= step_in(decode_value("common", "object", data))
+        return TakeOptions(metadata=metadata, overwrite=True, allow_pickle=self._allow_pickle)
 
     def _leaves(self, state: Mapping[str, Any]) -> DividedLeaves:
         """Return what this rank stores: what it has the main replica of."""
@@ -215,7 +231,7 @@ class _Save:
         if isinstance(first, ShardedObject):
             if len(shards) > 1:
                 raise StateError(f"{path} is the key of {len(shards)} objects of this rank")
-            return list(flatten(first.data, path, allow_pickle=self._options.allow_pickle))
+            return list(flatten(first.data, path, allow_pickle=self._allow_pickle))
         shape = tuple(first.global_shape)
         if 0 in shape:
             # One rank stores it.

@@ -31,6 +31,7 @@ from casnap.integrations.trainers import (
     empty_here,
     load_own,
     snapshot_at,
+    step_in,
     unfit_parts,
 )
 from casnap.ranks.joining import own_rank
@@ -95,6 +96,8 @@ class CasnapCheckpointManager(CheckpointManager):
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[Any] | None:
         """Save items as a snapshot. It replaces one of its name, unless that has a tag.
 
+        An item ``step``, ``global_step`` or ``iteration`` is the ``step`` of its metadata.
+
         Args:
             checkpoint_id: The path of the snapshot.
             checkpoint: The items. They may change as soon as this returns.
@@ -115,6 +118,7 @@ class CasnapCheckpointManager(CheckpointManager):
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
         options: dict[str, Any] = {
+            "metadata": step_in({key: item.value for key, item in items.items()}),
             "overwrite": True,
             "allow_pickle": self._allow_pickle,
             "retention": self._retention,

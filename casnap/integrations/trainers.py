@@ -111,6 +111,19 @@ def values_of(snapshot: Snapshot, *, allow_pickle: bool = False) -> dict[str, An
     return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
 
 
+def step_in(state: object) -> dict[str, int]:
+    """Return the metadata that says the step of a training, as rules of retention read it.
+
+    Args:
+        state: What a trainer saves; without a count at its top there is no such metadata.
+    """
+    values = state if isinstance(state, Mapping) else {}
+    for name in ("step", "global_step", "iteration"):
+        if isinstance(count := values.get(name), int) and not isinstance(count, bool):
+            return {"step": count}
+    return {}
+
+
 def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
     """Check that nothing was found that does not fit a snapshot, before anything is loaded.
 

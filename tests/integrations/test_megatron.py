@@ -271,6 +271,9 @@ def test_tensor_pipeline_and_data_parallel_sizes_change(tmp_path: Path) -> None:
     all_end(2, on_two_again)
     # The weights do not depend on the sharding: the same chunks, stored once.
     snapshots = {s.name: s for s in Store(tmp_path, create=False).snapshots()}
+    assert {name: s.metadata.user for name, s in snapshots.items()} == {
+        name: {"step": 2} for name in (*LAYOUTS, "one")
+    }
     assert snapshots["one"].stats.new_bytes < snapshots["data"].stats.new_bytes / 20
 
 

@@ -74,6 +74,7 @@ def test_tensors_are_filled_in_place(tmp_path: Path, how: str) -> None:
         assert saving.result().name == "step_1"
     else:
         assert saving is None
+    assert Snapshot(tmp_path / "step_1").metadata.user == {"step": 7}
     template = {"model": model.state_dict(), "optimizer": None, "step": 0}
     loaded = checkpoints.load(str(tmp_path / "step_1"), into=template, strict=True)
     assert_same(dict(model.state_dict()), wanted)
