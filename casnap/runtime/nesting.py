@@ -18,10 +18,13 @@ _WAITING = ("casnap.take.pending", "casnap.runtime.threads")
 _HOLD_NOTHING = {("casnap.snapshot", "wait"), ("casnap.serving.follower", "__exit__")}
 
 
-def refuse_nested_take() -> None:
+def refuse_nested_take(advice: str = "") -> None:
     """Check that the caller's caller is not called, however indirectly, by casnap.
 
     The stack tells: of a thread that works for casnap, it begins in casnap.
+
+    Args:
+        advice: What else the error says to do.
 
     Raises:
         CasnapError: It is.
@@ -31,6 +34,7 @@ def refuse_nested_take() -> None:
             "a take cannot begin within another call of casnap in the same thread, so nothing "
             "was taken. In a signal handler, only set a flag; look at it in the training "
             "loop, and take there. A state_dict(), load_state_dict() or progress= must not take"
+            + advice
         )
 
 

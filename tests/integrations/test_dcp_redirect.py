@@ -6,9 +6,11 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninsta
 from casnap.integrations.dcp.redirect import FsspecReader, FsspecWriter
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
-from tests.support.faults import in_child
+from tests.support.faults import backend_faults, in_child
 from tests.support.launched import launched
 
 pytestmark = pytest.mark.filterwarnings(
@@ -522,3 +524,32 @@ def test_files_of_dcp_where_there_are_no_markers(tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path / "a")
     assert_same(loaded(checkpoint_id=tmp_path / "a"), state())
     assert not (tmp_path / "a").exists()
+
+
+def test_a_handler_saves_within_a_save(tmp_path: Path) -> None:
+    """As Lightning does with a sharded strategy: what was under way is saved, as are later ones."""
+    install(tmp_path)
+    errors: list[BaseException] = []
+
+    def save_at(number: int, _: object) -> None:
+        with pytest.raises(CheckpointException) as e:
+            dcp.save(state(), checkpoint_id=tmp_path / f"at_{number}")
+        errors.append(e.value)
+
+    def save() -> None:
+        signal.signal(signal.SIGUSR1, save_at)
+
+        def send() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not errors:
+                time.sleep(0.001)
+
+        with backend_faults(0, send, names=["write"]):
+            dcp.save(state(), checkpoint_id=tmp_path / "step_1")
+        dcp.save(state(), checkpoint_id=tmp_path / "step_2")
+        assert "nothing was taken" in str(errors[0])
+        assert "pass SLURMEnvironment(auto_requeue=False)" in str(errors[0])
+        assert names(tmp_path) == ["step_1", "step_2"]
+        assert loaded(checkpoint_id=tmp_path / "step_1")["step"] == 3
+
+    assert in_child(save) == 0

@@ -37,6 +37,11 @@ _NOTICE = (
     "them. Load it after casnap.integrations.dcp.install(store), or by "
     "dcp.load(..., storage_reader=casnap.integrations.dcp.CasnapReader(path))"
 )
+_WITH_LIGHTNING = (
+    ". With a sharded strategy of Lightning, its handler that saves before SLURM requeues the job "
+    "does so: pass SLURMEnvironment(auto_requeue=False), and save and requeue in "
+    "on_train_batch_end, once a handler of your own has set a flag"
+)
 
 
 class _Save:
@@ -179,7 +184,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         return future
 
     def _take(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
-        refuse_nested_take()
+        refuse_nested_take(_WITH_LIGHTNING)
         place = self._save.place
         path, store, storage_options = place
         assert path is not None
