@@ -162,16 +162,7 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
     seq = max(_numbers(backend, COPIES), default=-1)
     if seq <= root.seq:
         return None
-    key = f"{COPIES}/{seq}"
-    copy: Root | DamagedError | BackendError | None
-    try:
-        copy = _read_either(backend, key, seq)
-    except UnavailableError:
-        raise
-    except FileNotFoundError:
-        copy = None
-    except (DamagedError, BackendError) as e:
-        copy = e
+    copy = _copy_of(backend, seq)
     # The root may have been put between the two looks.
     root_there = _read_if_there(backend, seq)
     if root_there is not None or copy is None:
@@ -180,7 +171,7 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
         raise DamagedError(
             f"{backend.where(root_key(seq))} is lost, and its copy cannot be read: {copy}. Put the "
             f"root back from a backup. To go back to root {root.seq} instead, and lose what was "
-            f"committed after it, move {backend.where(key)} away"
+            f"committed after it, move {backend.where(_copy_key(seq))} away"
         ) from copy
     segments = {id_from_name(name) for name in backend.names("index")}
     return copy if all(ref.id in segments for ref in copy.segments) else None
@@ -228,21 +219,28 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
     except UnavailableError:
         raise
     except (DamagedError, BackendError):
-        copy = _read_copy(backend, seq)
-        if copy is None:
+        copy = _copy_of(backend, seq)
+        if not isinstance(copy, Root):
             raise
         return copy
 
 
-def _read_copy(backend: Backend, seq: int) -> Root | None:
+def _copy_of(backend: Backend, seq: int) -> Root | DamagedError | BackendError | None:
+    """Return the copy of a root, or why it cannot be read; None if there is none."""
     if not backend.keeps_copies:
         return None
     try:
-        return _read_either(backend, f"{COPIES}/{seq}", seq)
+        return _read_either(backend, _copy_key(seq), seq)
     except UnavailableError:
         raise
-    except (FileNotFoundError, CasnapError):
+    except FileNotFoundError:
         return None
+    except (DamagedError, BackendError) as e:
+        return e
+
+
+def _copy_key(seq: int) -> str:
+    return f"{COPIES}/{seq}"
 
 
 def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
@@ -250,14 +248,14 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
     if not backend.keeps_copies:
         return
     try:
-        backend.keep_copy(f"{COPIES}/{seq}", content)
+        backend.keep_copy(_copy_key(seq), content)
         older_copies = [number for number in _numbers(backend, COPIES) if number < seq]
     except (CasnapError, OSError) as e:
         _log.debug("%s: root %d has no copy: %s", backend.uri, seq, e)
         return
     for older in older_copies:
         try:
-            backend.keep_copy(f"{COPIES}/{older}", None)
+            backend.keep_copy(_copy_key(older), None)
         except (CasnapError, OSError) as e:
             # It is another user's, in a sticky folder.
             _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)
@@ -270,7 +268,7 @@ def release_reserve(backend: Backend) -> None:
     """
     if backend.keeps_copies:
         for number in _numbers(backend, COPIES):
-            backend.keep_copy(f"{COPIES}/{number}", None)
+            backend.keep_copy(_copy_key(number), None)
 
 
 def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
