@@ -1,6 +1,6 @@
 """The Merkle tree: sorted keys in leaves, and lists of nodes above them.
 
-A leaf ends after a key whose hash says so. So a tree depends only on its content, not on the order
+A node ends after a key whose hash says so. So a tree depends only on its content, not on the order
 of changes: equal content has equal digests, and a change rewrites one leaf and the lists above it.
 Trees hold digests, never places. A tree of one leaf is that leaf. The idea is that of prolly trees,
 as in Noms and Dolt.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from operator import ge, itemgetter
@@ -27,6 +26,7 @@ from casnap.format.records import encode
 V = TypeVar("V")
 
 _MOST_KEY_CHARS = 1 << 20
+_MOST_BELOW = 1 << 32  # the most items below a node
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
@@ -48,44 +48,19 @@ class Branch(Struct, frozen=True, array_like=True, tag="b"):
     children: list[Child]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Where the nodes of a tree end.
+ENTRY_FANOUT, TABLE_FANOUT = 256, 8
+"""The fanouts of the trees: how many items, or children, their nodes have on average.
 
-    Attributes:
-        leaf_mask: A leaf ends after a key whose hash has none of these bits in its first byte.
-        most_items: The most items of a leaf.
-        list_mask: A list at level n ends after a child whose first key's hash has none of these
-            bits in byte n. None if there is only one list, of all leaves.
-        most_children: The most children of a list.
-    """
-
-    leaf_mask: int
-    most_items: int
-    list_mask: int | None = None
-    most_children: int = 0
-
-    @property
-    def levels(self) -> int:
-        """The most levels of lists."""
-        return 1 if self.list_mask is None else DIGEST_SIZE - 1
-
-    @property
-    def most_below(self) -> int:
-        """The most items below a node that is listed."""
-        return self.most_items if self.list_mask is None else 1 << 32
-
-    def ends_list(self, run: list[Child], level: int) -> bool:
-        """Whether a list ends after these children."""
-        if self.list_mask is None or level >= self.levels:
-            return False
-        return len(run) == self.most_children or not _hash(run[-1][0])[level] & self.list_mask
+An edit of entries rewrites many of them, so there are few nodes, and large ones. An edit of the
+table of snapshots rewrites one row, so its nodes are small.
+"""
+MAX_LEVELS = DIGEST_SIZE - 1
+"""The most levels of lists. What ends a node of level n is byte n of a hash."""
 
 
-FLAT = Shape(leaf_mask=0xFF, most_items=4096)
-"""The entries of a key. Large leaves, one list: it is read whole, and a change rewrites a part."""
-DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x07, most_children=256)
-"""The table of snapshots. Small leaves, lists of lists: a change of one row rewrites little."""
+def most_in_node(fanout: int) -> int:
+    """Return the most items, or children, of a node."""
+    return 16 * fanout
 
 
 def _hash(key: str) -> bytes:
@@ -115,9 +90,9 @@ _key_in = itemgetter(0)
 _Change = tuple[str, V | None]
 
 
-def build(items: Mapping[str, V], put_node: Put, shape: Shape = FLAT) -> Digest:
+def build(items: Mapping[str, V], put_node: Put, fanout: int = ENTRY_FANOUT) -> Digest:
     """Store a tree of these items and return the digest of its top."""
-    levels: _Levels[V] = _Levels(shape, put_node)
+    levels: _Levels[V] = _Levels(fanout, put_node)
     levels.add_items(sorted(items.items(), key=_key_in))
     top = levels.top()
     return Digest(top[1]) if top else put_node(encode(LeafNode([])))
@@ -129,8 +104,8 @@ class _Levels(Generic[V]):
     A full node is stored only when another one follows, since the top has no list above it.
     """
 
-    def __init__(self, shape: Shape, put_node: Put) -> None:
-        self._shape = shape
+    def __init__(self, fanout: int, put_node: Put) -> None:
+        self._fanout = fanout
         self._put_node = put_node
         self._runs: list[list[Any]] = [[]]
         self._full = [False]
@@ -139,7 +114,7 @@ class _Levels(Generic[V]):
     def add_items(self, items: Iterable[tuple[str, V]]) -> None:
         """Add the next items."""
         run, is_full, key_chars = self._runs[0], self._full[0], self._key_chars
-        mask, most_items = self._shape.leaf_mask, self._shape.most_items
+        fanout, most_items = self._fanout, most_in_node(self._fanout)
         for item in items:
             if is_full:
                 self._close(0)
@@ -148,7 +123,7 @@ class _Levels(Generic[V]):
             key = item[0]
             key_chars += len(key)
             is_full = (
-                not _hash(key)[0] & mask or len(run) == most_items or key_chars >= _MOST_KEY_CHARS
+                not _hash(key)[0] % fanout or len(run) == most_items or key_chars >= _MOST_KEY_CHARS
             )
         self._full[0], self._key_chars = is_full, key_chars
 
@@ -158,8 +133,10 @@ class _Levels(Generic[V]):
         self._reach(upper)
         if self._full[upper]:
             self._close(upper)
-        self._runs[upper].append(child)
-        self._full[upper] = self._shape.ends_list(self._runs[upper], upper)
+        run = self._runs[upper]
+        run.append(child)
+        ends = not _hash(child[0])[upper] % self._fanout or len(run) == most_in_node(self._fanout)
+        self._full[upper] = ends and upper < MAX_LEVELS
 
     def closed_to(self, level: int) -> bool:
         """Close full nodes; return whether a stored node of this level can follow unchanged."""
@@ -209,7 +186,7 @@ class Tree(Generic[V]):
         top: The digest of its top node; None for a tree without items.
         load: Returns the verified bytes of a node.
         value_type: The type of the values.
-        shape: Where its nodes end.
+        fanout: How many items, or children, its nodes have on average.
         accepts: Says of a key whether it can be one. Items with other keys are passed over, and a
             leaf that is written anew has none of them.
 
@@ -223,7 +200,7 @@ class Tree(Generic[V]):
         top: Digest | None,
         load: Load,
         value_type: Any,
-        shape: Shape = FLAT,
+        fanout: int = ENTRY_FANOUT,
         accepts: Callable[[str], bool] | None = None,
     ) -> None:
         self._load = load
@@ -231,7 +208,7 @@ class Tree(Generic[V]):
         self.rejected: set[str] = set()
         self._rejected_chars = 0
         self._decoder = _decoder(value_type)
-        self._shape = shape
+        self._fanout = fanout
         self._last: tuple[Digest, LeafNode[V]] | None = None
         self._claims: dict[bytes, _Claim] = {}
         self.children: list[Child] = []
@@ -257,12 +234,11 @@ class Tree(Generic[V]):
         return node
 
     def _note_claims(self, digest: Digest, children: list[Child]) -> None:
-        most = self._shape.most_below
-        if any(len(d) != DIGEST_SIZE or not 0 < count <= most for _, d, count in children):
+        if any(len(d) != DIGEST_SIZE or not 0 < count <= _MOST_BELOW for _, d, count in children):
             raise DamagedError(f"tree node {digest.hex()} has a list with malformed entries")
         claim = self._claims.get(digest)
         level, end = (1, None) if claim is None else (claim.depth + 1, claim.end)
-        if level > self._shape.levels:
+        if level > MAX_LEVELS:
             raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
         ends = [*(first_key for first_key, _, _ in children[1:]), end]
         self._claims.update(
@@ -346,7 +322,7 @@ class Tree(Generic[V]):
 
         Only changed nodes are stored.
         """
-        levels: _Levels[V] = _Levels(self._shape, put_node)
+        levels: _Levels[V] = _Levels(self._fanout, put_node)
         self._edit_nodes(
             levels, self.children, self._height(), sorted(changes.items(), key=_key_in)
         )

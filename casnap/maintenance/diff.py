@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Literal
 
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry, payload_of
-from casnap.format.tree import Tree
+from casnap.format.tree import LeafNode, Tree
 from casnap.storage.catalog.contents import Contents
 
 Kind = Literal["added", "removed", "changed"]
@@ -105,23 +105,38 @@ def _entries(
     """Yield path, old entry and new entry where two trees differ."""
     entries_a = None if digest_a is None else a.tree(digest_a)
     entries_b = None if digest_b is None else b.tree(digest_b)
-    # A leaf that both trees list holds the same items in both.
-    shared = _leaves(entries_a) & _leaves(entries_b)
-    was, now = dict(_items(entries_a, shared)), dict(_items(entries_b, shared))
+    was, now = _items_apart(entries_a, entries_b)
     for key in was.keys() | now.keys():
         if was.get(key) != now.get(key):
             yield prefix + key, was.get(key), now.get(key)
 
 
-def _leaves(tree: Tree[Entry] | None) -> set[bytes]:
-    return set() if tree is None else {digest for _, digest, _ in tree.children}
+def _items_apart(*trees: Tree[Entry] | None) -> list[dict[str, Entry]]:
+    """Return the items of each of two trees that are in leaves which the other one lacks.
 
-
-def _items(tree: Tree[Entry] | None, without: set[bytes]) -> Iterator[tuple[str, Entry]]:
-    if tree is not None:
-        for _, digest, _ in tree.children:
-            if digest not in without:
-                yield from tree.leaf(Digest(digest))
+    Both are read level by level. If one has more levels, further leaves of the other are read.
+    """
+    nodes: list[dict[bytes, LeafNode[Entry] | None]] = [
+        dict.fromkeys(digest for _, digest, _ in tree.children) if tree is not None else {}
+        for tree in trees
+    ]
+    is_all_read = False
+    while not is_all_read:
+        is_all_read = True
+        # A node that both trees have holds the same items in both, and is not read.
+        for digest in nodes[0].keys() & nodes[1].keys():
+            del nodes[0][digest], nodes[1][digest]
+        for tree, found in zip(trees, nodes, strict=True):
+            for digest in [digest for digest, node in found.items() if node is None]:
+                assert tree is not None
+                node = tree.node(Digest(digest))
+                if isinstance(node, LeafNode):
+                    found[digest] = node
+                else:
+                    del found[digest]
+                    found |= dict.fromkeys(digest for _, digest, _ in node.children)
+                    is_all_read = False
+    return [dict(chain.from_iterable(n.items for n in f.values() if n)) for f in nodes]
 
 
 def _change(

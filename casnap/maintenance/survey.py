@@ -549,24 +549,35 @@ class Survey:
         load = self._uncached.node
         tree, damages = self._try_read(partial(Tree[Entry], Digest(top), load, Entry), label)
         hurt_paths = [("", damage) for damage in damages]
-        children = tree.children if tree is not None else []
-        self._uncached.read_ahead(leaf for _, leaf, _ in children if leaf not in self._below)
-        for inner, leaf, count in children:
-            if leaf not in self._below:
-                assert tree is not None
-                self._below[leaf] = self._leaf(contents, key, tree, leaf, _name_of(inner, count))
-            hurt_paths += self._below[leaf]
+        if tree is not None:
+            hurt_paths += self._nodes(contents, key, tree, tree.children)
         self._below[top] = hurt_paths
         return hurt_paths
 
-    def _leaf(
-        self, contents: Contents, key: str, tree: Tree[Entry], leaf: bytes, entries: str
+    def _nodes(
+        self, contents: Contents, key: str, tree: Tree[Entry], children: list[Child]
+    ) -> list[tuple[str, Damage]]:
+        """Return the damages below some nodes of a tree. A known node is not read again."""
+        self._uncached.read_ahead(node for _, node, _ in children if node not in self._below)
+        hurt_paths = []
+        for inner, node, count in children:
+            if node not in self._below:
+                self._below[node] = self._node(contents, key, tree, node, _name_of(inner, count))
+            hurt_paths += self._below[node]
+        return hurt_paths
+
+    def _node(
+        self, contents: Contents, key: str, tree: Tree[Entry], digest: bytes, entries: str
     ) -> list[tuple[str, Damage]]:
         label = f"{contents.name}: {key}"
-        items, damages = self._try_read(partial(tree.leaf, Digest(leaf)), label)
+        node, damages = self._try_read(partial(tree.node, Digest(digest)), label)
         hurt_paths = [(entries, damage) for damage in damages]
-        for inner, entry in items or ():
-            hurt_paths += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
+        if isinstance(node, Branch):
+            hurt_paths += self._nodes(contents, key, tree, node.children)
+        elif node is not None:
+            for inner, entry in node.items:
+                damaged = self._entry(contents, key + inner, entry)
+                hurt_paths += [(inner, damage) for damage in damaged]
         return hurt_paths
 
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:

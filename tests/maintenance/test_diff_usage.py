@@ -17,8 +17,9 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
-from casnap.format.digest import Digest, split_digests
+from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.format.entries import Payload, TensorEntry, ValueEntry, payload_of
+from casnap.format.tree import Branch
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
 from casnap.storage.catalog.contents import Contents
@@ -172,6 +173,28 @@ def test_only_leaves_that_differ_are_read(store: Store, reads: Counter[bytes]) -
     # Two manifests, two lists of leaves, the two leaves that differ; each once.
     assert set(reads.values()) == {1}
     assert len(reads) == 6
+
+
+def test_trees_of_two_heights(store: Store, reads: Counter[bytes]) -> None:
+    """Where a list ends, there is a list of lists; all that reads trees goes through it."""
+    values: dict[str, Any] = {f"k{i:04}": i for i in range(2000)}
+    # A key that is the first of a leaf, and ends the list of leaves.
+    ends = [k for k in values if digest_of(f"/{k}".encode())[0] == 0]
+    further = (f"{ends[2]}-{i}" for i in range(1_000_000))
+    end = next(k for k in further if digest_of(f"/{k}".encode())[1] == 0)
+    low, high = take(store, "low", **values), take(store, "high", **values, **{end: -1})
+    tree = high.tree(high.manifest.shared["s"])
+    assert isinstance(tree.node(Digest(tree.children[0][1])), Branch)
+    assert len(low.tree(low.manifest.shared["s"]).children) > 5
+    low, high = (Contents(store.open_store, c.name, c.row) for c in (low, high))
+    reads.clear()
+    assert by_path(diff(low, high).changes).keys() == {"s", f"s/{end}"}
+    assert set(reads.values()) == {1}
+    assert store.check(data=True).damages == []
+    store.delete("low")
+    store.gc(grace=0, exclusive=True)
+    assert store["high"].read_object("s") == {**values, end: -1}
+    assert len(dict(high.tree(high.manifest.shared["s"]).items())) == 2002
 
 
 def test_lists_of_chunks_are_read_where_entries_differ(store: Store, reads: Counter[bytes]) -> None:

@@ -13,7 +13,7 @@ from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest, payload_of
 from casnap.format.records import Row, decode
-from casnap.format.tree import DEEP, Load, Tree
+from casnap.format.tree import TABLE_FANOUT, Load, Tree
 from casnap.storage.chunks.open_store import OpenStore
 
 TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
@@ -63,7 +63,7 @@ def _below_tree(load: Load, digest: Digest) -> list[bytes]:
 
 
 def _below_table(load: Load, digest: Digest) -> list[bytes]:
-    tree: Tree[Row] = Tree(digest, load, Row, DEEP)
+    tree: Tree[Row] = Tree(digest, load, Row, TABLE_FANOUT)
     children = _children(tree, TABLE, digest)
     if children is not None:
         return children

@@ -27,7 +27,7 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
-from casnap.format.tree import DEEP, Tree
+from casnap.format.tree import TABLE_FANOUT, Tree
 from casnap.runtime.threads import cores
 from casnap.storage.chunks.chunk_cache import ChunkCache
 from casnap.storage.chunks.chunk_reads import (
@@ -314,7 +314,7 @@ class OpenStore:
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
-        return Tree(top, self.node, Row, DEEP, is_row_name)
+        return Tree(top, self.node, Row, TABLE_FANOUT, is_row_name)
 
     # --- chunks ---
 
