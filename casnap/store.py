@@ -82,7 +82,6 @@ from casnap.storage.catalog.thinning import all_thinned_error, check_keys, check
 from casnap.storage.catalog.uris import joined, name_below
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.hooks import CommitHooks
-from casnap.storage.log.config import RECORD
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -1245,8 +1244,7 @@ class Store:
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
         settings = settings_of(self.open_store.newest())
-        for key in (RECORD, PUBLISHED):
-            settings.pop(key, None)
+        settings.pop(PUBLISHED, None)
         return settings
 
     def configure(

@@ -20,6 +20,7 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
 FORMAT = 1
+DIGEST_NAME = "blake3"
 
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
@@ -164,6 +165,7 @@ class Root(Struct, frozen=True):
         read_features: A reader refuses a store that has a feature here that it does not know.
         write_features: A writer refuses it likewise.
         settings: Settings of the store; a writer keeps those that it does not know.
+        store: A copy of ``casnap.json``.
     """
 
     seq: int
@@ -177,6 +179,7 @@ class Root(Struct, frozen=True):
     read_features: tuple[str, ...] = ()
     write_features: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
+    store: dict[str, Any] = {}
 
 
 FOLDER_ONLY = "folder-only"
@@ -193,23 +196,23 @@ def serving_below(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != FOLDER_ONLY}
 
 
-class StoreConfig(Struct, frozen=True):
+class StoreConfig(Struct, frozen=True, kw_only=True):
     """``casnap.json``: written once, when the store is created.
 
     Attributes:
+        format: The version; a reader refuses a greater one.
+        digest: The name of the hash function; a reader refuses one that it does not know. A casnap
+            before 1.0 wrote none.
         store_id: 32 hex digits.
         chunk_size: Bytes, a power of two.
-        format: The version; a reader refuses a greater one.
         put_if_absent: Whether the backend was found to honour it.
-        first_settings: The settings that root 0 has. Whoever finishes a creation that was cut off
-            takes these, not its own.
     """
 
+    format: int = FORMAT
+    digest: str = ""
     store_id: str
     chunk_size: int
-    format: int = FORMAT
     put_if_absent: bool = True
-    first_settings: dict[str, Any] = {}
 
 
 # --- records as bytes -------------------------------------------------------------------------

@@ -108,13 +108,14 @@ def check(
     if data and sample is not None:
         raise ValueError("data reads all, sample a share; give one of them")
     backend = store.backend
-    damages = config_damages(store)
     try:
         survey = Survey(store, progress)
     except DamagedError as e:
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
-        return CheckReport([*damages, unreadable], history_damages(backend, newest))
+        damages = [*config_damages(store, None), unreadable]
+        return CheckReport(damages, history_damages(backend, newest))
+    damages = config_damages(store, survey.root)
     share = (1.0 if data else None) if sample is None else sample
     survey.run(share=share, seed=seed, only=name)
     if name is not None:

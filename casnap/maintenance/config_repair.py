@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, UnavailableError
-from casnap.format.records import CONFIG_KEY, StoreConfig
+from casnap.format.records import CONFIG_KEY, Root, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
 from casnap.storage.catalog.location import has_object
 from casnap.storage.chunks.open_store import OpenStore
@@ -12,9 +12,30 @@ from casnap.storage.log.config import config_content, config_in, read_config
 from casnap.storage.log.roots import read_root
 
 
-def config_damages(store: OpenStore) -> list[Damage]:
-    """Return what is wrong with the ``casnap.json`` of an open store."""
+def check_config(store: OpenStore, root: Root) -> None:
+    """Check that a store was opened by the record that its newest root has a copy of.
+
+    Raises:
+        DamagedError: It is another one.
+    """
+    if config_in(root) not in (None, store.config):
+        raise DamagedError(
+            f"{store.backend.where(CONFIG_KEY)} is not the record of this store: its newest root "
+            "has another one. Restore this file from a backup; or delete it, and `casnap repair` "
+            "makes it anew from the root"
+        )
+
+
+def config_damages(store: OpenStore, root: Root | None) -> list[Damage]:
+    """Return what is wrong with the ``casnap.json`` of an open store.
+
+    Args:
+        store: The store.
+        root: Its newest root; None if that cannot be read.
+    """
     try:
+        if root is not None:
+            check_config(store, root)
         if read_config(store.backend) == store.config:
             return []
         kind, message = "changed", "it has changed since this store was opened"

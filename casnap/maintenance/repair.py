@@ -34,7 +34,7 @@ from casnap.format.records import (
     pack_key,
 )
 from casnap.maintenance.check import lost_commits
-from casnap.maintenance.config_repair import config_damages, restore_config
+from casnap.maintenance.config_repair import check_config, config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
 from casnap.maintenance.stored_files import StoredFiles
@@ -144,10 +144,11 @@ class _Repair:
     def run(self, progress: Progress | None) -> RepairReport:
         self._survey = survey = Survey(self._store, progress)
         self._store.check_writable("repair", dry_run=self.report.dry_run)
+        check_config(self._store, survey.root)
         survey.run(share=1.0)
         self._refuse_unreadable()
         stood_in_for, history = root_damages(self._store.backend, survey.root.seq)
-        record = config_damages(self._store)
+        record = config_damages(self._store, survey.root)
         self.report.found = [*record, *history, *stood_in_for, *survey.damages]
         if record and not self.report.dry_run:
             restore_config(self._store.backend, self._store.config)

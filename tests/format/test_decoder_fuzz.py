@@ -307,7 +307,11 @@ THINGS = st.recursive(
 RECORDS = THINGS.map(encode)
 JSON = st.dictionaries(
     st.sampled_from(list(StoreConfig.__struct_fields__)), PLAIN | st.text() | st.lists(PLAIN)
-).map(lambda change: json.dumps({"store_id": "0" * 32, "chunk_size": CHUNK} | change).encode())
+).map(
+    lambda change: json.dumps(
+        {"digest": "blake3", "store_id": "0" * 32, "chunk_size": CHUNK} | change
+    ).encode()
+)
 
 
 def changed(raw: bytes, changes: Iterable[Change]) -> bytes:

@@ -442,7 +442,7 @@ def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
 
 def test_without_a_copy_of_casnap_json_in_the_roots(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    first = msgspec.structs.replace(Store(store).make().open_store.newest(), settings={})
+    first = msgspec.structs.replace(Store(store).make().open_store.newest(), store={})
     change(store / "casnap-store" / root_key(0), lambda _: sealed_root(first))
     (store / "casnap-store" / CONFIG_KEY).unlink()
     assert "no root that can be read has a copy" in failure("repair", store, "--yes")

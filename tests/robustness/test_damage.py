@@ -21,6 +21,7 @@ from casnap.format.records import Place, pack_key
 from casnap.runtime.threads import Crew
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
+from tests.support.cli_calls import invoke
 from tests.support.damaged import (
     KEY,
     STEPS,
@@ -459,11 +460,23 @@ def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str
 
 @pytest.mark.parametrize("chunk_size", [CHUNK, 1 << 20])
 def test_the_record_of_another_store(store: Path, tmp_path: Path, chunk_size: int) -> None:
-    """Another id does no harm; under another chunk size all larger tensors are refused."""
+    """Another id does no harm; under another chunk size all larger tensors are refused.
+
+    Check says so, and what to do.
+    """
     Store(tmp_path / "other", chunk_size=chunk_size).make()
-    other = (tmp_path / "other" / "casnap-store/casnap.json").read_bytes()
-    with damaged(store / "casnap-store/casnap.json", lambda _: other):
+    record = store / "casnap-store/casnap.json"
+    other, own = (tmp_path / "other" / "casnap-store/casnap.json").read_bytes(), record.read_bytes()
+    with damaged(record, lambda _: other):
         outcomes = observe(store)
+        damage = Store(store).check().damages[0]
+        assert (damage.kind, damage.object) == ("changed", "casnap.json")
+        assert "is not the record of this store" in damage.message
+        with pytest.raises(DamagedError, match="delete it, and `casnap repair` makes it anew"):
+            Store(store).repair()
+        record.unlink()
+        invoke("repair", store, "--yes")
+        assert record.read_bytes() == own
     if chunk_size == CHUNK:
         assert failed(outcomes) == set()
     else:

@@ -394,9 +394,10 @@ def test_metadata_that_grow(forger: Forger) -> None:
 # --- casnap.json ------------------------------------------------------------------------------
 
 CONFIG = {
+    "format": 1,
+    "digest": "blake3",
     "store_id": "0" * 32,
     "chunk_size": CHUNK,
-    "format": 1,
     "put_if_absent": True,
 }
 
@@ -416,6 +417,9 @@ CONFIG = {
         {"format": 3},
         {"format": 1 << 80},
         {"format": "1"},
+        {"digest": "sha256"},
+        {"digest": ""},
+        {"digest": 5},
     ],
 )
 def test_hostile_records_of_a_store(change: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,11 +12,10 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import memory
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, decode_hints, encode_hints
 from casnap.format.records import Place, encode, pack_key
-from casnap.storage.log.config import RECORD
 from casnap.storage.log.roots import newest_root, put_next_root
 from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
@@ -235,26 +235,41 @@ def test_hints_say_where_each_thing_lies() -> None:
 # --- the copy of casnap.json in the root ---
 
 
-@pytest.mark.parametrize("record", [None, 5, {"store_id": "x"}, {"store_id": "a" * 32}])
+@pytest.mark.parametrize("record", [{}, {"store_id": "x"}, {"store_id": "a" * 32}])
 def test_a_record_in_a_root_that_makes_no_sense(
     name: str, new_host: NewHost, record: object
 ) -> None:
     store = take_many(name, 1)
     double = RemoteDouble(name)
     root = newest_root(double)
-    assert root.settings[RECORD]["store_id"] == store.id
-    assert put_next_root(double, root, settings={RECORD: record}) is not None
+    assert root.store["store_id"] == store.id
+    assert put_next_root(double, root, store=record) is not None
     new_host()
     backend = RemoteDouble(name)
     assert Store(backend).id == store.id
     assert ("get", "casnap.json") in backend.log
 
 
+def test_a_remote_store_that_a_casnap_before_1_0_made(name: str, new_host: NewHost) -> None:
+    take_many(name, 1)
+    double = RemoteDouble(name)
+    record = json.loads(double.read("casnap.json", 1 << 16))
+    del record["digest"]
+    double.delete("casnap.json")
+    double.put_if_absent("casnap.json", json.dumps(record).encode())
+    settings = {"record": record}
+    assert put_next_root(double, newest_root(double), store={}, settings=settings) is not None
+    new_host()
+    for use in (lambda: Store(RemoteDouble(name)), lambda: take_many(name, 1)):
+        with pytest.raises(UnsupportedFormatError, match=r"a casnap before 1\.0 made"):
+            use()
+
+
 def test_a_record_in_a_root_that_differs_from_the_store(name: str, new_host: NewHost) -> None:
     take_many(name, 1)
     double = RemoteDouble(name)
     root = newest_root(double)
-    settings = {RECORD: {**root.settings[RECORD], "store_id": "b" * 32}}
-    assert put_next_root(double, root, settings=settings) is not None
+    record = {**root.store, "store_id": "b" * 32}
+    assert put_next_root(double, root, store=record) is not None
     new_host()
     assert not Store(RemoteDouble(name)).check().ok

@@ -88,10 +88,10 @@ def taken_in_view(folder: Path) -> None:
         (made_unasked, taken_in_view),
     ],
 )
-def test_who_finishes_a_store_makes_what_was_begun(
+def test_who_finishes_a_store_says_how_it_is_set(
     tmp_path: Path, begin: Callable[[Path], None], finish: Callable[[Path], None]
 ) -> None:
-    """Its maker is killed at each call in turn. Another one, with other settings, goes on."""
+    """Its maker is killed at each call in turn. Another one goes on, with its own settings."""
     half_made = 0
     for k in sweep(3):
         place = tmp_path / str(k)
@@ -102,19 +102,20 @@ def test_who_finishes_a_store_makes_what_was_begun(
 
         status = in_child(killed)
         was_begun = (place / "casnap-store/casnap.json").exists()
-        if was_begun and not (place / "casnap-store/roots/0/0").exists():
-            half_made += 1
+        is_half_made = was_begun and not (place / "casnap-store/roots/0/0").exists()
+        half_made += is_half_made
         finish(place)
         if was_begun:
             store = Store(place)
-            on_purpose = begin is made_on_purpose
-            assert store.chunk_size == 1 << (16 if on_purpose else 20), k
+            assert store.chunk_size == 1 << (16 if begin is made_on_purpose else 20), k
+            on_purpose = (finish if is_half_made else begin) is made_on_purpose
             assert store.settings["codec"] == ("zstd" if on_purpose else "auto"), k
-            below = on_purpose and finish in (taken_below, taken_in_view)
+            serves_below = on_purpose or is_half_made
+            below = serves_below and finish in (taken_below, taken_in_view)
             assert ("run/step_2" in store) == below, k
-            if finish is made_on_purpose:  # it is still for the folder alone
+            if finish is made_on_purpose:
                 taken_below(place)
-                assert "run/step_2" not in store, k
+                assert ("run/step_2" in store) == serves_below, k
             assert store.check(data=True).ok, k
             store.gc(grace=0)
             assert files(place, "tmp") == set(), k

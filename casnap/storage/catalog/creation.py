@@ -18,6 +18,7 @@ from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
     DEFAULT_CHUNK_SIZE,
+    DIGEST_NAME,
     FOLDER_ONLY,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
@@ -31,7 +32,6 @@ from casnap.storage.catalog.location import has_object, is_ours
 from casnap.storage.catalog.settings import CODEC
 from casnap.storage.catalog.uris import store_uri
 from casnap.storage.log.config import (
-    RECORD,
     config_content,
     config_in,
     object_error,
@@ -88,8 +88,7 @@ def create_store(
     is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
-        settings = _first_settings(backend, codec, is_explicit=is_explicit)
-        ours = _put_config(backend, names, chunk_size, settings, is_explicit=is_explicit)
+        ours = _put_config(backend, names, chunk_size, is_explicit=is_explicit)
     config = ours or read_config(backend)  # raises if a newer version began to make it
     if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):
         config = _adopted_config(backend, is_ours=ours is not None)
@@ -100,8 +99,7 @@ def create_store(
     )
     root: Root | None = None
     if not is_complete:
-        # The same bytes by each process that makes this store.
-        root = _first_root(config)
+        root = _first_root(config, _first_settings(backend, codec, is_explicit=is_explicit))
         if not backend.put_if_absent(root_key(0), sealed_root(root)):
             root = None
     backend.sync()
@@ -135,9 +133,9 @@ def _first_settings(backend: Backend, codec: str | None, *, is_explicit: bool) -
     return settings
 
 
-def _first_root(config: StoreConfig) -> Root:
-    settings = {**config.first_settings, RECORD: msgspec.to_builtins(config)}
-    return Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0, settings=settings)
+def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
+    commit, store = bytes.fromhex(config.store_id), msgspec.to_builtins(config)
+    return Root(seq=0, commit=commit, time=0.0, settings=settings, store=store)
 
 
 def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
@@ -170,7 +168,6 @@ def _put_config(
     backend: Backend,
     names: set[str],
     chunk_size: int,
-    settings: dict[str, Any],
     *,
     is_explicit: bool,
 ) -> StoreConfig | None:
@@ -180,7 +177,6 @@ def _put_config(
         backend: Where to make it.
         names: What there is already.
         chunk_size: Bytes.
-        settings: Those of the new store.
         is_explicit: Whether the user named this very place as a store.
 
     Returns:
@@ -205,7 +201,10 @@ def _put_config(
     if not honoured and not backend.exclusive:
         raise no_put_if_absent_error(backend)
     config = StoreConfig(
-        os.urandom(16).hex(), chunk_size, put_if_absent=honoured, first_settings=settings
+        digest=DIGEST_NAME,
+        store_id=os.urandom(16).hex(),
+        chunk_size=chunk_size,
+        put_if_absent=honoured,
     )
     is_ours = backend.put_if_absent(CONFIG_KEY, config_content(config))
     backend.sync()

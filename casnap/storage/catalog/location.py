@@ -25,11 +25,11 @@ from casnap.errors import (
     StoreError,
 )
 from casnap.format.names import STORE_FOLDER, check_name
-from casnap.format.records import CONFIG_KEY, FOLDER_ONLY, root_key, serves_below
+from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.environment import local_path
 from casnap.storage.catalog.uris import Uri, snapshot_uri, store_uri
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.log.config import no_config_error, read_config
+from casnap.storage.log.config import no_config_error
 from casnap.storage.log.roots import newest_root
 
 _log = logging.getLogger("casnap")
@@ -344,8 +344,8 @@ def _serves(store: Path, inner: str) -> bool:
         # Nothing can be below a snapshot; the take says so.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:
-        # It is being made, or its making was cut off: a take finishes that, as it was begun.
-        return not read_config(backend).first_settings.get(FOLDER_ONLY)
+        # It is being made, or its making was cut off: whoever finishes that says what it serves.
+        return True
 
 
 def narrow_hint(folder: Path) -> str:

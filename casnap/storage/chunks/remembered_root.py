@@ -18,7 +18,7 @@ from casnap.format.records import Root, StoreConfig, encode
 from casnap.storage.chunks.index_cache import IndexCache, open_cache
 from casnap.storage.log.roots import newest_root, read_root, root_and_next
 
-_NOTE = b"last seen"
+_NOTE = b"last root"
 
 
 class _Note(msgspec.Struct, array_like=True):

@@ -17,6 +17,7 @@ from casnap.errors import (
 from casnap.format.decoding import json_decoder
 from casnap.format.records import (
     CONFIG_KEY,
+    DIGEST_NAME,
     FORMAT,
     MAX_CHUNK_SIZE,
     MAX_CONFIG_BYTES,
@@ -27,12 +28,6 @@ from casnap.format.records import (
     encode,
     id_from_name,
 )
-
-RECORD = "record"
-"""The setting of a store that is a copy of ``casnap.json``.
-
-It spares a request on a remote store, and a repair makes a lost record anew from it.
-"""
 
 _MADE_ANEW = "`casnap repair` makes it anew (--yes in a script)"
 
@@ -90,7 +85,7 @@ def read_config(backend: Backend) -> StoreConfig:
 
     Raises:
         NotAStoreError: There is no store.
-        UnsupportedFormatError: A newer version of casnap made it.
+        UnsupportedFormatError: A newer version of casnap made it, or one before 1.0.
         DamagedError: ``casnap.json`` is not such a record, or is missing though there are roots.
     """
     place = backend.where(CONFIG_KEY)
@@ -109,6 +104,16 @@ def read_config(backend: Backend) -> StoreConfig:
             f"{place} is damaged: chunk size {config.chunk_size}, id {config.store_id!r:.80}; "
             f"{_MADE_ANEW}"
         )
+    if not config.digest:
+        raise UnsupportedFormatError(
+            f"{place} is of a store that a casnap before 1.0 made, which this one does not read: "
+            "restore its snapshots with the casnap that took them, and take them into a new store"
+        )
+    if config.digest != DIGEST_NAME:
+        raise UnsupportedFormatError(
+            f"{place}: the digests of the store are of {config.digest!r:.80}, which this casnap "
+            "does not know; update casnap"
+        )
     return config
 
 
@@ -118,12 +123,16 @@ def config_content(config: StoreConfig) -> bytes:
 
 
 def config_in(root: Root) -> StoreConfig | None:
-    """Return the copy of ``casnap.json`` among the settings of a root; None if it has none."""
+    """Return the copy of ``casnap.json`` in a root; None if it makes no sense here.
+
+    It spares a request on a remote store, and a repair makes a lost record anew from it.
+    """
     try:
-        config = decode(encode(root.settings.get(RECORD)), StoreConfig, RECORD)
+        config = decode(encode(root.store), StoreConfig, CONFIG_KEY)
     except DamagedError:
         return None
-    return config if config.format <= FORMAT and _is_possible(config) else None
+    is_known = config.format <= FORMAT and config.digest == DIGEST_NAME
+    return config if is_known and _is_possible(config) else None
 
 
 def _is_possible(config: StoreConfig) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from casnap.backends.base import Backend
 from casnap.errors import CasnapError, StoreError, UnavailableError
 from casnap.format.records import Root
-from casnap.storage.log.config import RECORD, read_config
+from casnap.storage.log.config import read_config
 from casnap.storage.log.roots import last_listed
 
 
 def id_in(root: Root) -> str | None:
     """Return the id of the store that a root is of, as it says; None if it does not."""
-    record = root.settings.get(RECORD)
-    store_id = record.get("store_id") if isinstance(record, dict) else None
+    store_id = root.store.get("store_id")
     return store_id if isinstance(store_id, str) else None
 
 
