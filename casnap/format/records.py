@@ -166,6 +166,7 @@ class Root(Struct, frozen=True):
         write_features: A writer refuses it likewise.
         settings: Settings of the store; a writer keeps those that it does not know.
         store: A copy of ``casnap.json``.
+        writer: The program and version that put it, for people; nothing relies on it.
     """
 
     seq: int
@@ -180,6 +181,7 @@ class Root(Struct, frozen=True):
     write_features: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
     store: dict[str, Any] = {}
+    writer: str = ""
 
 
 FOLDER_ONLY = "folder-only"

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+import casnap
 from casnap import Retention, Snapshot, Store
 from casnap.errors import StoreError, UnsupportedFormatError
 from casnap.format.digest import Digest
@@ -268,6 +269,14 @@ def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(
     Snapshot(tmp_path / "s/b").restore(state(0))
     assert listed
     assert not {tmp_path / "s", tmp_path / "s/casnap-store/index"} & set(listed)
+
+
+def test_each_root_names_its_writer(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s").make()
+    assert newest_record(store)["writer"] == f"casnap {casnap.__version__}"
+    with_root(store, writer="rascnap 9")
+    store.take(state(1), "a")
+    assert newest_record(store)["writer"] == f"casnap {casnap.__version__}"
 
 
 # --- numbers of roots -------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from casnap.storage.log.config import (
     read_config,
 )
 from casnap.storage.log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
-from casnap.storage.log.roots import read_root, sealed_root
+from casnap.storage.log.roots import WRITER, read_root, sealed_root
 
 _log = logging.getLogger("casnap")
 # Seconds after which another process has put what it was about to put, where all puts win.
@@ -135,7 +135,7 @@ def _first_settings(backend: Backend, codec: str | None, *, is_explicit: bool) -
 
 def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
     commit, store = bytes.fromhex(config.store_id), msgspec.to_builtins(config)
-    return Root(seq=0, commit=commit, time=0.0, settings=settings, store=store)
+    return Root(0, commit, time=0.0, settings=settings, store=store, writer=WRITER)
 
 
 def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:

@@ -38,6 +38,7 @@ from casnap.format.records import (
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import run_both
 from casnap.storage.log.put_if_absent import recheck_put_if_absent
+from casnap.version import __version__
 
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.
@@ -46,6 +47,7 @@ DELTAS = "deltas"
 """The feature of stores that hold deltas (``format/delta.py``)."""
 FEATURES = frozenset({DELTAS})
 """What this version knows, to read and to write."""
+WRITER = f"casnap {__version__}"
 MOST_ROOTS = 1 << 48
 """Ids of packs and segments begin with the number of a root, in 6 bytes."""
 # Holds a copy of the newest root; no other is needed to read the store.
@@ -346,7 +348,7 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
             "store"
         )
     return msgspec.structs.replace(
-        root, seq=root.seq + 1, commit=commit, time=time.time(), **changes
+        root, seq=root.seq + 1, commit=commit, time=time.time(), writer=WRITER, **changes
     )
 
 
