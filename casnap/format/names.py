@@ -18,9 +18,6 @@ _MOST_CHARS = 1024
 # What nearly all names are like. To check others takes twenty times as long.
 _PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.ASCII)
 
-UNFINISHED = f"{STORE_FOLDER}/copy-"
-"""The beginning of the names of rows that are unfinished copies, not snapshots."""
-
 
 def check_name(name: str) -> str:
     """Check a snapshot name, and return it without slashes at its ends.
@@ -56,7 +53,7 @@ def check_name(name: str) -> str:
 
 def is_deep(name: str) -> bool:
     """Whether a snapshot of this name lies deeper than right in the folder of its store."""
-    return "/" in name and not name.startswith(UNFINISHED)
+    return "/" in name
 
 
 def _check_text(name: object) -> None:
@@ -79,8 +76,6 @@ def is_row_name(name: str) -> bool:
 
 @lru_cache(1 << 10)
 def _is_row_name(name: str) -> bool:
-    if _COPY.fullmatch(name):
-        return True
     try:
         return check_name(name) == name
     except InvalidNameError:
@@ -110,6 +105,5 @@ def key_of(component: str) -> str:
     return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
 
 
-_COPY = re.compile(f"{UNFINISHED}[0-9a-f]{{32}}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")

@@ -147,6 +147,18 @@ class Row(Struct, frozen=True, omit_defaults=True):
         return {note: True for note in (REWOUND, THINNED) if self.has_note(note)}
 
 
+class UnfinishedCopy(Struct, frozen=True, array_like=True):
+    """What was sent so far of a snapshot that is being copied into the store.
+
+    Attributes:
+        parts: The manifest of what was sent.
+        time: When the last part was sent, in seconds since the epoch, by the writer's clock.
+    """
+
+    parts: NodeRef
+    time: float
+
+
 class Root(Struct, frozen=True):
     """A root: what the store holds since it was put.
 
@@ -167,6 +179,7 @@ class Root(Struct, frozen=True):
         settings: Settings of the store; a writer keeps those that it does not know.
         store: A copy of ``casnap.json``.
         writer: The program and version that put it, for people; nothing relies on it.
+        copies: The unfinished copies of snapshots of other stores, by the commit ids of these.
     """
 
     seq: int
@@ -182,6 +195,7 @@ class Root(Struct, frozen=True):
     settings: dict[str, Any] = {}
     store: dict[str, Any] = {}
     writer: str = ""
+    copies: dict[bytes, UnfinishedCopy] = {}
 
 
 FOLDER_ONLY = "folder-only"

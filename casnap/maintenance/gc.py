@@ -34,8 +34,8 @@ from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
+from casnap.storage.catalog.abandoned_copies import drop_abandoned, without_abandoned
 from casnap.storage.catalog.settings import grace_of, recodes
-from casnap.storage.catalog.table import drop_stale_copies
 from casnap.storage.chunks.index import View
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.segments import Rewriting, rewrite_segments
@@ -257,9 +257,8 @@ class _Collector:
         if grace is None:
             grace = grace_of(root)
         self._grace = DAY if grace is None else grace
-        stale = drop_stale_copies(self._store, dry_run=self._options.dry_run)
-        if self._options.dry_run:
-            self._options = replace(self._options, forgotten=self._options.forgotten | stale)
+        if not self._options.dry_run:
+            drop_abandoned(self._store)
         self._recode(root)
         try:
             self._collect()
@@ -390,7 +389,9 @@ class _Collector:
                 _log.debug("%s: all is counted anew: %s", self._backend.uri, e)
         if self._counts is not None:
             self._counts.clear()
-        return Marks(self._store, view.root, self._progress, self._options.forgotten, self._counts)
+        # Otherwise the root names no abandoned copies; those that it names are needed.
+        root = without_abandoned(view.root) if self._options.dry_run else view.root
+        return Marks(self._store, root, self._progress, self._options.forgotten, self._counts)
 
     def _check_missing(self, marks: Marks | RecentMarks) -> None:
         unknown = marks.missing.difference(split_digests(marks.root.lost))

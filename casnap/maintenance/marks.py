@@ -7,16 +7,15 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from casnap.format.codec import Codec
-from casnap.format.names import UNFINISHED
 from casnap.format.records import PackId, RawRecord, Root, segment_records
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.references import (
     MANIFEST,
-    TABLE,
     digest_in,
     is_node,
     references_of_row,
+    tops_of,
     walk,
 )
 from casnap.storage.chunks.open_store import OpenStore
@@ -191,6 +190,7 @@ class Marks:
         """Return what only snapshots to be passed over refer to."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._forgotten:
+            rows[False].update(tops_of(self.root))
             for name, row in self._store.table(self.root).items():
                 rows[name in self._forgotten].update(references_of_row(row))
         return rows[True] - rows[False]
@@ -201,13 +201,9 @@ class Marks:
 
     def _walk_below(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield each node that was not seen yet, and what it refers to."""
-        if self.root.table is None:
-            return
-        table = self._store.table(self.root)
-        unfinished = {name for name, _ in table.items_below(UNFINISHED)}
-        self.snapshots = len(table) - len(unfinished.union(self._forgotten))
+        self.snapshots = len(self._store.table(self.root)) - len(self._forgotten)
         manifests = 0
-        for node, children in walk(self._store, [TABLE + self.root.table.digest], self._seen):
+        for node, children in walk(self._store, tops_of(self.root), self._seen):
             manifests += node[:1] == MANIFEST
             self._progress("marking", manifests, self.snapshots)
             yield node, children

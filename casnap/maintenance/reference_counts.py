@@ -25,6 +25,7 @@ from casnap.storage.catalog.references import (
     digest_in,
     is_node,
     references,
+    tops_of,
 )
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import DELTAS
@@ -36,7 +37,7 @@ _PART = 4 << 20
 
 
 class ReferenceCounts:
-    """How many references lead to each node and chunk, from the table of one root on.
+    """How many references lead to each node and chunk, from one root on.
 
     Attributes:
         is_known: Whether a collector has counted; else there is nothing to go on from.
@@ -54,7 +55,7 @@ class ReferenceCounts:
         self.live_bytes = 0
         self.dead: set[bytes] = set()
         self.segments: Mapping[SegmentId, frozenset[PackId]] = {}
-        self._top: bytes | None = None
+        self._tops: frozenset[bytes] = frozenset()
         self._nodes: Counter[bytes] = Counter()
         self._tally = _Tally()
         self._with_bases: frozenset[bytes] = frozenset()
@@ -68,9 +69,8 @@ class ReferenceCounts:
         """Note of which root these were all nodes, and how many bytes that needs."""
         self._tally.sort()
         self.live_bytes = live_bytes
-        self._top = _top(root)
-        if self._top is not None:
-            self._nodes[self._top] += 1
+        self._tops = frozenset(tops_of(root))
+        self._nodes.update(self._tops)
         self._count_bases(store, root)
         self.is_known = True
 
@@ -85,13 +85,12 @@ class ReferenceCounts:
         Raises:
             DamagedError: A node cannot be read. Then nothing is known any more.
         """
-        top = _top(root)
+        tops = frozenset(tops_of(root))
         try:
             new = self._count_bases(store, root)
-            if top != self._top:
-                new |= self._count_what_came(store, top, progress)
-                self._discount_what_went(store, self._top, progress)
-                self._top = top
+            new |= self._count_what_came(store, tops - self._tops, progress)
+            self._discount_what_went(store, self._tops - tops, progress)
+            self._tops = tops
         except BaseException:
             # Half of it is counted.
             self.clear()
@@ -108,10 +107,10 @@ class ReferenceCounts:
         return any(kind + digest in self._nodes for kind in _KINDS)
 
     def _count_what_came(
-        self, store: OpenStore, top: bytes | None, progress: Progress
+        self, store: OpenStore, tops: Iterable[bytes], progress: Progress
     ) -> set[bytes]:
         new: set[bytes] = set()
-        pending = [] if top is None else [top]
+        pending = list(tops)
         while pending:
             progress("marking", 0, len(pending))
             group = []
@@ -130,8 +129,10 @@ class ReferenceCounts:
                 new.update(came)
         return new
 
-    def _discount_what_went(self, store: OpenStore, top: bytes | None, progress: Progress) -> None:
-        pending = [] if top is None else [top]
+    def _discount_what_went(
+        self, store: OpenStore, tops: Iterable[bytes], progress: Progress
+    ) -> None:
+        pending = list(tops)
         while pending:
             progress("marking", 0, len(pending))
             node = pending.pop()
@@ -157,10 +158,6 @@ class ReferenceCounts:
                 new.update(bases)
         self._with_bases = frozenset(ref.id for ref in root.segments)
         return new
-
-
-def _top(root: Root) -> bytes | None:
-    return None if root.table is None else TABLE + root.table.digest
 
 
 class _Tally:

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import Entry, TensorEntry, payload_of
-from casnap.format.names import UNFINISHED
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
@@ -25,6 +24,7 @@ from casnap.format.records import (
     Row,
     SegmentId,
     SegmentRef,
+    Stats,
     count_records,
     max_segment_bytes,
     merged_segment,
@@ -274,6 +274,7 @@ class Survey:
         try:
             view = self.store.view()
             commits = {n: r.commit for n, r in self.store.table(view.root).items()}
+            commits |= {_copy_name(c): copy.parts.digest for c, copy in view.root.copies.items()}
         except DamagedError:
             return
         keys = {pack_key(pack) for pack in view.packs}
@@ -487,6 +488,8 @@ class Survey:
     def _walk(self) -> None:
         table, damages = self._try_read(partial(self._uncached.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
+        if self._only is None:
+            self._copies()
         if table is None:
             return
         if self._only is not None:
@@ -494,6 +497,7 @@ class Survey:
             self._hurt(damages, self._only, "")
             if row is not None:
                 self._snapshot(self._only, row)
+                self.snapshots += 1
             return
         self._rows(table, table.children, len(table))
         self.rejected_names = table.rejected
@@ -518,9 +522,15 @@ class Survey:
             for name, row in rows:
                 self._progress("looking at snapshots", self.snapshots, total)
                 self._snapshot(name, row)
+                self.snapshots += 1
+
+    def _copies(self) -> None:
+        """Survey what was sent of unfinished copies, which is kept like a snapshot."""
+        for commit, copy in self.root.copies.items():
+            row = Row(copy.parts.digest, copy.parts, self.root.seq, copy.time, 1, Stats())
+            self._snapshot(_copy_name(commit), row)
 
     def _snapshot(self, name: str, row: Row) -> None:
-        self.snapshots += not name.startswith(UNFINISHED)
         self._commits[name] = row.commit
         contents = Contents(self._uncached, name, row)
         manifest, damages = self._try_read(lambda: contents.manifest, name)
@@ -660,6 +670,11 @@ class Survey:
         if self.unreadable:
             return list(self.unreadable.values())
         return [self._add_damage("missing", "", "no pack of the index holds it", digest)]
+
+
+def _copy_name(commit: bytes) -> str:
+    """Return what an unfinished copy is called in damages."""
+    return f"the unfinished copy {commit.hex()}"
 
 
 def _name_of(key: str, count: int) -> str:

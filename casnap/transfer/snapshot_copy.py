@@ -13,7 +13,7 @@ from casnap.backends import Backend
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import Place, Row
+from casnap.format.records import Place, Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.catalog.contents import Contents
@@ -251,15 +251,20 @@ class SnapshotCopy:
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             self._placement(transaction, table, seq)
-            return unfinished.with_parts(transaction, table, seq, self._job, parts)
+            return {}
 
-        self._publish(transaction, change, len(sizes))
+        self._publish(
+            transaction,
+            change,
+            len(sizes),
+            lambda root: unfinished.with_parts(transaction, root, self._job, parts),
+        )
         self._parts |= parts
 
     def _finish(self, transaction: Transaction, chunks: int) -> Row:
         """Write the tree, and commit the snapshot."""
         nodes = self._put_nodes(transaction)
-        job, keeper = self._job, unfinished.name_of(self._job)
+        job = self._job
         contents = Contents(self._source, job.name, job.row)
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
@@ -268,7 +273,6 @@ class SnapshotCopy:
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             placement = self._placement(transaction, table, seq)
-            self._check_kept(transaction, table)
             stats = msgspec.structs.replace(
                 job.row.stats,
                 new_bytes=self._new_bytes + transaction.new_packs.stored_bytes,
@@ -292,11 +296,13 @@ class SnapshotCopy:
             if job.thin is not None:
                 changes |= job.thin(table, self._gone, new_rows[-1], transaction)
             changes[job.new_name] = new_rows[-1]
-            if table.get(keeper) is not None:
-                changes[keeper] = None
             return changes
 
-        self._publish(transaction, change, chunks + nodes)
+        def update_root(root: Root) -> Root:
+            self._check_kept(transaction.store, root)
+            return unfinished.without(root, job)
+
+        self._publish(transaction, change, chunks + nodes, update_root)
         return new_rows[-1]
 
     def _put_nodes(self, transaction: Transaction) -> int:
@@ -318,8 +324,14 @@ class SnapshotCopy:
                     count += 1
         return count
 
-    def _publish(self, transaction: Transaction, change: Change, chunks: int) -> None:
-        publish(transaction, change)
+    def _publish(
+        self,
+        transaction: Transaction,
+        change: Change,
+        chunks: int,
+        update_root: Callable[[Root], Root],
+    ) -> None:
+        publish(transaction, change, update_root=update_root)
         self._new_bytes += transaction.new_packs.stored_bytes
         self._tally.count_sent(chunks, transaction.new_packs.stored_bytes)
 
@@ -329,14 +341,14 @@ class SnapshotCopy:
             raise _CopiedMeanwhileError
         return placement
 
-    def _check_kept(self, transaction: Transaction, table: Table) -> None:
-        """Check that the table still refers to what this does not rely on by itself.
+    def _check_kept(self, store: OpenStore, root: Root) -> None:
+        """Check that a root still refers to what this does not rely on by itself.
 
         Raises:
             FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
         """
-        parts = unfinished.parts_of(transaction.store, table.get(unfinished.name_of(self._job)))
-        stand = self._parts.items() <= parts.items()
+        table = store.table(root)
+        stand = self._parts.items() <= unfinished.parts_of(store, root, self._job).items()
         for name, job in self._tree.shared_with.items():
             row = table.get(name)
             stand &= row is not None and row.manifest.digest == job.row.manifest.digest

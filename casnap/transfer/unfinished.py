@@ -1,28 +1,22 @@
-"""Rows that keep the sent parts of an unfinished copy from the collector.
+"""Unfinished copies in the root, which keep the parts that were sent from the collector.
 
-A row of the table, under a name that no snapshot can have, refers to the chunks that were sent. Its
-manifest has a key for each part, with an entry for each chunk: a value of its bytes. So for every
-collector it is a snapshot like others.
+For each there is a manifest with a key for each part, with an entry for each chunk: a value of its
+bytes. So for every collector it is like that of a snapshot.
 """
 
 from __future__ import annotations
 
 import time
 
+import msgspec
+
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry, Manifest, Payload, ValueEntry
-from casnap.format.names import UNFINISHED
-from casnap.format.records import NodeRef, Row, Stats, decode, encode
+from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode, encode
 from casnap.format.tree import build
-from casnap.storage.catalog.table import Table
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
 from casnap.transfer.copy_jobs import CopyJob
-
-
-def name_of(job: CopyJob) -> str:
-    """Return the name of the row that keeps what was sent of a snapshot."""
-    return UNFINISHED + job.row.commit.hex()
 
 
 def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
@@ -42,32 +36,24 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
     return {transaction.commit_id.hex(): build(entries, transaction.put_node)}
 
 
-def parts_of(store: OpenStore, row: Row | None) -> dict[str, bytes]:
-    """Return the parts that a row refers to."""
-    if row is None:
+def parts_of(store: OpenStore, root: Root, job: CopyJob) -> dict[str, bytes]:
+    """Return the parts of a snapshot that a root refers to."""
+    copy = root.copies.get(job.row.commit)
+    if copy is None:
         return {}
-    node = store.node(Digest(row.manifest.digest), row.manifest.hint)
+    node = store.node(Digest(copy.parts.digest), copy.parts.hint)
     return decode(node, Manifest, "the manifest of an unfinished copy").shared
 
 
-def with_parts(
-    transaction: Transaction,
-    table: Table,
-    seq: int,
-    job: CopyJob,
-    parts: dict[str, bytes],
-) -> dict[str, Row | None]:
-    """Return the change of the table that adds some parts."""
-    name = name_of(job)
-    every = {**parts_of(transaction.store, table.get(name)), **parts}
-    manifest = encode(Manifest(every, {"0": {}}))
-    row = Row(
-        commit=transaction.commit_id,
-        manifest=NodeRef(transaction.put_table_node(manifest), None),
-        seq=seq,
-        time=time.time(),
-        world_size=1,
-        stats=Stats(entries=len(every)),
-        metadata={"copying": job.new_name},
-    )
-    return {name: row}
+def with_parts(transaction: Transaction, root: Root, job: CopyJob, parts: dict[str, bytes]) -> Root:
+    """Return a root that refers to some more parts of a snapshot."""
+    every = {**parts_of(transaction.store, root, job), **parts}
+    manifest = transaction.put_table_node(encode(Manifest(every, {"0": {}})))
+    copy = UnfinishedCopy(NodeRef(manifest, None), time.time())
+    return msgspec.structs.replace(root, copies={**root.copies, job.row.commit: copy})
+
+
+def without(root: Root, job: CopyJob) -> Root:
+    """Return a root that refers to no parts of a snapshot."""
+    copies = {commit: copy for commit, copy in root.copies.items() if commit != job.row.commit}
+    return msgspec.structs.replace(root, copies=copies)

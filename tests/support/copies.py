@@ -8,7 +8,6 @@ from typing import Any
 
 from casnap import Store
 from casnap.backends import Backend
-from casnap.format.names import UNFINISHED
 from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
@@ -40,9 +39,8 @@ def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) ->
 
 
 def unfinished(place: Place) -> list[str]:
-    """Return the names of the rows of copies that are under way."""
-    open_store = opened(place).open_store
-    return [name for name, _ in open_store.table(open_store.newest()).items_below(UNFINISHED)]
+    """Return the commit ids of the snapshots that are being copied into a store."""
+    return [commit.hex() for commit in opened(place).open_store.newest().copies]
 
 
 def assert_copied(source: Place, destination: Place, names: set[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -23,8 +24,9 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format.records import pack_key
+from casnap.format.records import NodeRef, UnfinishedCopy, pack_key, root_key
 from casnap.storage.chunks.copying import ChunkBuffer
+from casnap.storage.log.roots import put_next_root
 from casnap.transfer import delta_sends
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
@@ -261,12 +263,10 @@ def interrupted(
 def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "copy", 150_000)
     there = Store(tmp_path / "copy").make()
-    [name] = unfinished(there)
+    assert unfinished(there) == [source["step_0"].commit_id]
     assert there.snapshots() == []
     assert there.latest() is None
     assert there.usage() == []
-    with pytest.raises(InvalidNameError):
-        there[name]
     take(there, 7)
     assert [v.name for v in there.prune(Retention(keep_last=1)).verdicts] == ["step_7"]
     report = there.gc(grace=0)
@@ -283,6 +283,25 @@ def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) ->
     assert rest.sent_bytes < whole.sent_bytes - CHUNK
     assert unfinished(there) == []
     assert_copied(source, there, {"step_0"})
+
+
+def test_damage_to_an_unfinished_copy(source: Store, tmp_path: Path) -> None:
+    """A check says so; and a root that names one by nonsense is damaged."""
+    interrupted(source, tmp_path / "copy", 150_000)
+    there = Store(tmp_path / "copy").make()
+    root = there.open_store.newest()
+    [(commit, copy)] = root.copies.items()
+    lost = msgspec.structs.replace(copy, parts=NodeRef(bytes(32), None))
+    assert put_next_root(there.open_store.backend, root, copies={commit: lost})
+    [damage] = there.check().damages
+    assert [h.snapshot for h in damage.hurts] == [f"the unfinished copy {commit.hex()}"]
+    for bad in ({commit[1:]: copy}, {commit: UnfinishedCopy(NodeRef(b"x", None), 1.0)}):
+        newest = there.open_store.newest()
+        assert put_next_root(there.open_store.backend, newest, copies=bad)
+        with pytest.raises(DamagedError, match="has a malformed unfinished copy"):
+            Store(tmp_path / "copy").snapshots()
+        (tmp_path / "copy/casnap-store" / root_key(newest.seq + 1)).unlink()
+        shutil.rmtree(tmp_path / "copy/casnap-store/roots/copies")
 
 
 def test_over_a_slow_link_parts_are_of_time(

@@ -12,12 +12,18 @@ from typing import Any
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest, payload_of
-from casnap.format.records import Row, decode
+from casnap.format.records import Root, Row, decode
 from casnap.format.tree import TABLE_FANOUT, Load, Tree
 from casnap.storage.chunks.open_store import OpenStore
 
 TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
 _TOGETHER = 64
+
+
+def tops_of(root: Root) -> list[bytes]:
+    """Return the references of a root: to its table, and to what was sent of unfinished copies."""
+    table = [] if root.table is None else [TABLE + root.table.digest]
+    return table + [MANIFEST + copy.parts.digest for copy in root.copies.values()]
 
 
 def is_node(reference: bytes) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from casnap.errors import (
     nearest,
 )
 from casnap.format.decoding import json_decoder
-from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
+from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import MAX_METADATA_BYTES, Root, Row
 from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
@@ -40,16 +39,14 @@ _FENCED_TRIES = 3
 _METADATA_DEPTH = 64
 _MOST_TAGS = 100
 _TAG_CHARS = 100
-_ABANDONED_AFTER = 7 * 86400.0
 
 Table = Tree[Row]
 Change = Callable[[Table, int], dict[str, "Row | None"]]
 
 
 def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
-    """Yield the snapshots below a folder, "" for all; unfinished copies are not among them."""
-    rows = table.items_below(f"{folder}/" if folder else "")
-    return (item for item in rows if not item[0].startswith(UNFINISHED))
+    """Return the snapshots below a folder, "" for all."""
+    return table.items_below(f"{folder}/" if folder else "")
 
 
 def run_of(name: str, row: Row) -> str:
@@ -78,24 +75,6 @@ def runs_of(rows: Iterable[tuple[str, Row]]) -> dict[str, list[tuple[str, Row]]]
     for name, row in sorted(rows, key=lambda item: not item[1].is_rewound):
         runs.setdefault(run_of(name, row), []).append((name, row))
     return runs
-
-
-def stale_copies(table: Table) -> list[str]:
-    """Return the names of the rows of copies that were not gone on with for a week.
-
-    A time in the future counts like one in the past, so that no row stays for ever.
-    """
-    now = time.time()
-    rows = table.items_below(UNFINISHED)
-    return [name for name, row in rows if not abs(now - row.time) <= _ABANDONED_AFTER]
-
-
-def drop_stale_copies(store: OpenStore, *, dry_run: bool) -> frozenset[str]:
-    """Drop the rows of copies that were not gone on with for a week; return their names."""
-    stale = store.read_at_newest(lambda root: stale_copies(store.table(root)), store.recent)
-    if stale and not dry_run:
-        change_table(store, lambda table, _: dict.fromkeys(stale_copies(table)))
-    return frozenset(stale)
 
 
 def row_of(table: Table, name: str, backend: Backend) -> Row:

@@ -330,6 +330,9 @@ def _problem(root: Root, seq: int) -> str | None:
         return "has a malformed condemned pack"
     if len(root.lost) % DIGEST_SIZE:
         return "has a malformed list of lost digests"
+    copies = root.copies.items()
+    if any(len(c) != ID_SIZE or len(copy.parts.digest) != DIGEST_SIZE for c, copy in copies):
+        return "has a malformed unfinished copy"
     return None
 
 
