@@ -15,7 +15,6 @@ from casnap.format.entries import (
     Entry,
     TensorEntry,
     ValueEntry,
-    payload_of,
 )
 from casnap.format.plain_values import PLAIN_CODECS, decode_text
 from casnap.storage.catalog.contents import Contents
@@ -35,7 +34,7 @@ def type_text(entry: Entry) -> str:
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
     """Return the description of an entry, for JSON."""
-    facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": payload_of(entry).nbytes}
+    facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": entry.payload.nbytes}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
         return {
@@ -65,7 +64,7 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
         DamagedError: Its bytes are missing or malformed.
     """
     decode = _DECODERS.get(entry.kind)
-    if decode is None or entry.data.nbytes > SMALL:
+    if decode is None or entry.payload.nbytes > SMALL:
         return False, None
     try:
         return True, decode(_bytes_of(contents, path, entry))
@@ -78,7 +77,7 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
 def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:
     chunks = contents.chunks(path, entry)
     if not chunks:
-        return entry.data.inline
+        return entry.payload.inline
     # So small a value is one chunk.
     parts: list[bytes] = []
     digest, nbytes = chunks[0]

@@ -27,7 +27,7 @@ from casnap.cli.output import (
     summary,
     table,
 )
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
 from casnap.storage.catalog.contents import Contents, Entries
@@ -82,7 +82,7 @@ def _keys(contents: Contents) -> Iterator[Facts]:
                 "entry": key if rank is None else f"{rank}/{key}",
                 "rank": None if rank is None else int(rank),
                 "entry_count": len(tree),
-                "logical_bytes": sum(payload_of(entry).nbytes for _, entry in tree.items()),
+                "logical_bytes": sum(entry.payload.nbytes for _, entry in tree.items()),
             }
 
 
@@ -114,7 +114,7 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
         if len(inside) == len(inner) + 1 + len(name):
             child["what"] = type_text(entry)
         child["entry_count"] += 1
-        child["logical_bytes"] += payload_of(entry).nbytes
+        child["logical_bytes"] += entry.payload.nbytes
     if all(name.isascii() and name.isdigit() for name in children):
         return [children[name] for name in sorted(children, key=lambda n: (len(n), n))]
     return list(children.values())

@@ -56,7 +56,7 @@ class ChunkWriter:
 
     def _wants(self, fd: int, placed: Iterable[Placed]) -> Iterator[Want]:
         for path, entry, start in placed:
-            payload = entry.data
+            payload = entry.payload
             if payload.nbytes <= INLINE_BYTES:
                 if len(payload.inline) != payload.nbytes:
                     raise DamagedError(f"{self._contents.label}: {path} is cut off", (path,))

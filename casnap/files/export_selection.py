@@ -111,7 +111,7 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
     equal = {
         name: names.setdefault(_content(entry), name)
         for name, (_, entry) in tensors.items()
-        if entry.data.nbytes > INLINE_BYTES
+        if entry.payload.nbytes > INLINE_BYTES
     }
     return {n: same_as for n, same_as in equal.items() if n != same_as and n not in without}
 
@@ -143,7 +143,7 @@ def without_tied(
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:
     """Return what is equal for tensors that are equal."""
-    return entry.dtype, entry.shape, entry.data
+    return entry.dtype, entry.shape, entry.payload
 
 
 def shards_of(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:

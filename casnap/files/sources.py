@@ -19,7 +19,7 @@ import torch
 
 from casnap.backends.places import exists, is_file
 from casnap.errors import FileFormatError, InvalidNameError
-from casnap.format.entries import ContainerEntry, Payload, TensorEntry, payload_of
+from casnap.format.entries import ContainerEntry, Payload, TensorEntry
 from casnap.format.region import Region, cover_once
 from casnap.runtime.buffers import address_of, view_at
 from casnap.state.sharded import Shards
@@ -54,7 +54,7 @@ class SourceFiles:
         entries = [leaf.entry for leaves in self.leaves.values() for leaf in leaves]
         tensors = sum(isinstance(entry, TensorEntry) for entry in entries)
         containers = sum(isinstance(entry, ContainerEntry) for entry in entries)
-        nbytes = sum(payload_of(entry).nbytes for entry in entries)
+        nbytes = sum(entry.payload.nbytes for entry in entries)
         return tensors, len(entries) - tensors - containers, nbytes
 
 
@@ -255,4 +255,4 @@ def _entry(path: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
     if torch_dtype is None:
         raise FileFormatError(f"{path}: tensors of dtype {dtype!r:.40} cannot be imported")
     _check_shape(shape, path)
-    return TensorEntry(dtype, shape, Payload(prod(shape) * torch_dtype.itemsize))
+    return TensorEntry(Payload(prod(shape) * torch_dtype.itemsize), dtype, shape)

@@ -37,7 +37,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
     if not values:
         raise FileFormatError(f"{contents.label}: there is nothing to export at this path")
     sizes = {
-        name: content.entry.data.nbytes if isinstance(content.entry, TensorEntry) else 0
+        name: content.entry.payload.nbytes if isinstance(content.entry, TensorEntry) else 0
         for name, content in values.items()
     }
     tensors = {

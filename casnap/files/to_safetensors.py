@@ -45,7 +45,7 @@ def plan_safetensors(
     if not tensors:
         raise FileFormatError(f"{contents.label}: there is no tensor to export at this path")
     tensors, tied_to = without_tied(tensors, options.tied, contents.label)
-    sizes = {name: tensor.entry.data.nbytes for name, tensor in tensors.items()}
+    sizes = {name: tensor.entry.payload.nbytes for name, tensor in tensors.items()}
     total = sum(sizes.values())
     report = ExportReport(
         options.dry_run, "safetensors", tensors=len(tensors), nbytes=total, left_out=left_out

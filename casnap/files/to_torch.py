@@ -43,7 +43,7 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
     _, tied_names = without_tied(tensors, options.tied, contents.label)
     tied_to = {tensors[name].path: tensors[alias].path for name, alias in tied_names.items()}
     entries = {path: entry for path, entry in streamed.items() if path not in tied_to}
-    total = sum(entry.data.nbytes for entry in entries.values())
+    total = sum(entry.payload.nbytes for entry in entries.values())
     report = ExportReport(options.dry_run, "torch", {name: total}, len(streamed), total)
     report.tied, report.equal = tied_names, equal_tensors(tensors, tied_names)
 

@@ -42,7 +42,7 @@ class StandIns:
     """
 
     def __init__(self, entries: Iterable[TensorEntry]) -> None:
-        nbytes = sum(entry.data.nbytes + ALIGNMENT for entry in entries)
+        nbytes = sum(entry.payload.nbytes + ALIGNMENT for entry in entries)
         # Memory that is never touched takes none.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._memory = mmap.mmap(-1, nbytes or 1, flags)
@@ -186,7 +186,7 @@ def write_archives(fd: int, writer: ChunkWriter, archives: list[Archive], nbytes
 
 def _crc_of(fd: int, tensor: Placed) -> int:
     """Return the CRC-32 of a tensor that was just written, so it is read from memory."""
-    crc, at, end = 0, tensor.start, tensor.start + tensor.entry.data.nbytes
+    crc, at, end = 0, tensor.start, tensor.start + tensor.entry.payload.nbytes
     while at < end:
         piece = os.pread(fd, min(_PIECE_BYTES, end - at), at)
         crc = zlib.crc32(piece, crc)

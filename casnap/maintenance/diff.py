@@ -9,7 +9,7 @@ from typing import Literal
 
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
-from casnap.format.entries import Entry, payload_of
+from casnap.format.entries import Entry
 from casnap.format.tree import LeafNode, Tree
 from casnap.storage.catalog.contents import Contents
 
@@ -144,8 +144,8 @@ def _change(
 ) -> Change:
     if entry_b is None:
         assert entry_a is not None
-        return Change(path, "removed", entry_a, None, 0, payload_of(entry_a).nbytes)
-    nbytes = payload_of(entry_b).nbytes
+        return Change(path, "removed", entry_a, None, 0, entry_a.payload.nbytes)
+    nbytes = entry_b.payload.nbytes
     if entry_a is None:
         return Change(path, "added", None, entry_b, nbytes, nbytes)
     return Change(
@@ -154,7 +154,7 @@ def _change(
 
 
 def _changed_bytes(a: Contents, b: Contents, path: str, entry_a: Entry, entry_b: Entry) -> int:
-    was, now = payload_of(entry_a), payload_of(entry_b)
+    was, now = entry_a.payload, entry_b.payload
     if was == now:
         return 0
     chunks = b.chunks(path, entry_b)

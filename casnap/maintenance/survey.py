@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.entries import Entry, TensorEntry, payload_of
+from casnap.format.entries import Entry, TensorEntry
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
@@ -592,7 +592,7 @@ class Survey:
 
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry. A known list of chunks is not read again."""
-        payload = payload_of(entry)
+        payload = entry.payload
         form = entry.shape if isinstance(entry, TensorEntry) else ()
         content = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and content in self._lists:

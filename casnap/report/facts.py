@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from casnap.errors import DamagedError
-from casnap.format.entries import ContainerEntry, payload_of
+from casnap.format.entries import ContainerEntry
 from casnap.maintenance.diff import diff
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.usage import DiskUsage, disk_usage, usage
@@ -218,7 +218,7 @@ def _sizes(contents: Contents) -> dict[Path, int]:
         for key, digest in trees.items():
             for path, entry in contents.tree(digest).items():
                 if not isinstance(entry, ContainerEntry):
-                    sizes.append((_parts(prefix + key + path), payload_of(entry).nbytes))
+                    sizes.append((_parts(prefix + key + path), entry.payload.nbytes))
     return {parts: nbytes for parts, nbytes in _summed(sizes).items() if nbytes}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from casnap.errors import MismatchError
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.restore.indexing import Index
 from casnap.restore.read_object import read_objects, read_tensor
 from casnap.runtime.torch_modes import without_torch_modes
@@ -65,11 +65,11 @@ class Handle:
     def nbytes(self) -> int:
         """The bytes of a tensor or value; of a container, those of everything below it."""
         if not isinstance(self._entry, ContainerEntry):
-            return payload_of(self._entry).nbytes
+            return self._entry.payload.nbytes
         with self._contents.reading():
             listed = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
         entries = (entry for entry in listed.values() if not isinstance(entry, ContainerEntry))
-        return sum(payload_of(entry).nbytes for entry in entries)
+        return sum(entry.payload.nbytes for entry in entries)
 
     @property
     def is_global(self) -> bool:

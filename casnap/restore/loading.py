@@ -18,7 +18,6 @@ from casnap.format.entries import (
     Entry,
     Payload,
     TensorEntry,
-    payload_of,
 )
 from casnap.format.grid import Grid
 from casnap.format.region import Region
@@ -122,7 +121,7 @@ class Loading:
         """
         if not isinstance(entry, TensorEntry):
             # Memory is taken later, once it is known that there are chunks for it.
-            self._counter.total += payload_of(entry).nbytes
+            self._counter.total += entry.payload.nbytes
             self._items.append(_Item(path, entry, bytearray()))
             return
         with naming(self._contents, path):
@@ -193,7 +192,7 @@ class Loading:
         """
         for item in self._items:
             path, entry, content, _ = item
-            payload = payload_of(entry)
+            payload = entry.payload
             if payload.nbytes <= INLINE_BYTES:
                 self._fill_inline(item, payload)
                 continue

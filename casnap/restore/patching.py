@@ -159,7 +159,7 @@ class LiveWeights:
                 continue
             digests = _digests_of(contents, path, entry)
             held = patch.held[name] = _Held(entry, digests, shards.value, memory)
-            if not entry.data.nbytes:
+            if not entry.payload.nbytes:
                 continue
             cells = contents.cells(path, entry)
             # Of another shape or dtype, or short enough to stand in its entry, it is read whole.
@@ -259,7 +259,7 @@ def _is_same(held: _Held, value: torch.Tensor, memory: _Memory) -> bool:
 
 
 def _digests_of(contents: Contents, path: str, entry: TensorEntry) -> bytes:
-    payload = entry.data
+    payload = entry.payload
     if payload.nbytes <= INLINE_BYTES:
         return b""
     return contents.digests(payload, contents.cells(path, entry), path)

@@ -145,9 +145,9 @@ def read_tensor(
         obj_out is not None and fits and is_fillable(obj_out) and not overlaps_itself(obj_out)
     )
     part = TensorEntry(
+        Payload(prod(selection.shape) * itemsize_of(entry)),
         entry.dtype,
         selection.shape,
-        Payload(prod(selection.shape) * itemsize_of(entry)),
         entry.kind if index is None else _PLAIN.get(entry.kind, entry.kind),
         entry.requires_grad and index is None,
         entry.quantization,

@@ -59,7 +59,7 @@ def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> S
     if live.is_sharded:
         return _sharded_like(path, value)
     memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-    content = (entry.dtype, entry.data)
+    content = (entry.dtype, entry.payload)
     if (memory, content) not in tied:
         tensor = allocate(entry, value.device)
         tied[memory, content] = live._replace(tensors=(tensor,), value=tensor)
@@ -152,7 +152,7 @@ def conflicts(
     def content(part: tuple[str, int]) -> object:
         entry = entries[part[0]]
         assert isinstance(entry, TensorEntry)
-        return entry.dtype, entry.data
+        return entry.dtype, entry.payload
 
     return conflicting_groups(memory, content)
 

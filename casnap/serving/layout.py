@@ -85,7 +85,7 @@ class PlacedTensor:
         Raises:
             DamagedError: The entry contradicts itself.
         """
-        payload = self.entry.data
+        payload = self.entry.payload
         chunks = self._contents.chunks(self.path, self.entry)
         if 0 < payload.nbytes <= INLINE_BYTES:
             if len(payload.inline) != payload.nbytes:
@@ -175,7 +175,7 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
     names = sorted(tensors)
     dtypes = {name: _dtype(tensors[name].entry.dtype, options.dtype) for name in names}
     sizes = {
-        name: entry.data.nbytes // itemsize_of(entry.dtype) * itemsize_of(dtypes[name])
+        name: entry.payload.nbytes // itemsize_of(entry.dtype) * itemsize_of(dtypes[name])
         for name in names
         for entry in (tensors[name].entry,)
     }
@@ -226,7 +226,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             isinstance(entry, ValueEntry)
             and entry.kind in ("str", "bytes")
             and PurePosixPath(name).name == name
-            and is_carried(name, entry.data.nbytes)
+            and is_carried(name, entry.payload.nbytes)
         ):
             files[name] = _content(contents, path, entry)
     return files
@@ -239,4 +239,4 @@ def _content(contents: Contents, path: str, entry: ValueEntry) -> bytes:
         for i, (digest, nbytes) in enumerate(contents.chunks(path, entry))
     ]
     contents.store.fetch(wants)
-    return b"".join(parts[i] for i in range(len(wants))) if wants else entry.data.inline
+    return b"".join(parts[i] for i in range(len(wants))) if wants else entry.payload.inline

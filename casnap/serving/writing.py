@@ -236,8 +236,8 @@ class _Writer:
     def _wants(self, fd: int, pieces: list[_Piece]) -> Iterator[Want]:
         for piece in pieces:
             tensor, _, cell = piece
-            if tensor.entry.data.nbytes <= INLINE_BYTES:
-                self._put(fd, piece, memoryview(tensor.entry.data.inline))
+            if tensor.entry.payload.nbytes <= INLINE_BYTES:
+                self._put(fd, piece, memoryview(tensor.entry.payload.inline))
             else:
                 sink = partial(self._put, fd, piece)
                 yield Want(cell.digest, cell.raw_bytes, sink, tensor.path)

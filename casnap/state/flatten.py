@@ -145,7 +145,7 @@ def containers_of(value: Any, path: str) -> Iterator[Leaf]:
 
 def _container_leaf(path: str, node: Opened) -> Leaf:
     spec = encode(node.spec()) if node.spec is not None else b""
-    return Leaf(path, ContainerEntry(node.kind, len(node.children), _payload(spec)), spec)
+    return Leaf(path, ContainerEntry(_payload(spec), node.kind, len(node.children)), spec)
 
 
 def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
@@ -153,7 +153,7 @@ def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
 
 
 def _leaf_of(path: str, kind: str, data: bytes) -> Leaf:
-    return Leaf(path, ValueEntry(kind, _payload(data)), data)
+    return Leaf(path, ValueEntry(_payload(data), kind), data)
 
 
 def _payload(data: bytes) -> Payload:

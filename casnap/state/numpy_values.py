@@ -52,7 +52,7 @@ def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
         # An element is one character: of a single long item numpy would drop the NULs at the end.
         text = value.encode("utf-32-le", "surrogatepass") if type(value) is np.str_ else value
         dtype = "<U1" if type(value) is np.str_ else "|S1"
-        entry = TensorEntry(dtype, (len(value),), Payload(len(text)), "numpy_scalar")
+        entry = TensorEntry(Payload(len(text)), dtype, (len(value),), "numpy_scalar")
         return entry, _carrier_of(bytes(text))
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise UnsupportedTypeError(
@@ -64,7 +64,7 @@ def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
         content, kind = _carrier_of(value), "ndarray"
     else:
         content, kind = _carrier_of(value.tobytes()), "numpy_scalar"
-    return TensorEntry(dtype, tuple(value.shape), Payload(value.nbytes), kind), content
+    return TensorEntry(Payload(value.nbytes), dtype, tuple(value.shape), kind), content
 
 
 def _checked_typestr(path: str, dtype: NumpyDtype) -> str:

@@ -106,7 +106,7 @@ def describe(path: str, value: Any) -> Leaf:
             raise _no_values(path, value)
     if getattr(value, "_is_buffer", False):
         kind = "buffer"
-    entry = TensorEntry(name, tuple(value.shape), Payload(nbytes), kind, requires_grad)
+    entry = TensorEntry(Payload(nbytes), name, tuple(value.shape), kind, requires_grad)
     return Leaf(path, entry, content)
 
 
@@ -239,7 +239,7 @@ def _describe_odd(path: str, value: torch.Tensor) -> Leaf:
     kind, content = _KINDS[type(value)], value.detach().int_repr()
     payload = Payload(content.numel() * content.element_size())
     quantization = quantization_of(path, value)
-    entry = TensorEntry(name, tuple(value.shape), payload, kind, False, quantization)
+    entry = TensorEntry(payload, name, tuple(value.shape), kind, False, quantization)
     return Leaf(path, entry, content)
 
 
@@ -290,7 +290,7 @@ def describe_shards(path: str, shards: Shards) -> Leaf:
     if getattr(value, "_is_buffer", False):
         kind = "buffer"
     payload = Payload(prod(shards.shape) * value.dtype.itemsize)
-    entry = TensorEntry(name, shards.shape, payload, kind, value.requires_grad)
+    entry = TensorEntry(payload, name, shards.shape, kind, value.requires_grad)
     return Leaf(path, entry, shards._replace(tensors=carriers))
 
 
@@ -322,7 +322,7 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
     check_shape(entry)
     try:
         if is_numpy(entry):
-            return torch.empty(entry.data.nbytes, dtype=torch.uint8)
+            return torch.empty(entry.payload.nbytes, dtype=torch.uint8)
         dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
         # torch warns that complex32 is experimental, and cannot create float4 at all if algorithms
         # must be deterministic.
@@ -331,7 +331,7 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
         return torch.empty(entry.shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as e:
         raise StateError(
-            f"there is no memory for {entry.data.nbytes} bytes of {entry.dtype} on {device}: {e}"
+            f"there is no memory for {entry.payload.nbytes} bytes of {entry.dtype} on {device}: {e}"
         ) from e
 
 
@@ -342,7 +342,7 @@ def check_shape(entry: TensorEntry) -> None:
         DamagedError: They contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
     """
-    itemsize, payload = itemsize_of(entry), entry.data
+    itemsize, payload = itemsize_of(entry), entry.payload
     if not _is_shape(entry.shape) or prod(entry.shape) * itemsize >= _MAX_BYTES:
         raise DamagedError(f"an entry has the impossible shape {entry.shape[:64]}")
     if itemsize * prod(entry.shape) != payload.nbytes:

@@ -14,7 +14,6 @@ from casnap.format.entries import (
     Entry,
     Payload,
     TensorEntry,
-    payload_of,
     with_payload,
 )
 from casnap.format.grid import Grid, grid_of
@@ -121,7 +120,7 @@ class CapturedState:
                         f"{path[:80]}…: a path of {len(path):,} characters is too long; "
                         f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                     )
-                payload, grid = payload_of(entry), None
+                payload, grid = entry.payload, None
                 # The entry of a small value is what is stored, and there may be a million of them.
                 if payload.inline:
                     self.inline[i] = entry
@@ -157,7 +156,7 @@ class CapturedState:
 
     def bytes_to_hash(self) -> int:
         """Return how many bytes this rank hashes."""
-        sizes = (payload_of(self.leaves[i].entry).nbytes for i in self._whole_leaves())
+        sizes = (self.leaves[i].entry.payload.nbytes for i in self._whole_leaves())
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
@@ -201,7 +200,7 @@ class CapturedState:
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
         """Return which of some leaves, and which cell of it, is at a share of their bytes."""
-        sizes = [payload_of(self.leaves[i].entry).nbytes for i in leaves]
+        sizes = [self.leaves[i].entry.payload.nbytes for i in leaves]
         start = share * sum(sizes)
         for number, nbytes in enumerate(sizes):
             if start < nbytes:
@@ -250,7 +249,7 @@ def grid_of_leaf(leaf: Leaf, chunk_size: int) -> Grid:
     entry = leaf.entry
     if isinstance(entry, TensorEntry):
         return grid_of(entry.shape, itemsize_of(entry), chunk_size)
-    return grid_of((payload_of(entry).nbytes,), 1, chunk_size)
+    return grid_of((entry.payload.nbytes,), 1, chunk_size)
 
 
 def _same_memory(a: torch.Tensor, b: object) -> bool:
@@ -264,7 +263,7 @@ def _same_memory(a: torch.Tensor, b: object) -> bool:
 
 def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
     """Return the entry of a small leaf with its bytes, as it is stored."""
-    nbytes = payload_of(entry).nbytes
+    nbytes = entry.payload.nbytes
     if nbytes == 0:
         return entry
     if not isinstance(content, bytes):

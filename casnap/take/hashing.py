@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.format.entries import INLINE_BYTES, payload_of
+from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.chunks.pack import Raw, SelectNew
@@ -92,7 +92,7 @@ class Hasher:
     def _keep_inline(self, piece: Piece) -> bool:
         """Keep the bytes of a piece if its tensor is shared by ranks, but stands in its entry."""
         cells = self.digests.cells.get(piece.leaf)
-        if cells is None or payload_of(self._state.leaves[piece.leaf].entry).nbytes > INLINE_BYTES:
+        if cells is None or self._state.leaves[piece.leaf].entry.payload.nbytes > INLINE_BYTES:
             return False
         if piece.ready is not None:
             piece.ready()

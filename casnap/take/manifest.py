@@ -22,7 +22,6 @@ from casnap.format.entries import (
     Entry,
     Manifest,
     Payload,
-    payload_of,
     with_payload,
 )
 from casnap.format.records import encode
@@ -209,7 +208,7 @@ class _Builder:
         if leaf in state.inline:
             return state.inline[leaf]
         path, entry, _ = state.leaves[leaf]
-        nbytes = payload_of(entry).nbytes
+        nbytes = entry.payload.nbytes
         if leaf in state.assigned:
             runs = self._cells.get(self._division.keys[leaf], {})
             count = state.assigned[leaf].grid.count
@@ -244,7 +243,7 @@ def _sharded_entries(
     entries: dict[str, Entry] = {}
     first_cells: dict[str, list[int]] = {}
     for key, owned in division.owned.items():
-        path, nbytes = owned.path, payload_of(owned.entry).nbytes
+        path, nbytes = owned.path, owned.entry.payload.nbytes
         payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put_node)
         entry = with_payload(owned.entry, payload)
         if entries.setdefault(path, entry) != entry:
@@ -297,4 +296,4 @@ def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
 
 
 def _nbytes(entries: Mapping[str, Entry]) -> int:
-    return sum(payload_of(entry).nbytes for entry in entries.values())
+    return sum(entry.payload.nbytes for entry in entries.values())

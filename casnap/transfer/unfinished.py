@@ -30,7 +30,7 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
         The key of the part, and the top of its tree.
     """
     entries: dict[str, Entry] = {
-        f"/{number}": ValueEntry("bytes", Payload(nbytes, b"", digest))
+        f"/{number}": ValueEntry(Payload(nbytes, b"", digest), "bytes")
         for number, (digest, nbytes) in enumerate(sizes)
     }
     return {transaction.commit_id.hex(): build(entries, transaction.put_node)}

@@ -60,7 +60,7 @@ def test_from_damage_to_a_store_that_is_collected_again(store: Path, cache_dir: 
 
 def test_nothing_repairs_what_was_written_wrongly(tmp_path: Path) -> None:
     forger = Forger(tmp_path / "store")
-    forger.publish({"s": forger.tree(["/x", ["t", "float32", [9], [4000, b"", b"\1" * 32]]])})
+    forger.publish({"s": forger.tree(["/x", ["t", [4000, b"", b"\1" * 32], "float32", [9]]])})
     output = invoke("check", tmp_path / "store", status=1).stdout
     assert "casnap repair" not in output
     assert "`casnap rm` of the hurt snapshots" in output

@@ -391,7 +391,7 @@ def test_what_is_left_over(store: Path) -> None:
 def test_an_index_that_lies(tmp_path: Path, place: tuple[int, ...], data: bool) -> None:
     forger = Forger(tmp_path / "store")
     chunk = forger.add(bytes(4000))
-    entry = ["t", "float32", [1000], [4000, b"", chunk]]
+    entry = ["t", [4000, b"", chunk], "float32", [1000]]
     forger.places[chunk] = place
     forger.publish({"s": forger.tree(["/x", entry])})
     report = check(tmp_path / "store", data=data)
@@ -401,9 +401,9 @@ def test_an_index_that_lies(tmp_path: Path, place: tuple[int, ...], data: bool) 
 @pytest.mark.parametrize(
     "entry",
     [
-        ["t", "float32", [1000], [4000, b"", b"\1" * 31]],
-        ["t", "float32", [9], [4000, b"", b"\1" * 32]],
-        ["t", "float32", [1000], [4000, b"", b"\1" * 32, 200]],
+        ["t", [4000, b"", b"\1" * 31], "float32", [1000]],
+        ["t", [4000, b"", b"\1" * 32], "float32", [9]],
+        ["t", [4000, b"", b"\1" * 32, 200], "float32", [1000]],
     ],
     ids=["digest", "shape", "depth"],
 )
@@ -418,7 +418,7 @@ def test_trees_that_lie(tmp_path: Path, entry: list[object]) -> None:
 def test_a_tensor_that_takes_a_chunk_for_another_length(tmp_path: Path) -> None:
     forger = Forger(tmp_path / "store")
     chunk = forger.add(bytes(4000))
-    forger.publish({"s": forger.tree(["/x", ["t", "float32", [999], [3996, b"", chunk]]])})
+    forger.publish({"s": forger.tree(["/x", ["t", [3996, b"", chunk], "float32", [999]]])})
     assert hurts_of(check(tmp_path / "store")) == {("evil", "s/x")}
 
 

@@ -18,7 +18,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, digest_of, split_digests
-from casnap.format.entries import Payload, TensorEntry, ValueEntry, payload_of
+from casnap.format.entries import Payload, TensorEntry, ValueEntry
 from casnap.format.tree import Branch
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
@@ -155,7 +155,7 @@ def test_the_chunks_of_every_kind_of_entry_are_found(store: Store, value: object
     change = next(c for c in diff(b, a).changes if c.path == "s/v")
     assert change.changed_bytes == change.total_bytes > 64
     entry = a.entry("s/v")[1]
-    assert sum(n for _, n in a.chunks("s/v", entry)) == payload_of(entry).nbytes
+    assert sum(n for _, n in a.chunks("s/v", entry)) == entry.payload.nbytes
 
 
 def test_only_leaves_that_differ_are_read(store: Store, reads: Counter[bytes]) -> None:
@@ -202,13 +202,13 @@ def test_lists_of_chunks_are_read_where_entries_differ(store: Store, reads: Coun
     a = take(store, "a", same=same, other=other)
     other[0] += 1
     b = take(store, "b", same=same, other=other)
-    listed = payload_of(a.entry("s/same")[1])
+    listed = a.entry("s/same")[1].payload
     assert listed.depth == 1
     reads.clear()
     assert by_path(diff(a, b).changes) == {"s/other": ("changed", CHUNK, 7 * CHUNK)}
     assert not set(reads) & set(split_digests(listed.digests))
     for contents in (a, b):
-        assert reads[payload_of(contents.entry("s/other")[1]).digests] == 1
+        assert reads[contents.entry("s/other")[1].payload.digests] == 1
 
 
 def test_stores_of_different_chunks_cannot_be_compared(store: Store) -> None:
@@ -226,13 +226,13 @@ def test_stores_of_equal_chunks_can(store: Store) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        TensorEntry("float32", (3, -5), Payload(1000, digests=bytes(32))),
-        TensorEntry("float32", (3,), Payload(1000, digests=bytes(32))),
-        TensorEntry("float32", (0,), Payload(1000, digests=bytes(32))),
-        TensorEntry("float32", (), Payload(1 << 20, digests=bytes(32))),
-        TensorEntry("float32", (1 << 60,), Payload(1 << 62, digests=bytes(32))),
-        ValueEntry("str", Payload(1000, digests=bytes(64))),
-        ValueEntry("str", Payload(1000, digests=bytes(32), depth=99)),
+        TensorEntry(Payload(1000, digests=bytes(32)), "float32", (3, -5)),
+        TensorEntry(Payload(1000, digests=bytes(32)), "float32", (3,)),
+        TensorEntry(Payload(1000, digests=bytes(32)), "float32", (0,)),
+        TensorEntry(Payload(1 << 20, digests=bytes(32)), "float32", ()),
+        TensorEntry(Payload(1 << 62, digests=bytes(32)), "float32", (1 << 60,)),
+        ValueEntry(Payload(1000, digests=bytes(64)), "str"),
+        ValueEntry(Payload(1000, digests=bytes(32), depth=99), "str"),
     ],
 )
 def test_entries_that_contradict_themselves_are_damaged(
@@ -262,7 +262,7 @@ def references(contents: Contents) -> set[bytes]:
         tree = contents.tree(digest)
         found |= {digest, *(leaf for _, leaf, _ in tree.children)}
         entries = dict(tree.items())
-        found.update(d for entry in entries.values() for d in below(payload_of(entry)))
+        found.update(d for entry in entries.values() for d in below(entry.payload))
     return found
 
 
@@ -405,7 +405,7 @@ def test_a_list_of_digests_that_is_none_is_damaged(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = take(store, "a", t=chunks_of_floats(6))
-    (listed,) = split_digests(payload_of(contents.entry("s/t")[1]).digests)
+    (listed,) = split_digests(contents.entry("s/t")[1].payload.digests)
     node = OpenStore.node
 
     def cut_short(self: OpenStore, digest: Digest, hint: Any = None) -> bytes:

@@ -149,7 +149,7 @@ def test_ranks_share_memory_where_they_can(world: Worlds, tmp_path: Path) -> Non
     """Whatever ranks can share, the chunks are those of a take by one process."""
     store = Store(tmp_path, chunk_size=CHUNK)
     alone = store.take({"m": StateDict({f"w{i}": number(i) for i in range(3)})}, "alone")
-    digests = {path: entry.data for path, entry in alone.get_manifest().items() if "w" in path}
+    digests = {path: entry.payload for path, entry in alone.get_manifest().items() if "w" in path}
     ranks = range(4)
     for case, readable in {
         "one host": [[r != other for r in ranks] for other in ranks],
@@ -160,7 +160,7 @@ def test_ranks_share_memory_where_they_can(world: Worlds, tmp_path: Path) -> Non
         assert world(4).run(take_and_restore, str(tmp_path), case) == readable, case
         for number_of_take in (1, 2):
             found = Store(tmp_path)[f"{case} {number_of_take}"].get_manifest()
-            assert {p: e.data for p, e in found.items() if p in digests} == digests
+            assert {p: e.payload for p, e in found.items() if p in digests} == digests
     written = sum(
         path.stat().st_size
         for path in (tmp_path / "casnap-store/packs").rglob("*")

@@ -17,7 +17,7 @@ def forger(tmp_path, cache_dir):
 @pytest.mark.parametrize("names", [["1", "2"], ["0", "01"], ["0", "-1"], ["0", "x"], ["0", "²"]])
 def test_ranks_that_are_none(forger, names):
     forger.row = {"world_size": 2}
-    tree = forger.tree(STATE, ["/x", ["v", "int", [1, b"\x01", b"", 0]]])
+    tree = forger.tree(STATE, ["/x", ["v", [1, b"\x01", b"", 0], "int"]])
     forger.publish({}, {"global": {"s": tree}, "ranks": {name: {} for name in names}})
     assert_refused(forger.folder)
     with pytest.raises(DamagedError, match="claims 2 ranks"):

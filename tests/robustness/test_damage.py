@@ -308,7 +308,7 @@ def test_damage_between_chunks_hurts_no_snapshot(store: Path, cache_dir: Path) -
 def test_a_damaged_list_of_digests_names_its_tensor(store: Path, cache_dir: Path) -> None:
     entry = Store(store)["a"].get_manifest()[f"0/{KEY}/frozen"]
     forget_cache(cache_dir)
-    damage_everywhere(store, entry.data.digests)
+    damage_everywhere(store, entry.payload.digests)
     for name in STEPS:
         with pytest.raises(DamagedError) as caught:
             Store(store)[name].restore({KEY: Spy(content(7))})
@@ -421,7 +421,7 @@ def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache
     if kind == "chunk":
         digest = next(d for d, names in users.items() if set(names) == set(STEPS))
     else:
-        digest = Digest(entry.data.digests)
+        digest = Digest(entry.payload.digests)
     file = store / "casnap-store" / pack_key(places[digest].pack)
     forget_cache(cache_dir)
     if how == "flipped":

@@ -127,15 +127,15 @@ ENTRIES: dict[str, Any] = {
     "malformed_object": value("object", b"PK\3\4"),
     "pickle": value("pickle", b"cos\nsystem\n(S'true'\ntR."),
     "pickle_as_object": value("object", b"cos\nsystem\n(S'true'\ntR."),
-    "value_of_2_to_the_62": ["v", "bytes", chunks(HUGE, ABSENT * 4)],
-    "value_of_negative_length": ["v", "bytes", [-1, b"", b"", 0]],
+    "value_of_2_to_the_62": ["v", chunks(HUGE, ABSENT * 4), "bytes"],
+    "value_of_negative_length": ["v", [-1, b"", b"", 0], "bytes"],
     "endless_list": container("list", HUGE),
     "negative_list": container("list", -1, b"x"),
     "unknown_container": container("evil", 0),
     "missing_keys": container("dict", 3, encode([["a"], None, None])),
     "missing_children": container("dict", 1, encode([["a"], None, None])),
     "endless_keys": container("dict", 1, b"\x93\xdd\xff\xff\xff\xff"),
-    "nested_keys": ["c", "dict", 1, chunks(70_000, ABSENT * 2)],
+    "nested_keys": ["c", chunks(70_000, ABSENT * 2), "dict", 1],
     "unknown_key": container("dict", 1, encode([[["evil", b""]], None, None])),
     "same_keys": container("dict", 2, encode([["a", "a"], None, None])),
     "unknown_factory": container("defaultdict", 0, encode([[], "system", None])),
@@ -144,8 +144,8 @@ ENTRIES: dict[str, Any] = {
     "hollow_sparse": container("sparse_coo", 2, encode([[HUGE, HUGE], True, False, False])),
     "no_entry": None,
     "no_tag": ["z", 1],
-    "text_as_shape": ["t", "float32", "abc", inline(F)],
-    "floats_as_shape": ["t", "float32", [4.5], inline(F)],
+    "text_as_shape": ["t", inline(F), "float32", "abc"],
+    "floats_as_shape": ["t", inline(F), "float32", [4.5]],
 }
 
 
@@ -180,7 +180,7 @@ def test_a_container_of_a_rank_with_any_number_of_elements(forger: Forger, count
 def test_keys_nested_deeply(forger: Forger) -> None:
     spec = encode([[nested_key(3000)], None, None])
     assert len(spec) < CHUNK
-    x = ["c", "dict", 1, chunks(len(spec), forger.add(spec))]
+    x = ["c", chunks(len(spec), forger.add(spec)), "dict", 1]
     forger.publish({"s": forger.tree(STATE, ["/x", x])})
     assert_refused(forger.folder)
 

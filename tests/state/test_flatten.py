@@ -107,11 +107,11 @@ def inline(data: bytes) -> Payload:
 def test_leaves():
     tensor = torch.ones(2)
     leaves = leaves_of({"t": tensor, "n": 5, "s": "é", "e": {}})
-    assert leaves["m"].entry == ContainerEntry("dict", 4, inline(leaves["m"].content))
-    assert leaves["m/t"] == Leaf("m/t", TensorEntry("float32", (2,), Payload(8)), tensor)
+    assert leaves["m"].entry == ContainerEntry(inline(leaves["m"].content), "dict", 4)
+    assert leaves["m/t"] == Leaf("m/t", TensorEntry(Payload(8), "float32", (2,)), tensor)
     assert leaves["m/t"].content is tensor
-    assert leaves["m/n"] == Leaf("m/n", ValueEntry("int", inline(b"\5")), b"\5")
-    assert leaves["m/s"] == Leaf("m/s", ValueEntry("str", inline("é".encode())), "é".encode())
+    assert leaves["m/n"] == Leaf("m/n", ValueEntry(inline(b"\5"), "int"), b"\5")
+    assert leaves["m/s"] == Leaf("m/s", ValueEntry(inline("é".encode()), "str"), "é".encode())
     assert inflate("m/s", leaves) == "é"
     assert inflate("m", leaves)["t"] is tensor
 
@@ -180,7 +180,7 @@ def test_what_is_not_plain_is_not_packed(odd):
 def test_packed_elements_are_plain():
     for data in (b"\x91\x90", b"\x91\x80", b"\x80", b"\xc0", b"\x91\xd6\xff\0\0\0\0"):
         with pytest.raises(DamagedError):
-            inflate("m", {"m": Leaf("m", ValueEntry("packed_list", Payload(len(data))), data)})
+            inflate("m", {"m": Leaf("m", ValueEntry(Payload(len(data)), "packed_list"), data)})
 
 
 # --- tensors ----------------------------------------------------------------------------------

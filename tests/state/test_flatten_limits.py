@@ -189,7 +189,7 @@ def test_damaged_leaves_raise_casnap_errors_alone(data, state):
 def test_hostile_specs(kind, count, spec, data):
     count = data.draw(st.sampled_from([count, 0, 1, 2]))
     leaves = leaves_of([1, {}], "m")
-    leaves["m"] = Leaf("m", ContainerEntry(kind, count, Payload(len(spec))), spec)
+    leaves["m"] = Leaf("m", ContainerEntry(Payload(len(spec)), kind, count), spec)
     with contextlib.suppress(CasnapError):
         inflate("m", leaves)
 
@@ -197,14 +197,14 @@ def test_hostile_specs(kind, count, spec, data):
 @given(st.sampled_from(VALUES), st.binary(max_size=40))
 def test_hostile_values(kind, data):
     with contextlib.suppress(CasnapError):
-        inflate("m", {"m": Leaf("m", ValueEntry(kind, Payload(len(data))), data)})
+        inflate("m", {"m": Leaf("m", ValueEntry(Payload(len(data)), kind), data)})
 
 
 def hostile(kind, count, spec, *children):
     from msgspec.msgpack import encode
 
     data = encode(spec) if spec is not None else b""
-    leaves = {"m": Leaf("m", ContainerEntry(kind, count, Payload(len(data))), data)}
+    leaves = {"m": Leaf("m", ContainerEntry(Payload(len(data)), kind, count), data)}
     for component, child in children:
         leaves.update(leaves_of(child, f"m/{component}"))
     return leaves
@@ -256,11 +256,11 @@ def test_missing_and_unknown_leaves():
     with pytest.raises(DamagedError, match="m/a/b is missing") as e:
         inflate("m", leaves)
     assert e.value.paths == ("m/a/b",)
-    for entry in (ContainerEntry("bag", 0, Payload(0)), ValueEntry("qubit", Payload(0))):
+    for entry in (ContainerEntry(Payload(0), "bag", 0), ValueEntry(Payload(0), "qubit")):
         with pytest.raises(UnsupportedFormatError, match="update"):
             inflate("m", {"m": Leaf("m", entry, b"")})
     with pytest.raises(DamagedError):
-        inflate("m", {"m": Leaf("m", ValueEntry("int", Payload(0)), torch.ones(1))})
+        inflate("m", {"m": Leaf("m", ValueEntry(Payload(0), "int"), torch.ones(1))})
 
 
 # --- real states ------------------------------------------------------------------------------

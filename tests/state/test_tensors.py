@@ -14,17 +14,17 @@ from casnap.format.entries import Payload, Quantization, TensorEntry
 from casnap.state.tensors import TENSOR_DTYPES, Leaf, allocate, assemble
 
 BAD = [
-    TensorEntry("float32", (2, 3), Payload(25)),
-    TensorEntry("float32", (-2, -3), Payload(24)),
-    TensorEntry("float32", (0, 1 << 61, 1 << 61), Payload(0)),
-    TensorEntry("float32", (1 << 70,), Payload(1 << 72)),
-    TensorEntry("float33", (2, 3), Payload(24)),
-    TensorEntry("__class__", (2, 3), Payload(24)),
-    TensorEntry("O", (3,), Payload(24), "ndarray"),
-    TensorEntry("|O8", (3,), Payload(24), "ndarray"),
-    TensorEntry("<f8,<f8", (3,), Payload(48), "ndarray"),
-    TensorEntry("<U99999", (1,), Payload(4 * 99999), "ndarray"),
-    TensorEntry("<f8\n", (3,), Payload(24), "ndarray"),
+    TensorEntry(Payload(25), "float32", (2, 3)),
+    TensorEntry(Payload(24), "float32", (-2, -3)),
+    TensorEntry(Payload(0), "float32", (0, 1 << 61, 1 << 61)),
+    TensorEntry(Payload(1 << 72), "float32", (1 << 70,)),
+    TensorEntry(Payload(24), "float33", (2, 3)),
+    TensorEntry(Payload(24), "__class__", (2, 3)),
+    TensorEntry(Payload(24), "O", (3,), "ndarray"),
+    TensorEntry(Payload(24), "|O8", (3,), "ndarray"),
+    TensorEntry(Payload(48), "<f8,<f8", (3,), "ndarray"),
+    TensorEntry(Payload(4 * 99999), "<U99999", (1,), "ndarray"),
+    TensorEntry(Payload(24), "<f8\n", (3,), "ndarray"),
 ]
 
 
@@ -35,7 +35,7 @@ def test_entries_are_checked_before_memory_is_taken(entry):
 
 
 def quantized_entry(*args):
-    return TensorEntry("qint8", (2, 3), Payload(6), quantization=Quantization(*args))
+    return TensorEntry(Payload(6), "qint8", (2, 3), quantization=Quantization(*args))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def quantized_entry(*args):
         quantized_entry("per_channel_affine", b"1" * 16, b"1" * 16, 9),
         quantized_entry("per_channel_affine", b"1" * 16, b"1" * 16, 1 << 80),
         quantized_entry("wild", b"", b""),
-        TensorEntry("int64", (2,), Payload(16), "parameter", requires_grad=True),
-        TensorEntry("<f3", (2,), Payload(6), "ndarray"),
-        TensorEntry("<M8[x]", (2,), Payload(16), "ndarray"),
-        TensorEntry("<f4", (1,) * 90, Payload(4), "ndarray"),
-        TensorEntry("<f4", (3,), Payload(12), "numpy_scalar"),
-        TensorEntry("<U1", (1,), Payload(4), "numpy_scalar"),
+        TensorEntry(Payload(16), "int64", (2,), "parameter", requires_grad=True),
+        TensorEntry(Payload(6), "<f3", (2,), "ndarray"),
+        TensorEntry(Payload(16), "<M8[x]", (2,), "ndarray"),
+        TensorEntry(Payload(4), "<f4", (1,) * 90, "ndarray"),
+        TensorEntry(Payload(12), "<f4", (3,), "numpy_scalar"),
+        TensorEntry(Payload(4), "<U1", (1,), "numpy_scalar"),
     ],
     ids=str,
 )
@@ -63,13 +63,13 @@ def test_entries_that_contradict_themselves(entry):
 
 def test_a_kind_of_the_future():
     with pytest.raises(UnsupportedFormatError, match="update"):
-        assemble(Leaf("m/x", TensorEntry("int8", (1,), Payload(1), "hologram"), torch.ones(1)))
+        assemble(Leaf("m/x", TensorEntry(Payload(1), "int8", (1,), "hologram"), torch.ones(1)))
 
 
 def test_a_dtype_that_this_torch_lacks(monkeypatch):
     monkeypatch.delitem(TENSOR_DTYPES, "float8_e8m0fnu")
     with pytest.raises(UnsupportedTypeError, match="newer torch"):
-        allocate(TensorEntry("float8_e8m0fnu", (1,), Payload(1)))
+        allocate(TensorEntry(Payload(1), "float8_e8m0fnu", (1,)))
 
 
 def test_numpy_stays_optional():
@@ -89,7 +89,7 @@ assert "numpy" not in state
 random.load_state_dict(state)
 random.load_state_dict({**state, "numpy": {}})
 try:
-    inflate("m", {"m": Leaf("m", TensorEntry("<f4", (1,), Payload(4), "ndarray"), torch.ones(1))})
+    inflate("m", {"m": Leaf("m", TensorEntry(Payload(4), "<f4", (1,), "ndarray"), torch.ones(1))})
 except UnsupportedTypeError as e:
     assert "install numpy" in str(e)
 else:

@@ -250,7 +250,7 @@ HOSTILE |= {"a member twice": _twice, "members in one place": _overlapping, "leg
 def publish(folder, data: bytes) -> None:
     forger = Forger(folder)
     digests = b"".join(forger.add(data[i : i + CHUNK]) for i in range(0, len(data), CHUNK))
-    forger.publish({"s": forger.tree(["", ["v", "object", [len(data), b"", digests, 0]]])})
+    forger.publish({"s": forger.tree(["", ["v", [len(data), b"", digests, 0], "object"]])})
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -232,15 +232,15 @@ def tensor(
     kind: str = "tensor",
     quantization: Any = None,
 ) -> list[Any]:
-    return ["t", dtype, shape, payload, kind, False, quantization]
+    return ["t", payload, dtype, shape, kind, False, quantization]
 
 
 def value(kind: str, data: bytes) -> list[Any]:
-    return ["v", kind, [len(data), data, b"", 0]]
+    return ["v", [len(data), data, b"", 0], kind]
 
 
 def container(kind: str, count: int, spec: bytes = b"") -> list[Any]:
-    return ["c", kind, count, [len(spec), spec, b"", 0]]
+    return ["c", [len(spec), spec, b"", 0], kind, count]
 
 
 def inline(data: bytes) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from casnap.format.entries import ContainerEntry, TensorEntry
+from casnap.format.entries import TensorEntry
 from casnap.state.flatten import Leaf, flatten, inflate
 from casnap.state.tensors import allocate
 
@@ -22,8 +22,7 @@ def carried(leaf: Leaf) -> Leaf:
     """Return a leaf as a store would give it back."""
     assert len(leaf.path.encode()) > 0  # every path is UTF-8
     if not isinstance(leaf.content, torch.Tensor):
-        payload = leaf.entry.spec if isinstance(leaf.entry, ContainerEntry) else leaf.entry.data
-        assert payload.nbytes == len(leaf.content)
+        assert leaf.entry.payload.nbytes == len(leaf.content)
         return leaf
     assert isinstance(leaf.entry, TensorEntry)
     return leaf._replace(content=allocate(leaf.entry).copy_(leaf.content))

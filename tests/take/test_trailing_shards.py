@@ -125,7 +125,7 @@ def test_a_retake_in_any_layout_writes_a_manifest(world: Worlds, tmp_path: Path,
         found = again[f"{how} {layout}"].get_manifest()
         for path, entry in alone.get_manifest().items():
             if path.removeprefix("0/m/") in CASES:
-                assert found[path].data == entry.data, path
+                assert found[path].payload == entry.payload, path
     assert again.check(data=True).ok
 
 

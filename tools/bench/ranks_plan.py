@@ -115,7 +115,7 @@ def _sharded(ranks: int) -> _Cost:
     for i, shape in enumerate(_shapes()):
         path = f"model/layers.{i}.weight"
         key = owners.key_of_path(path)
-        entry = TensorEntry("bfloat16", shape, Payload(2 * shape[0] * shape[1]))
+        entry = TensorEntry(Payload(2 * shape[0] * shape[1]), "bfloat16", shape)
         by_owner[owners.owner_of(key, ranks)].append((key, path, entry))
     entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
     _, asking = _seconds(lambda: [_claims(by_owner[owner], 0, ranks) for owner in range(ranks)])

@@ -55,7 +55,7 @@ class Synthetic:
             lists = [transaction.put_node(digests) for digests in self._tensors]
             entries = {
                 f"/layer.{i}": TensorEntry(
-                    "uint8", (self._rows, _CHUNK), Payload(self._rows * _CHUNK, b"", digest, 1)
+                    Payload(self._rows * _CHUNK, b"", digest, 1), "uint8", (self._rows, _CHUNK)
                 )
                 for i, digest in enumerate(lists)
             }

@@ -124,7 +124,7 @@ def _overlapping(parts: list[_TensorRead]) -> set[int]:
     def content(name: tuple[str, int]) -> object:
         _, value, box, _ = parts[name[1]]
         assert isinstance(value.entry, TensorEntry)
-        return value.entry.dtype, value.entry.data, box
+        return value.entry.dtype, value.entry.payload, box
 
     memory = {("", i): part.target for i, part in enumerate(parts)}
     return {i for group in conflicting_groups(memory, content) for _, i in group}

@@ -278,7 +278,7 @@ class _TensorBox(NamedTuple):
 
 
 def _value_leaf(path: str, kind: str, data: bytes) -> Leaf:
-    return Leaf(path, ValueEntry(kind, Payload(len(data))), data)
+    return Leaf(path, ValueEntry(Payload(len(data)), kind), data)
 
 
 def check_boxes(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:

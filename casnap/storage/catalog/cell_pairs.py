@@ -71,7 +71,7 @@ def _alike_bytes(contents: Contents, other: Contents) -> int:
                 alike = other_tree.get(path)
                 if isinstance(entry, TensorEntry) and isinstance(alike, TensorEntry):
                     is_alike = (entry.dtype, entry.shape) == (alike.dtype, alike.shape)
-                    nbytes += entry.data.nbytes * is_alike
+                    nbytes += entry.payload.nbytes * is_alike
     return nbytes
 
 

@@ -23,7 +23,6 @@ from casnap.format.entries import (
     Manifest,
     Payload,
     TensorEntry,
-    payload_of,
 )
 from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
@@ -398,7 +397,7 @@ class Contents:
         Raises:
             DamagedError: Shape, length and digests do not fit each other.
         """
-        payload = payload_of(entry)
+        payload = entry.payload
         if payload.nbytes <= INLINE_BYTES:
             return []
         cells = self.cells(path, entry)
@@ -411,7 +410,7 @@ class Contents:
         Raises:
             DamagedError: Shape and length do not fit each other.
         """
-        nbytes, chunk_size = payload_of(entry).nbytes, self.store.config.chunk_size
+        nbytes, chunk_size = entry.payload.nbytes, self.store.config.chunk_size
         if not isinstance(entry, TensorEntry):
             return grid_of((nbytes,), 1, chunk_size)
         count = prod(entry.shape)

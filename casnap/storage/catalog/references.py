@@ -11,7 +11,7 @@ from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest, payload_of
+from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest
 from casnap.format.records import Root, Row, decode
 from casnap.format.tree import TABLE_FANOUT, Load, Tree
 from casnap.storage.chunks.open_store import OpenStore
@@ -63,7 +63,7 @@ def _below_tree(load: Load, digest: Digest) -> list[bytes]:
     children = _children(tree, TREE, digest)
     if children is not None:
         return children
-    payloads = (payload_of(entry) for _, entry in tree.leaf(digest))
+    payloads = (entry.payload for _, entry in tree.leaf(digest))
     lists = (_listed(p.digests, p.depth, digest) for p in payloads if p.digests)
     return list(chain.from_iterable(lists))
 
