@@ -15,6 +15,7 @@ from casnap.format.entries import (
     Entry,
     TensorEntry,
     ValueEntry,
+    unknown_in,
 )
 from casnap.format.plain_values import PLAIN_CODECS, decode_text
 from casnap.storage.catalog.contents import Contents
@@ -25,6 +26,8 @@ SMALL = 1 << 10
 
 def type_text(entry: Entry) -> str:
     """Return the type of an entry in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
+    if what := unknown_in(entry):
+        return f"unknown: {what}"
     if isinstance(entry, TensorEntry):
         return f"{entry.dtype} {list(entry.shape)}"
     if isinstance(entry, ContainerEntry):
@@ -35,6 +38,8 @@ def type_text(entry: Entry) -> str:
 def entry_fields(entry: Entry) -> dict[str, Any]:
     """Return the description of an entry, for JSON."""
     facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": entry.payload.nbytes}
+    if what := unknown_in(entry):
+        return {"type": "unknown", **facts, "unknown": what}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
         return {

@@ -27,7 +27,7 @@ from casnap.cli.output import (
     summary,
     table,
 )
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry, unknown_in
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
 from casnap.storage.catalog.contents import Contents, Entries
@@ -90,13 +90,15 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     bare, entry, entries = contents.entry(path)
     inner = bare[len(bare.partition("/")[0]) :]
     facts: Facts = {"entry": path, "rank": entries.owner(inner), **entry_fields(entry)}
+    if unknown_in(entry):
+        return facts, entry
     if isinstance(entry, TensorEntry):
         facts["chunk_count"] = len(contents.chunks(bare, entry))
         with progress_bars(lambda: contents.store.backend.requests) as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)
-    else:
+    elif isinstance(entry, ValueEntry):
         is_shown, value = small_value(contents, bare, entry)
         if is_shown:
             facts["value"] = value
@@ -155,7 +157,10 @@ def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
     lines = {"path": facts["entry"], "kind": entry.kind}
     if facts["rank"] is not None:
         lines["scope"] = f"rank {facts['rank']}'s own"
-    if isinstance(entry, TensorEntry):
+    if "unknown" in facts:
+        lines["unknown"] = f"{facts['unknown']}; update casnap"
+        lines["bytes"] = _exact(facts["logical_bytes"])
+    elif isinstance(entry, TensorEntry):
         lines["dtype"] = entry.dtype
         lines["shape"] = str(list(entry.shape))
         lines["gradient"] = "required" if entry.requires_grad else ""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, unknown_in
 from casnap.format.names import component_of, key_of
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import without_torch_modes
@@ -238,7 +238,7 @@ def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]
     content = Stored(path, entry)
     stand_in: Any = _Value(content)
     if isinstance(entry, TensorEntry):
-        if not is_numpy(entry) and entry.quantization is None:
+        if not (is_numpy(entry) or entry.quantization or unknown_in(entry)):
             stand_in = allocate(entry, "meta")
             stand_in.content = content
     elif isinstance(entry, ContainerEntry) and entry.kind in _OPENED:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from casnap.errors import FileFormatError
-from casnap.format.entries import INLINE_BYTES, ContainerEntry, Entry, TensorEntry
+from casnap.format.entries import INLINE_BYTES, ContainerEntry, Entry, TensorEntry, check_known
 from casnap.format.names import key_of
 from casnap.storage.catalog.contents import Contents
 
@@ -35,13 +35,17 @@ def part_of(contents: Contents, path: str | None) -> Part:
 
     Raises:
         EntryNotFoundError: There is no such path.
+        UnsupportedFormatError: A newer version wrote some of it.
     """
     if path is None:
         trees = sorted(contents.trees(None).items())
-        return Part("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
+        part = Part("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
+        check_known(contents.label, part.entries.items())
+        return part
     full, entry, tree = contents.entry(path.strip("/"))
     key, slash, inner = full.partition("/")
     entries = {key + inner_path: e for inner_path, e in tree.items_below(f"{slash}{inner}/")}
+    check_known(contents.label, [(full, entry), *entries.items()])
     return Part(full, {full: entry, **entries})
 
 

@@ -68,7 +68,9 @@ def _state(
     """Return the state, with stand-ins for the tensors that are written chunk by chunk."""
     leaves = {path: Leaf(path, e, stand_ins.tensor(path, e)) for path, e in entries.items()}
     for path, first_path in tied_to.items():
-        leaves[path] = Leaf(path, part.entries[path], leaves[first_path].content)
+        entry = part.entries[path]
+        assert isinstance(entry, TensorEntry)
+        leaves[path] = Leaf(path, entry, leaves[first_path].content)
     leaves |= read_values(contents, {p: e for p, e in part.entries.items() if p not in leaves})
     if part.path:
         return inflate(part.path, leaves)

@@ -2,14 +2,25 @@
 
 ``docs/format.md`` says what they are byte for byte. A store is untrusted: each entry is decoded
 into a closed type.
+
+Later versions may add sorts of entries, kinds, dtypes, and elements of an entry. Whatever they add,
+an entry's payload names all chunks that it needs. So of an unknown entry this version knows enough
+to keep it, to copy it and to verify its chunks. Only to read it is refused.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import re
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
+
+from casnap.errors import UnsupportedFormatError
+from casnap.format.decoding import decoder
+from casnap.format.digest import Digest
+from casnap.format.tree import Load, Tree
 
 INLINE_BYTES, INLINE_DIGESTS = 64, 4
 """The most bytes, or else digests, that stand in a payload itself."""
@@ -17,8 +28,39 @@ LIST_DIGESTS, MAX_LIST_DEPTH = 1 << 15, 4
 """The most digests in a list, and the most levels of lists above a chunk."""
 MAX_PATH_CHARS = 1 << 20
 
+TENSOR_KINDS = frozenset({"tensor", "parameter", "buffer", "ndarray", "numpy_scalar"})
+NUMPY_KINDS = frozenset({"ndarray", "numpy_scalar"})
+"""The kinds of tensor entries for numpy arrays and scalars."""
+# fmt: off
+VALUE_KINDS = frozenset({
+    "none", "bool", "int", "float", "complex", "str", "bytes", "bytearray", "bytes_io", "range",
+    "slice", "timedelta", "date", "datetime", "path", "device", "torch_version", "dtype", "layout",
+    "memory_format", "qscheme", "enum", "packed_list", "packed_tuple", "packed_set",
+    "packed_frozenset", "object", "pickle",
+})
+CONTAINER_KINDS = frozenset({
+    "dict", "Counter", "defaultdict", "OrderedDict", "list", "tuple", "size", "set", "frozenset",
+    "deque", "namedtuple", "sparse_coo", "sparse_csr", "sparse_bsr", "sparse_csc", "sparse_bsc",
+})
+TORCH_DTYPES = (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+)
+"""Dtypes of whole bytes; an element of float4_e2m1fn_x2 is one byte that holds two numbers."""
+# fmt: on
+QUANTIZED_DTYPES = ("quint8", "qint8", "qint32")
+SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
+NUMPY_DTYPE = re.compile(
+    r"[<>|](?:(?:b1|[iu][1248]|f[248]|c8|c16|[mM]8(?:\[[0-9A-Za-z/]{1,24}\])?)|"
+    r"[SUV][1-9][0-9]{0,4})"
+)
+"""The typestrs of numpy that are stored. Items of text and bytes have a length of their own."""
+_DTYPES = frozenset({*TORCH_DTYPES, *QUANTIZED_DTYPES})
 
-class Payload(Struct, frozen=True, array_like=True, gc=False):
+
+class Payload(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """Some bytes: in place, or as the digests of chunks.
 
     Attributes:
@@ -34,7 +76,7 @@ class Payload(Struct, frozen=True, array_like=True, gc=False):
     depth: int = 0
 
 
-class Quantization(Struct, frozen=True, array_like=True):
+class Quantization(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How the integers of a quantized tensor map to numbers.
 
     Attributes:
@@ -51,7 +93,19 @@ class Quantization(Struct, frozen=True, array_like=True):
     axis: int = 0
 
 
-class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
+class _Entry(
+    Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True
+):  # an unknown element may change what the others mean
+    """What all entries have.
+
+    Attributes:
+        payload: The bytes.
+    """
+
+    payload: Payload
+
+
+class TensorEntry(_Entry, frozen=True, array_like=True, tag="t", gc=False):
     """A tensor, numpy array or numpy scalar.
 
     Attributes:
@@ -63,7 +117,6 @@ class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
         quantization: Set for quantized dtypes.
     """
 
-    payload: Payload
     dtype: str
     shape: tuple[int, ...]
     kind: str = "tensor"
@@ -71,7 +124,7 @@ class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
     quantization: Quantization | None = None
 
 
-class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
+class ValueEntry(_Entry, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
     Attributes:
@@ -79,11 +132,10 @@ class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
         kind: Their encoding (see ``state/values.py``): ``int``, ``str``, ``object``, …
     """
 
-    payload: Payload
     kind: str
 
 
-class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
+class ContainerEntry(_Entry, frozen=True, array_like=True, tag="c", gc=False):
     """A dict, list, tuple, set, … whose elements are entries below its path.
 
     Attributes:
@@ -92,15 +144,118 @@ class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
         count: The number of elements.
     """
 
-    payload: Payload
     kind: str
     count: int
 
 
-Entry: TypeAlias = TensorEntry | ValueEntry | ContainerEntry
+class UnknownEntry(Struct, frozen=True, gc=False):
+    """An entry that a later version wrote, of which this one knows only the payload.
+
+    Attributes:
+        payload: The bytes.
+        what: What is unknown: a noun with "the".
+    """
+
+    payload: Payload
+    what: str
+    kind: str = "unknown"
 
 
-def with_payload(entry: Entry, payload: Payload) -> Entry:
+KnownEntry: TypeAlias = TensorEntry | ValueEntry | ContainerEntry
+Entry: TypeAlias = KnownEntry | UnknownEntry
+
+_NIL = msgspec.msgpack.encode(None)
+_SORTS: dict[str, Any] = {"t": TensorEntry, "v": ValueEntry, "c": ContainerEntry}
+
+
+def _decode_known(data: Raw | bytes) -> KnownEntry:
+    entry: KnownEntry = decoder(KnownEntry).decode(data)  # type: ignore[arg-type]
+    return entry
+
+
+def decode_entry(data: Raw) -> Entry:
+    """Decode an entry; one of an unknown sort, or with unknown elements, is an unknown one.
+
+    Raises:
+        msgspec.DecodeError: It is malformed.
+    """
+    try:
+        return _decode_known(data)
+    except msgspec.ValidationError:
+        sort, payload, *others = decoder(list[Raw]).decode(data)
+    numbers, more_of_payload = _split(payload, 4)
+    known_payload = decoder(Payload).decode(msgspec.msgpack.encode(numbers))
+    name = decoder(str).decode(sort)
+    if name not in _SORTS:
+        return UnknownEntry(known_payload, f"the sort {name[:40]!r}")
+    count = len(_SORTS[name].__struct_fields__) - 1
+    more, fields = _has_any(others[count:]), others[:count]
+    if name == "t" and len(fields) == count and bytes(fields[-1]) != _NIL:
+        parameters, more_of_parameters = _split(fields[-1], 4)
+        fields[-1] = Raw(msgspec.msgpack.encode(parameters))
+        more |= more_of_parameters
+    if more or more_of_payload:
+        return UnknownEntry(known_payload, "what follows the elements that are known")
+    return _decode_known(msgspec.msgpack.encode([sort, known_payload, *fields]))
+
+
+def _split(data: Raw, count: int) -> tuple[list[Raw], bool]:
+    """Return the first elements of an array, and whether others follow that say something."""
+    elements = decoder(list[Raw]).decode(data)
+    return elements[:count], _has_any(elements[count:])
+
+
+def _has_any(elements: Iterable[Raw]) -> bool:
+    return any(bytes(element) != _NIL for element in elements)
+
+
+def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
+    """Return the tree of the entries of a key."""
+    return Tree(top, load, KnownEntry, decode_one=decode_entry)
+
+
+def unknown_in(entry: Entry) -> str:
+    """Return what a later version has to read of an entry; empty if this version knows it all."""
+    if isinstance(entry, UnknownEntry):
+        return entry.what
+    if isinstance(entry, ValueEntry):
+        return "" if entry.kind in VALUE_KINDS else f"the kind of value {entry.kind[:40]!r}"
+    if isinstance(entry, ContainerEntry):
+        kind = entry.kind[:40]
+        return "" if entry.kind in CONTAINER_KINDS else f"the kind of container {kind!r}"
+    if entry.kind not in TENSOR_KINDS:
+        return f"the kind of tensor {entry.kind[:40]!r}"
+    is_numpy, dtype = entry.kind in NUMPY_KINDS, entry.dtype
+    if not (NUMPY_DTYPE.fullmatch(dtype) if is_numpy else dtype in _DTYPES):
+        return f"the dtype {dtype[:40]!r}"
+    if entry.quantization is not None and entry.quantization.scheme not in SCHEMES:
+        return f"the quantization scheme {entry.quantization.scheme[:40]!r}"
+    return ""
+
+
+def check_known(label: str, entries: Iterable[tuple[str, Entry]]) -> None:
+    """Check that this version can read all of some entries.
+
+    Args:
+        label: The snapshot.
+        entries: Path and entry of each.
+
+    Raises:
+        UnsupportedFormatError: It cannot. The message names the paths.
+    """
+    unknown = [f"{path} ({what})" for path, entry in entries if (what := unknown_in(entry))]
+    if unknown:
+        more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+        raise UnsupportedFormatError(
+            f"{label} has entries that this version of casnap does not know: "
+            f"{', '.join(unknown[:_MOST_NAMED])}{more}; update casnap"
+        )
+
+
+_MOST_NAMED = 20
+
+
+def with_payload(entry: KnownEntry, payload: Payload) -> KnownEntry:
     """Return the entry with other bytes."""
     return msgspec.structs.replace(entry, payload=payload)
 

@@ -16,9 +16,9 @@ from operator import ge, itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import encode
@@ -34,6 +34,7 @@ Load = Callable[[Digest], bytes]
 """Returns the verified bytes of a node."""
 Child = tuple[str, bytes, int]
 """A node in a list: its first key, its digest, and the number of items below it."""
+_CHILD_FIELDS = 3
 
 
 class LeafNode(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
@@ -189,6 +190,8 @@ class Tree(Generic[V]):
         fanout: How many items, or children, its nodes have on average.
         accepts: Says of a key whether it can be one. Items with other keys are passed over, and a
             leaf that is written anew has none of them.
+        decode_one: Decodes a value, where a leaf is not decoded as a whole: since a later version
+            has written something in it.
 
     Attributes:
         children: The nodes below the top; if the top is a leaf, the top itself.
@@ -202,6 +205,7 @@ class Tree(Generic[V]):
         value_type: Any,
         fanout: int = ENTRY_FANOUT,
         accepts: Callable[[str], bool] | None = None,
+        decode_one: Callable[[Raw], V] | None = None,
     ) -> None:
         self._load = load
         self._accepts = accepts
@@ -209,6 +213,7 @@ class Tree(Generic[V]):
         self._rejected_chars = 0
         self._decoder = _decoder(value_type)
         self._fanout = fanout
+        self._decode_one = decode_one or decoder(value_type).decode
         self._last: tuple[Digest, LeafNode[V]] | None = None
         self._claims: dict[bytes, _Claim] = {}
         self.children: list[Child] = []
@@ -223,7 +228,9 @@ class Tree(Generic[V]):
 
     def _node(self, digest: Digest) -> LeafNode[V] | Branch:
         try:
-            node: LeafNode[V] | Branch = self._decoder.decode(self._load(digest))
+            node = self._decoded(self._load(digest))
+        except UnsupportedFormatError as e:
+            raise UnsupportedFormatError(f"tree node {digest.hex()} {e}") from e
         except (msgspec.DecodeError, RecursionError, ValueError) as e:
             raise DamagedError(f"tree node {digest.hex()} cannot be decoded: {e}") from e
         keys = [item[0] for item in _entries(node)]
@@ -232,6 +239,26 @@ class Tree(Generic[V]):
         if isinstance(node, Branch):
             self._note_claims(digest, node.children)
         return node
+
+    def _decoded(self, data: bytes) -> LeafNode[V] | Branch:
+        try:
+            node: LeafNode[V] | Branch = self._decoder.decode(data)
+        except msgspec.ValidationError:
+            return self._decoded_one_by_one(data)
+        return node
+
+    def _decoded_one_by_one(self, data: bytes) -> LeafNode[V] | Branch:
+        """Decode a node that may hold what this version does not know."""
+        kind, below, *_ = decoder(list[Raw]).decode(data)
+        sort = decoder(str).decode(kind)
+        if sort == "l":
+            pairs = decoder(list[tuple[str, Raw]]).decode(below)
+            return LeafNode([(key, self._decode_one(value)) for key, value in pairs])
+        if sort == "b":
+            children = decoder(list[list[Raw]]).decode(below)
+            cut = msgspec.msgpack.encode([child[:_CHILD_FIELDS] for child in children])
+            return Branch(decoder(list[Child]).decode(cut))
+        raise UnsupportedFormatError(f"is of the unknown sort {sort[:40]!r}; update casnap")
 
     def _note_claims(self, digest: Digest, children: list[Child]) -> None:
         if any(len(d) != DIGEST_SIZE or not 0 < count <= _MOST_BELOW for _, d, count in children):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
-from casnap.format.entries import Entry
+from casnap.format.entries import Entry, unknown_in
 from casnap.format.tree import LeafNode, Tree
 from casnap.storage.catalog.contents import Contents
 
@@ -157,6 +157,8 @@ def _changed_bytes(a: Contents, b: Contents, path: str, entry_a: Entry, entry_b:
     was, now = entry_a.payload, entry_b.payload
     if was == now:
         return 0
+    if unknown_in(entry_a) or unknown_in(entry_b):
+        return now.nbytes
     chunks = b.chunks(path, entry_b)
     if not chunks:
         return now.nbytes

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.entries import Entry, TensorEntry
+from casnap.format.entries import Entry, TensorEntry, entry_tree, unknown_in
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
@@ -557,7 +557,7 @@ class Survey:
             return self._below[top]
         label = f"{contents.name}: {key}"
         load = self._uncached.node
-        tree, damages = self._try_read(partial(Tree[Entry], Digest(top), load, Entry), label)
+        tree, damages = self._try_read(partial(entry_tree, Digest(top), load), label)
         hurt_paths = [("", damage) for damage in damages]
         if tree is not None:
             hurt_paths += self._nodes(contents, key, tree, tree.children)
@@ -593,6 +593,8 @@ class Survey:
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry. A known list of chunks is not read again."""
         payload = entry.payload
+        if unknown_in(entry):
+            return self._unknown(contents, path, entry)
         form = entry.shape if isinstance(entry, TensorEntry) else ()
         content = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and content in self._lists:
@@ -605,6 +607,15 @@ class Survey:
         if payload.depth:
             self._lists[content] = damages
         return damages
+
+    def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
+        """Return the damages that hurt an entry of which only the payload is known."""
+        chunks, damages = self._try_read(partial(contents.named_chunks, entry.payload), path)
+        for digest in chunks or ():
+            # The digest alone tells whether the bytes are whole.
+            sizes = (place.raw_size for place in self.index.of(digest))
+            damages += self._chunk(digest, next(sizes, 0))
+        return list(dict.fromkeys(damages))
 
     def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
         self.needed[digest] = nbytes

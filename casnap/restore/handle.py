@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from casnap.errors import MismatchError
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, check_known
 from casnap.restore.indexing import Index
 from casnap.restore.read_object import read_objects, read_tensor
 from casnap.runtime.torch_modes import without_torch_modes
@@ -59,6 +59,7 @@ class Handle:
         entry = self._entry
         if not isinstance(entry, TensorEntry):
             return None
+        check_known(self._contents.label, [(self.path, entry)])
         return numpy_dtype(self.path, entry) if is_numpy(entry) else torch_dtype(entry)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from casnap.format.entries import ContainerEntry, Entry
+from casnap.format.entries import ContainerEntry, Entry, unknown_in
 from casnap.format.names import component_of
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
@@ -128,7 +128,7 @@ def _reached(
     own_entries = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)
     for inner, entry in own_entries.items():
-        if isinstance(entry, ContainerEntry):
+        if isinstance(entry, ContainerEntry) and not unknown_in(entry):
             loading.add(component + inner, entry)
     elements = {
         # No container that is whole has more elements than there are entries.

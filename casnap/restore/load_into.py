@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from casnap.errors import EntryNotFoundError, MismatchError, nearest, with_article
-from casnap.format.entries import ContainerEntry, TensorEntry
+from casnap.format.entries import ContainerEntry, TensorEntry, check_known
 from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.restore.loading import Loading
@@ -121,6 +121,7 @@ def match(
     if rename is not None:
         names = renamed(contents.label, {n: each.path for n, each in entries.items()}, rename)
         entries = {new_name: entries[name] for new_name, name in names.items()}
+    check_known(contents.label, ((e.path, e.entry) for n, e in entries.items() if n in tensors))
     places = _places(tensors, entries, device, report)
     _leave_out_conflicts(places, entries, report)
     filled = {id(tensors[name].value) for name in places}

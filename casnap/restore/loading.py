@@ -16,8 +16,12 @@ from casnap.format.digest import split_digests
 from casnap.format.entries import (
     INLINE_BYTES,
     Entry,
+    KnownEntry,
     Payload,
     TensorEntry,
+    UnknownEntry,
+    check_known,
+    unknown_in,
 )
 from casnap.format.grid import Grid
 from casnap.format.region import Region
@@ -61,7 +65,7 @@ class _Item(NamedTuple):
     """
 
     path: str
-    entry: Entry
+    entry: KnownEntry
     content: torch.Tensor | bytearray | None
     targets: Sequence[FillTarget] = ()
 
@@ -97,6 +101,7 @@ class Loading:
         self._counter = ProgressCounter(progress, "reading")
         self._reports = progress is not None
         self._items: list[_Item] = []
+        self._unknown: list[tuple[str, Entry]] = []
 
     def add(
         self,
@@ -119,6 +124,10 @@ class Loading:
             DamagedError: The entry contradicts itself.
             StateError: There is not enough memory.
         """
+        if isinstance(entry, UnknownEntry) or unknown_in(entry):
+            # All of them are named in one error, before anything is read.
+            self._unknown.append((path, entry))
+            return
         if not isinstance(entry, TensorEntry):
             # Memory is taken later, once it is known that there are chunks for it.
             self._counter.total += entry.payload.nbytes
@@ -165,7 +174,9 @@ class Loading:
 
         Raises:
             DamagedError: Some chunks are missing or damaged. All others were read.
+            UnsupportedFormatError: A newer version wrote some entries. Nothing was read.
         """
+        check_known(self._contents.label, self._unknown)
         fetch = fetch or self._contents.store.fetch
         most = bytes_if_given("memory_budget_bytes", budget, least=0)
         try:

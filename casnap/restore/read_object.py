@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from casnap.errors import MismatchError, with_article
-from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry
+from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry, check_known
 from casnap.format.region import Region
 from casnap.restore.indexing import Index, select
 from casnap.restore.loading import Loading, naming, with_item_axis
@@ -50,6 +50,7 @@ def read_object(
         EntryNotFoundError: There is no such path.
         MismatchError: ``obj_out`` does not have the shape of what is read.
         DamagedError: A chunk is missing or damaged.
+        UnsupportedFormatError: A newer version wrote it, or something in it.
     """
     full, entry, entries = contents.entry(path)
     if isinstance(entry, TensorEntry) and (obj_out is not None or index is not None):
@@ -135,6 +136,7 @@ def read_tensor(
         return (
             tensor[index] if obj_out is None else _copy_into(contents, path, tensor[index], obj_out)
         )
+    check_known(contents.label, [(path, entry)])
     with naming(contents, path):
         check_shape(entry)
     selection = select(entry.shape, index)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from casnap.errors import CasnapError, MismatchError, retold
-from casnap.format.entries import ContainerEntry, Entry, ValueEntry
+from casnap.format.entries import ContainerEntry, Entry, ValueEntry, check_known
 from casnap.format.names import component_of, key_of, rank_names
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
@@ -68,6 +68,7 @@ def restore(
             tells what was restored before.
         UnsupportedTypeError: A value cannot be decoded here, or only with ``allow_pickle``; nothing
             was written.
+        UnsupportedFormatError: A newer version wrote some entries; nothing was written.
         DamagedError: Something is damaged. No ``load_state_dict`` was called, but tensors that
             are restored in place may already hold new values.
         RankError: Another rank failed, died or hangs.
@@ -83,6 +84,9 @@ def restore(
     key_states = [
         key_state(contents, key, app_state[key], report, comm.rank, kept_for_others) for key in keys
     ]  # read in the modes of the caller
+    for state in key_states:
+        if state is not None:
+            check_known(contents.label, state.entries.items())
     states, targets = _compared([state for state in key_states if state is not None], report)
     report.missing += _missed_by_new_ranks(contents, kept_for_others, comm)
     if options.strict and report:

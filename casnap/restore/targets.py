@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from casnap.format.entries import Entry, TensorEntry
+from casnap.format.entries import Entry, TensorEntry, unknown_in
 from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.state.flatten import fill_targets
@@ -114,6 +114,8 @@ def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> st
         shape: The shape of the tensor; of one that ranks divide, that of the whole.
         memory: What of it lies here.
     """
+    if what := unknown_in(entry):
+        return f"a tensor here, {what} in the snapshot, which this version does not know; update casnap"
     if not isinstance(entry, TensorEntry):
         return f"a tensor here, a value of kind {entry.kind} in the snapshot"
     if shape != entry.shape:

@@ -309,7 +309,9 @@ def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str
     spec = decode(data, _Keys, label)
     keys = decode_keys(spec.keys)
     if spec.factory is not None and spec.factory not in _FACTORIES:
-        raise DamagedError(f"{label} names an unknown factory {spec.factory[:40]!r}")
+        raise UnsupportedFormatError(
+            f"{label} names the unknown factory {spec.factory[:40]!r}; update casnap"
+        )
 
     def build(children: list[Any]) -> Any:
         result: dict[Any, Any] = dict(zip(keys, children, strict=True))

@@ -245,7 +245,7 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool) -> dict[str, Any]:
 def _decode(leaf: Leaf, *, allow_pickle: bool) -> Any:
     """Return the value of a leaf that is no tensor; of a container, what builds it."""
     path, entry, content = leaf
-    assert not isinstance(entry, TensorEntry)
+    assert isinstance(entry, ValueEntry | ContainerEntry)
     if not isinstance(content, bytes):
         raise DamagedError(f"{path} is not a tensor, but has the content of one", (path,))
     if isinstance(entry, ValueEntry):

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from casnap.errors import DamagedError, UnsupportedTypeError
-from casnap.format.entries import Payload, TensorEntry
+from casnap.format.entries import NUMPY_DTYPE, NUMPY_KINDS, Payload, TensorEntry, check_known
 
 if TYPE_CHECKING:
     import numpy as np
 
     NumpyDtype = np.dtype[Any]
 
-KINDS = ("ndarray", "numpy_scalar")
-"""The kinds of tensor entries for numpy arrays and scalars."""
-
-_TYPESTR = re.compile(r"[<>|]([biufcmMSUV])([1-9][0-9]{0,4})(\[[0-9A-Za-z/]{1,24}\])?")
 _MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
 
 
 def is_numpy(entry: TensorEntry) -> bool:
     """Whether an entry is a numpy array or scalar, so that its carrier is flat bytes."""
-    return entry.kind in KINDS
+    return entry.kind in NUMPY_KINDS
 
 
 def numpy_itemsize(entry: TensorEntry) -> int:
     """Return the bytes of one element of a numpy entry.
 
     Raises:
-        DamagedError: The entry's dtype does not exist.
+        UnsupportedFormatError: The entry's dtype is unknown.
+        DamagedError: Its items are too long.
     """
-    match = _TYPESTR.fullmatch(entry.dtype)
-    size = int(match[2]) * (4 if match[1] == "U" else 1) if match else 0
-    if not 0 < size <= _MAX_ITEMSIZE:
-        raise DamagedError(f"an entry has the unknown dtype {entry.dtype[:40]!r}")
+    check_known("the snapshot", [("an entry", entry)])
+    digits = entry.dtype[2:].partition("[")[0]
+    size = int(digits) * (4 if entry.dtype[1] == "U" else 1)
+    if size > _MAX_ITEMSIZE:
+        raise DamagedError(f"an entry has the dtype {entry.dtype!r}, whose items are too long")
     return size
 
 
@@ -74,7 +71,7 @@ def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
         raise UnsupportedTypeError(
             f"{path}: numpy arrays of {contents} cannot be stored; store plain arrays or lists"
         )
-    match = _TYPESTR.fullmatch(dtype.str)
+    match = NUMPY_DTYPE.fullmatch(dtype.str)
     # Types that other packages add to numpy have a typestr that means something else.
     if match is None or np.dtype(dtype.str) != dtype or dtype.itemsize > _MAX_ITEMSIZE:
         raise UnsupportedTypeError(

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.entries import Entry, Payload, TensorEntry
+from casnap.errors import DamagedError, StateError, UnsupportedTypeError
+from casnap.format.entries import TORCH_DTYPES, KnownEntry, Payload, TensorEntry, check_known
 from casnap.runtime.buffers import can_write
-from casnap.state import numpy_values
 from casnap.state.numpy_values import assemble_numpy, describe_numpy, is_numpy, numpy_itemsize
 from casnap.state.quantized import quantization_of, quantized
 from casnap.state.sharded import Shards, shards_of, without_torch_function
@@ -39,23 +38,14 @@ class Leaf(NamedTuple):
     """
 
     path: str
-    entry: Entry
+    entry: KnownEntry
     content: torch.Tensor | bytes | Shards
 
 
-# Elements of whole bytes; an element of float4_e2m1fn_x2 is one byte that holds two numbers.
-# fmt: off
-_ORDINARY = (
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-)
-# fmt: on
 _CARRIERS = {"quint8": torch.uint8, "qint8": torch.int8, "qint32": torch.int32}
 
 TENSOR_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in (*_ORDINARY, *_CARRIERS) if hasattr(torch, name)
+    name: getattr(torch, name) for name in (*TORCH_DTYPES, *_CARRIERS) if hasattr(torch, name)
 }
 """Name → dtype: the closed list of what can be stored."""
 
@@ -376,10 +366,7 @@ def assemble(leaf: Leaf) -> object:
         return content  # a sharded tensor
     if kind == "tensor" and entry.quantization is None and not entry.requires_grad:
         return content
-    if kind not in ("tensor", "parameter", "buffer", *numpy_values.KINDS):
-        raise UnsupportedFormatError(
-            f"{leaf.path} is a tensor of the unknown kind {kind[:40]!r}; update casnap"
-        )
+    check_known("the state", [(leaf.path, entry)])
     try:
         if is_numpy(entry):
             return assemble_numpy(leaf.path, entry, content)
@@ -396,17 +383,16 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
     """Return the dtype of an entry that is not of numpy.
 
     Raises:
-        DamagedError: There is no such dtype.
+        UnsupportedFormatError: A newer version wrote it.
         UnsupportedTypeError: This torch does not know it.
     """
     dtype = TENSOR_DTYPES.get(entry.dtype)
     if dtype is not None:
         return dtype
-    if entry.dtype in _ORDINARY:
-        raise UnsupportedTypeError(
-            f"torch {torch.__version__} has no dtype {entry.dtype}; use a newer torch"
-        )
-    raise DamagedError(f"an entry has the unknown dtype {entry.dtype[:40]!r}")
+    check_known("the snapshot", [("an entry", entry)])
+    raise UnsupportedTypeError(
+        f"torch {torch.__version__} has no dtype {entry.dtype}; use a newer torch"
+    )
 
 
 def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:

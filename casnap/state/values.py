@@ -96,7 +96,9 @@ def _decode_tagged(key: Tagged) -> object:
     if key.kind == "tuple":
         return tuple(decode_keys(decode(key.data, list[Key], "a key")))
     if key.kind not in _KEY_KINDS:
-        raise DamagedError(f"a key is of the unknown kind {key.kind[:40]!r}")
+        raise UnsupportedFormatError(
+            f"a key is of the unknown kind {key.kind[:40]!r}; update casnap"
+        )
     return decode_value("a key", key.kind, key.data)
 
 
@@ -160,11 +162,20 @@ def _torch_names(kind: type) -> dict[str, Any]:
 def _torch_constant(kind: type) -> ValueCodec:
     names = _torch_names(kind)
     name = kind.__name__
+
+    def decode_name(data: bytes) -> object:
+        constant = data.decode()
+        if constant not in names:
+            raise UnsupportedTypeError(
+                f"torch {torch.__version__} has no {name} {constant[:40]!r}; use a newer torch"
+            )
+        return names[constant]
+
     return ValueCodec(
         name,
         kind,
         lambda value: str(value).removeprefix("torch.").encode(),
-        lambda data: names[data.decode()],
+        decode_name,
     )
 
 

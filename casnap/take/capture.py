@@ -11,7 +11,7 @@ from casnap.errors import UnsupportedTypeError
 from casnap.format.entries import (
     INLINE_BYTES,
     MAX_PATH_CHARS,
-    Entry,
+    KnownEntry,
     Payload,
     TensorEntry,
     with_payload,
@@ -106,7 +106,7 @@ class CapturedState:
         self.spans = spans
         self.grids: dict[int, Grid] = {}
         self.assigned: dict[int, Assignment] = {}
-        self.inline: dict[int, Entry] = {}
+        self.inline: dict[int, KnownEntry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
         leaf_by_address: dict[int, int] = {}
@@ -261,7 +261,7 @@ def _same_memory(a: torch.Tensor, b: object) -> bool:
     )
 
 
-def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
+def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
     """Return the entry of a small leaf with its bytes, as it is stored."""
     nbytes = entry.payload.nbytes
     if nbytes == 0:

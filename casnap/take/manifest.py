@@ -19,7 +19,7 @@ from casnap.format.entries import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     LIST_DIGESTS,
-    Entry,
+    KnownEntry,
     Manifest,
     Payload,
     with_payload,
@@ -75,7 +75,7 @@ class _Contribution(msgspec.Struct, array_like=True):
         count: The number of own entries.
     """
 
-    entries: dict[str, dict[str, Entry]]
+    entries: dict[str, dict[str, KnownEntry]]
     subtrees: dict[str, bytes]
     logical_bytes: int
     count: int
@@ -97,7 +97,7 @@ def build_manifest(
         return None
     trained = [span.component for span in state.spans if span.is_trained]
     summary = ManifestSummary(Manifest({}, {}), 0, 0, trained)
-    entries: dict[str, dict[str, Entry]] = {}
+    entries: dict[str, dict[str, KnownEntry]] = {}
     for rank, contribution in enumerate(contributions):
         summary.manifest.ranks[str(rank)] = contribution.subtrees
         summary.logical_bytes += contribution.logical_bytes
@@ -128,7 +128,7 @@ class _Builder:
         self._scopes = list(division.scopes)
         # As the owner of some paths: their cells, and the entries of those that are sharded.
         self._cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
-        self._sharded: dict[str, Entry] = {}
+        self._sharded: dict[str, KnownEntry] = {}
 
     def settle_scopes(self) -> None:
         """Bring the digests of each path to its owner, and learn which leaves are equal."""
@@ -167,7 +167,7 @@ class _Builder:
     def contribution(self) -> _Contribution:
         """Return what this rank adds to the manifest, once the scopes are settled."""
         state, scopes = self._state, self._scopes
-        entries: dict[str, dict[str, Entry]] = {}
+        entries: dict[str, dict[str, KnownEntry]] = {}
         contribution = _Contribution(entries, {}, 0, 0)
         for path, entry in self._sharded.items():
             key, slash, inner_path = path.partition("/")
@@ -178,7 +178,7 @@ class _Builder:
         given_scope, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
         rank, size, keys = self._comm.rank, self._comm.size, self._division.keys
         for span in state.spans:
-            own_entries: dict[str, Entry] = {}
+            own_entries: dict[str, KnownEntry] = {}
             shared = entries.setdefault(span.component, {})
             prefix = len(span.component)
             for i in range(span.start, span.stop):
@@ -202,7 +202,7 @@ class _Builder:
                 contribution.count += len(own_entries)
         return contribution
 
-    def _entry(self, leaf: int, put_node: Put) -> Entry:
+    def _entry(self, leaf: int, put_node: Put) -> KnownEntry:
         """Return the entry of a leaf that is not sharded."""
         state = self._state
         if leaf in state.inline:
@@ -238,9 +238,9 @@ def _answers(reports: list[_Report], division: Division) -> list[bytes]:
 
 def _sharded_entries(
     division: Division, cells: Mapping[bytes, dict[int, bytes]], put_node: Put
-) -> dict[str, Entry]:
+) -> dict[str, KnownEntry]:
     """Return the entries of the sharded tensors that this rank owns, by path."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, KnownEntry] = {}
     first_cells: dict[str, list[int]] = {}
     for key, owned in division.owned.items():
         path, nbytes = owned.path, owned.entry.payload.nbytes
@@ -295,5 +295,5 @@ def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
     return Payload(nbytes, b"", digests, depth)
 
 
-def _nbytes(entries: Mapping[str, Entry]) -> int:
+def _nbytes(entries: Mapping[str, KnownEntry]) -> int:
     return sum(entry.payload.nbytes for entry in entries.values())

@@ -17,7 +17,7 @@ import msgspec
 
 from casnap.errors import StateError, with_article
 from casnap.format.digest import digest_of
-from casnap.format.entries import Entry, TensorEntry
+from casnap.format.entries import KnownEntry, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.names import rank_names
 from casnap.format.region import Region
@@ -46,7 +46,7 @@ class OwnedTensor(NamedTuple):
     """
 
     path: str
-    entry: Entry
+    entry: KnownEntry
     cells: int
     ranks: list[int]
 
@@ -61,7 +61,7 @@ class ShardClaim(msgspec.Struct, array_like=True):
 
     key: bytes
     path: str
-    entry: Entry
+    entry: KnownEntry
     boxes: tuple[Region, ...]
     samples: list[bytes]
 
@@ -237,7 +237,7 @@ def plan_sharded(
 def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
     """Return, for each sharded tensor, the ranks that hold pieces of it, and their claims."""
     holders: defaultdict[bytes, list[tuple[int, ShardClaim]]] = defaultdict(list)
-    firsts: dict[bytes, tuple[int, Entry]] = {}
+    firsts: dict[bytes, tuple[int, KnownEntry]] = {}
     for rank, of_rank in enumerate(claims):
         for claim in of_rank.sharded:
             holders[claim.key].append((rank, claim))
@@ -270,7 +270,7 @@ def _check_shard_replicas(path: str, holders: Sequence[tuple[int, ShardClaim]]) 
                 )
 
 
-def _description(entry: Entry) -> str:
+def _description(entry: KnownEntry) -> str:
     if isinstance(entry, TensorEntry):
         return f"{with_article(entry.kind)} of {entry.dtype} and shape {entry.shape}"
     return with_article(type(entry).__name__)

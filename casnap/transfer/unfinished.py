@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from casnap.format.digest import Digest
-from casnap.format.entries import Entry, Manifest, Payload, ValueEntry
+from casnap.format.entries import KnownEntry, Manifest, Payload, ValueEntry
 from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode, encode
 from casnap.format.tree import build
 from casnap.storage.chunks.open_store import OpenStore
@@ -29,7 +29,7 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
     Returns:
         The key of the part, and the top of its tree.
     """
-    entries: dict[str, Entry] = {
+    entries: dict[str, KnownEntry] = {
         f"/{number}": ValueEntry(Payload(nbytes, b"", digest), "bytes")
         for number, (digest, nbytes) in enumerate(sizes)
     }

@@ -27,7 +27,7 @@ from casnap.cli.option_types import duration, share
 from casnap.errors import CasnapError
 from casnap.format.codec import Codec, compress, decompress
 from casnap.format.digest import digest_of
-from casnap.format.entries import Entry, Manifest, TensorEntry
+from casnap.format.entries import KnownEntry, Manifest, TensorEntry, decode_entry
 from casnap.format.names import check_name
 from casnap.format.records import (
     CONFIG_KEY,
@@ -159,7 +159,8 @@ def config(content: bytes) -> object:
 def tree(value_type: Any, kind: bytes) -> Callable[[bytes], object]:
     def read(node: bytes) -> object:
         digest = digest_of(node)
-        found: Tree[Any] = Tree(digest, lambda _: node, value_type)
+        decode_one = decode_entry if value_type is KnownEntry else None
+        found: Tree[Any] = Tree(digest, lambda _: node, value_type, decode_one=decode_one)
         found.get("/x")
         list(found.items())
         return references(lambda _: node, kind + digest)
@@ -196,9 +197,9 @@ def manifest(raw: bytes) -> object:
 
 def entry(raw: bytes) -> object:
     """Put a state together from one entry and, if that is a tensor, no more memory than said."""
-    described, content = decode(raw, tuple[Entry, bytes], "it")
+    described, content = decode(raw, tuple[KnownEntry, bytes], "it")
     if isinstance(described, TensorEntry):
-        if described.data.nbytes > LARGE:
+        if described.payload.nbytes > LARGE:
             return None
         return inflate("x", {"x": Leaf("x", described, allocate(described))})
     return inflate("x", {"x": Leaf("x", described, content)})
@@ -206,7 +207,7 @@ def entry(raw: bytes) -> object:
 
 def containers(raw: bytes) -> object:
     """Put a state together from leaves all of which are there."""
-    parts = decode(raw, list[tuple[str, Entry, bytes]], "it")
+    parts = decode(raw, list[tuple[str, KnownEntry, bytes]], "it")
     leaves = {path: Leaf(path, e, c) for path, e, c in parts if not isinstance(e, TensorEntry)}
     return inflate("s", leaves)
 
@@ -262,7 +263,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
         "segment": Decoder(parts.segments, segment),
         "footer": Decoder(parts.footers, footer),
         "manifest": Decoder(parts.nodes["manifest"], manifest),
-        "tree": Decoder(trees, tree(Entry, TREE)),
+        "tree": Decoder(trees, tree(KnownEntry, TREE)),
         "table": Decoder(parts.nodes["leaf of the table"] + trees[-1:], tree(Row, TABLE)),
         "entry": Decoder([encode([x.entry, leaf_bytes(x)]) for x in leaves], entry),
         "containers": Decoder(wholes, containers),

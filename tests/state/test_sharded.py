@@ -351,10 +351,10 @@ def test_entries_are_of_the_whole(world: Worlds) -> None:
     assert first == second
     weight, frozen = first["s/weight"], first["s/frozen"]
     assert (weight.kind, weight.requires_grad, weight.dtype) == ("parameter", True, "float32")
-    assert (weight.shape, weight.data.nbytes) == ((5, 3), 60)
+    assert (weight.shape, weight.payload.nbytes) == ((5, 3), 60)
     assert (frozen.kind, frozen.requires_grad, frozen.shape) == ("parameter", False, (3, 4))
-    assert (first["s/half"].kind, first["s/half"].data.nbytes) == ("tensor", 8)
-    assert (first["s/scalar"].shape, first["s/scalar"].data.nbytes) == ((), 4)
+    assert (first["s/half"].kind, first["s/half"].payload.nbytes) == ("tensor", 8)
+    assert (first["s/scalar"].shape, first["s/scalar"].payload.nbytes) == ((), 4)
 
 
 def filled() -> None:

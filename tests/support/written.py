@@ -14,7 +14,7 @@ from casnap.format.digest import DIGEST_SIZE
 from casnap.format.entries import (
     INLINE_BYTES,
     INLINE_DIGESTS,
-    Entry,
+    KnownEntry,
     Manifest,
     Payload,
     TensorEntry,
@@ -95,7 +95,7 @@ class _Writer:
         entries = {leaf.path[len(key) :]: self._entry(leaf) for leaf in leaves}
         return build(entries, self._transaction.put_node)
 
-    def _entry(self, leaf: Leaf) -> Entry:
+    def _entry(self, leaf: Leaf) -> KnownEntry:
         entry, content = leaf.entry, leaf.content
         assert not isinstance(content, Shards)
         raw = content if isinstance(content, bytes) else _bytes_of(content)
@@ -108,7 +108,7 @@ class _Writer:
             digests, depth = self._transaction.put_node(digests), 1
         return with_payload(entry, Payload(len(raw), b"", digests, depth))
 
-    def _cut(self, entry: Entry, raw: bytes) -> list[memoryview]:
+    def _cut(self, entry: KnownEntry, raw: bytes) -> list[memoryview]:
         tensor = entry if isinstance(entry, TensorEntry) else None
         shape, itemsize = (tensor.shape, itemsize_of(tensor)) if tensor else ((len(raw),), 1)
         cells = grid_of(shape, itemsize, self._chunk_size)

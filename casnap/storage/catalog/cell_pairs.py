@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from casnap.format.digest import Digest
-from casnap.format.entries import TensorEntry
+from casnap.format.entries import TensorEntry, unknown_in
 from casnap.format.records import Row
 from casnap.storage.catalog.contents import Contents
 
@@ -86,10 +86,12 @@ def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair
         if before is not None and digest_before is not None:
             tree_before = before.tree(digest_before)
         for path, entry in tree.items():
+            if unknown_in(entry):
+                continue
             chunks = contents.chunks(key + path, entry)
             entry_before = None if tree_before is None else tree_before.get(path)
             bases: list[tuple[Digest, int]] = []
-            if before is not None and entry_before is not None:
+            if before is not None and entry_before is not None and not unknown_in(entry_before):
                 bases = before.chunks(key + path, entry_before)
             if len(bases) != len(chunks):
                 bases = [(chunk, -1) for chunk, _ in chunks]

@@ -23,6 +23,8 @@ from casnap.format.entries import (
     Manifest,
     Payload,
     TensorEntry,
+    check_known,
+    entry_tree,
 )
 from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
@@ -207,7 +209,7 @@ class Contents:
         """Return the tree of one key."""
         tree = self._trees.get(digest)
         if tree is None:
-            tree = Tree(Digest(digest), self.store.node, Entry)
+            tree = entry_tree(Digest(digest), self.store.node)
             self._trees[digest] = tree
         return tree
 
@@ -409,7 +411,9 @@ class Contents:
 
         Raises:
             DamagedError: Shape and length do not fit each other.
+            UnsupportedFormatError: A later version has to say how it is cut.
         """
+        check_known(self.label, [(path, entry)])
         nbytes, chunk_size = entry.payload.nbytes, self.store.config.chunk_size
         if not isinstance(entry, TensorEntry):
             return grid_of((nbytes,), 1, chunk_size)
@@ -445,6 +449,22 @@ class Contents:
                 (path,),
             )
         return digests
+
+    def named_chunks(self, payload: Payload) -> dict[Digest, None]:
+        """Return the chunks that a payload names, each once, whatever they mean.
+
+        Raises:
+            DamagedError: The lists of digests are malformed.
+        """
+        if payload.nbytes <= INLINE_BYTES and not payload.digests:
+            return {}
+        if not 0 <= payload.depth <= MAX_LIST_DEPTH or len(payload.digests) % DIGEST_SIZE:
+            raise DamagedError(f"{self.label} has an entry with a malformed list of digests")
+        named = dict.fromkeys(split_digests(payload.digests))
+        for _ in range(payload.depth):
+            lists = map(self._list, named)
+            named = dict.fromkeys(digest for listed in lists for digest in split_digests(listed))
+        return named
 
     def _joined_lists(self, digests: bytes, most: int, path: str) -> bytes:
         """Return the content of lists, joined; stop when it is longer than ``most`` digests."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest
+from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Manifest, entry_tree
 from casnap.format.records import Root, Row, decode
 from casnap.format.tree import TABLE_FANOUT, Load, Tree
 from casnap.storage.chunks.open_store import OpenStore
@@ -59,7 +59,7 @@ def references(load: Load, node: bytes) -> list[bytes]:
 
 
 def _below_tree(load: Load, digest: Digest) -> list[bytes]:
-    tree: Tree[Entry] = Tree(digest, load, Entry)
+    tree = entry_tree(digest, load)
     children = _children(tree, TREE, digest)
     if children is not None:
         return children
