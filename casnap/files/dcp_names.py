@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, unknown_in
-from casnap.format.names import component_of, key_of
+from casnap.format.names import Key, component_of, key_of
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.containers import container_builder
 from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
-from casnap.state.values import Key, decode_keys
+from casnap.state.values import decode_keys
 from casnap.storage.catalog.contents import Contents
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -69,7 +69,28 @@ ObjectPath: TypeAlias = tuple[str | int | DictKey, ...]
 
 def casnap_path(path: ObjectPath) -> str:
     """Return casnap's path of a value."""
-    return "/".join(map(component_of, path))
+    parts = (part.encoded if isinstance(part, DictKey) else part for part in path)
+    return "/".join(map(component_of, parts))
+
+
+def first_keys(paths: Iterable[ObjectPath]) -> dict[ObjectPath, DictKey]:
+    """Return the keys that are no str by their object paths in DCP.
+
+    Of ranks that have other keys of one text there, the first counts.
+    """
+    keys: dict[ObjectPath, DictKey] = {}
+    for path in paths:
+        in_dcp = as_in_dcp(path)
+        for i, part in enumerate(path):
+            if isinstance(part, DictKey):
+                keys.setdefault(in_dcp[: i + 1], part)
+    return keys
+
+
+def with_keys(path: ObjectPath, keys: Mapping[ObjectPath, DictKey]) -> ObjectPath:
+    """Return an object path with the keys that count."""
+    in_dcp = as_in_dcp(path)
+    return tuple(keys.get(in_dcp[: i + 1], part) for i, part in enumerate(in_dcp))
 
 
 def as_in_dcp(path: ObjectPath) -> ObjectPath:
@@ -92,12 +113,7 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
     true_paths = list(paths)
     paths = list(map(as_in_dcp, true_paths))
     _check_paths(paths)
-    keys: dict[ObjectPath, Any] = {}
-    for path, true_path in zip(paths, true_paths, strict=True):
-        for i, part in enumerate(true_path):
-            if isinstance(part, DictKey):
-                # Of ranks that have other keys there, the first counts.
-                keys.setdefault(path[: i + 1], part.key)
+    keys = {path: dict_key.key for path, dict_key in first_keys(true_paths).items()}
     root: dict[str, Any] = {}
     with without_torch_modes():
         # In place of any value: a list of other values could be one packed value.

@@ -26,7 +26,7 @@ from casnap.state.flatten import containers_of, flatten
 from casnap.state.pickles import RefusedError
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
 from casnap.state.torch_save import tensor_in
-from casnap.state.values import decode_value
+from casnap.state.values import decode_value, encode_keys
 
 _MOST_METADATA, _MOST_DEPTH = 1 << 30, 32
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -204,11 +204,12 @@ class _Reader:
         if entry.type not in _CONTAINERS:
             places.append(path)
             return _VALUE
-        if len(set(map(component_of, entry.keys))) < len(entry.keys):
+        components = list(map(component_of, encode_keys(entry.keys)))
+        if len(set(components)) < len(entry.keys):
             raise FileFormatError(f"{self.folder.path}: {path!r:.200} has a key twice")
         mapping: dict[Any, Any] = {} if entry.type == "dict" else OrderedDict()
-        for name in entry.keys:
-            mapping[name] = self._state(f"{path}/{component_of(name)}", places)
+        for name, component in zip(entry.keys, components, strict=True):
+            mapping[name] = self._state(f"{path}/{component}", places)
         return mapping
 
     def _leaves(self, path: str, entry: _Entry) -> Iterator[Leaf]:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from casnap.errors import InvalidNameError, with_article
+from casnap.format.digest import digest_of
+from casnap.format.plain_values import decode_text
+from casnap.format.records import encode
 
 MARKER = "casnap-snapshot.json"
 NOTICE_HEAD = b"\x80\x02ccasnap.integrations.notices\n"
@@ -90,14 +96,52 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last_rank}" if others else f"rank {last_rank}"
 
 
-def component_of(key: object) -> str:
-    """Return the path component of a key, unless another key of its dict shares it."""
+class Tagged(Struct, frozen=True, array_like=True):
+    """A key of a dict of a type that msgpack does not have."""
+
+    kind: str
+    data: bytes
+
+
+Key: TypeAlias = str | int | Tagged
+"""A key of a dict as it is stored."""
+
+
+def component_of(key: Key) -> str:
+    """Return the path component of a key, unless it is an int and its dict has its text as a str.
+
+    It depends on the stored bytes of the key alone: other versions of Python have other texts for
+    the same key.
+    """
+    if type(key) is int:
+        return str(key)
+    if type(key) is Tagged:
+        if key.kind != "str":
+            return _hashed(key)
+        key = decode_text(key.data)
+    assert isinstance(key, str)
     text = key if type(key) is str else str(key)
     if "%" in text or "/" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
     if not text.isascii():
-        text = _SURROGATES.sub(lambda m: f"%u{ord(m[0]):04X}", text)
+        text = _SURROGATES.sub(lambda m: f"%u{ord(m[0]):04x}", text)
     return text
+
+
+def components_of(keys: Sequence[Key]) -> list[str]:
+    """Return the path components of all keys of a dict. Keys that are stored alike share one."""
+    components = list(map(component_of, keys))
+    if len(set(components)) == len(components):
+        return components
+    of_texts = {c for key, c in zip(keys, components, strict=True) if type(key) is not int}
+    return [
+        _hashed(key) if type(key) is int and c in of_texts else c
+        for key, c in zip(keys, components, strict=True)
+    ]
+
+
+def _hashed(key: Key) -> str:
+    return f"%k{digest_of(encode(key))[:8].hex()}"
 
 
 def key_of(component: str) -> str:
@@ -106,4 +150,4 @@ def key_of(component: str) -> str:
 
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
+_ESCAPED = re.compile("%(25|2F|ud[89a-f][0-9a-f]{2})")

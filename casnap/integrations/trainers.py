@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store
+from casnap.state.containers import live_components
 from casnap.state.stateful import Stateful
 from casnap.storage.catalog.other_formats import hint_at, hint_in
 from casnap.take.capture import LiveState
@@ -160,9 +161,8 @@ def unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator
     elif isinstance(wanted, Mapping) or is_sequence:
         if isinstance(entry, TensorEntry):
             yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
-        items = enumerate(wanted) if is_sequence else wanted.items()
-        for key, inner in items:
-            yield from unfit_parts(inner, f"{path}/{component_of(key)}", stored)
+        for component, inner in _elements(wanted):
+            yield from unfit_parts(inner, f"{path}/{component}", stored)
     elif isinstance(entry, TensorEntry) and isinstance(wanted, str | bytes | int | float):
         yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
 
@@ -170,14 +170,19 @@ def unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator
 def empty_here(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
     """Yield the paths of dicts of a value to fill that are empty, but not in the snapshot."""
     entry = stored.get(path)
-    if isinstance(wanted, Mapping):
-        if not wanted and isinstance(entry, ContainerEntry) and entry.count:
-            yield path
-        for key, inner in wanted.items():
-            yield from empty_here(inner, f"{path}/{component_of(key)}", stored)
-    elif isinstance(wanted, list | tuple):
-        for i, inner in enumerate(wanted):
-            yield from empty_here(inner, f"{path}/{i}", stored)
+    if not isinstance(entry, ContainerEntry) or not isinstance(wanted, Mapping | list | tuple):
+        return
+    if isinstance(wanted, Mapping) and not wanted and entry.count:
+        yield path
+    for component, inner in _elements(wanted):
+        yield from empty_here(inner, f"{path}/{component}", stored)
+
+
+def _elements(value: Mapping[Any, Any] | Sequence[Any]) -> Iterable[tuple[str, Any]]:
+    """Return the elements of a dict, list or tuple by their path components."""
+    if isinstance(value, Mapping):
+        return zip(live_components(value), value.values(), strict=True)
+    return zip(map(str, range(len(value))), value, strict=True)
 
 
 def snapshot_at(

@@ -16,8 +16,9 @@ from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.restore.restore_report import RestoreReport
 from casnap.restore.targets import why_unfit
-from casnap.state.containers import DICT_KINDS
+from casnap.state.containers import DICT_KINDS, live_components
 from casnap.state.stateful import TORCH_NAMES, RNGState
+from casnap.state.values import encode_key
 
 # FSDP2's hook, there from the first forward on, only shards the parameters again. That of
 # activation checkpointing gives names the prefix of its wrapper, which the state dict is without.
@@ -36,7 +37,7 @@ def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> 
     rewritten = _paths_of_children(state, module, _rewrites)
     unchecked = rewritten + _paths_of_children(state, module, _forgives)
     stored_names = {p for p in state.entries if p.count("/") == 1 and not p.startswith(unchecked)}
-    live_names = {f"{state.component}/{component_of(k)}" for k in state.current}
+    live_names = {f"{state.component}/{c}" for c in live_components(state.current)}
     live_names = {path for path in live_names if not path.startswith(unchecked)}
     shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(rewritten)}
     report.missing += sorted(live_names - stored_names - state.skipped)
@@ -90,8 +91,8 @@ def load_what_fits(
 ) -> None:
     """Load into a module what it has in the same shape, and report the rest."""
 
-    def path_of(key: str) -> str:
-        return f"{state.component}/{component_of(key)}"
+    def path_of(key: object) -> str:
+        return f"{state.component}/{component_of(encode_key(key))}"
 
     if _has_own_loader(module) and "strict" not in signature(module.load_state_dict).parameters:
         module.load_state_dict(values)
@@ -148,8 +149,9 @@ def _has_own_loader(module: torch.nn.Module) -> bool:
 def _other_shapes(state: KeyState) -> dict[str, str]:
     """Return the tensors of a module that have another shape in the snapshot, in words, by path."""
     shapes = {}
-    for key, value in state.current.items():
-        path = f"{state.component}/{component_of(key)}"
+    components = live_components(state.current)
+    for component, value in zip(components, state.current.values(), strict=True):
+        path = f"{state.component}/{component}"
         entry = state.entries.get(path)
         if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
             continue

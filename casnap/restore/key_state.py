@@ -15,7 +15,7 @@ from casnap.format.names import component_of
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
-from casnap.state.containers import DICT_KINDS, container_builder
+from casnap.state.containers import DICT_KINDS, container_builder, live_components
 from casnap.state.flatten import Known, Reopened, live_parts
 from casnap.state.parts import check_state
 from casnap.state.stateful import StateDict, Stateful
@@ -112,7 +112,7 @@ def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
     shared = contents.manifest.shared.get(state.component)
     if shared is None or contents.tree(shared).get("") is not None:
         return None
-    names = {component_of(name) for name in state.current}
+    names = set(live_components(state.current))
     if not names or not state.entries.keys() >= {f"{state.component}/{name}" for name in names}:
         return None
     entries = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}

@@ -115,7 +115,7 @@ def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> st
         memory: What of it lies here.
     """
     if what := unknown_in(entry):
-        return f"a tensor here, {what} in the snapshot, which this version does not know; update casnap"
+        return f"{what} in the snapshot, which this version does not know; update casnap"
     if not isinstance(entry, TensorEntry):
         return f"a tensor here, a value of kind {entry.kind} in the snapshot"
     if shape != entry.shape:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import count as count_from
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,10 +17,9 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry
-from casnap.format.names import component_of
+from casnap.format.names import Key, Tagged, components_of
 from casnap.format.records import decode, encode
 from casnap.state.values import (
-    Key,
     decode_keys,
     encode_key,
     find_class,
@@ -89,28 +87,36 @@ def _are_components(keys: Sequence[Any]) -> bool:
     return joined.isascii() and "%" not in joined and "/" not in joined
 
 
-def _components(path: str, keys: Sequence[Any]) -> list[str]:
+def _components(keys: list[Key]) -> list[str]:
+    return list(keys) if _are_components(keys) else components_of(keys)  # type: ignore[arg-type]
+
+
+_UNSTORABLE = Tagged("", b"")
+"""Stands for a key that cannot be stored. No stored path has its component."""
+
+
+def _encoded(keys: list[Any]) -> list[Key]:
     if _are_components(keys):
-        return list(keys)
-    try:
-        components = [component_of(key) for key in keys]
-    except ValueError as e:
-        raise UnsupportedTypeError(f"{path}: a key has no name: {e}; use a str instead") from e
+        return keys
+    encoded = list[Key]()
+    for key in keys:
+        try:
+            encoded.append(encode_key(key))
+        except UnsupportedTypeError:
+            encoded.append(_UNSTORABLE)
+    return encoded
+
+
+def live_components(keys: Iterable[Any]) -> list[str]:
+    """Return the path components of the keys of a live dict, also of such as cannot be stored."""
+    return _components(_encoded(list(keys)))
+
+
+def _first_twice(components: list[str]) -> str | None:
+    """Return a component that two keys share; None if there is none."""
     if len(set(components)) == len(components):
-        return components
-    times = Counter(components)
-    used_components = set(components)
-    for i, key in enumerate(keys):
-        if times[components[i]] > 1 and type(key) is not str:
-            typed = f"{components[i]}%{type(key).__name__}"
-            # Only NaNs can share both name and type.
-            components[i] = next(
-                s
-                for n in count_from(1)
-                if (s := typed if n == 1 else f"{typed}%{n}") not in used_components
-            )
-            used_components.add(components[i])
-    return components
+        return None
+    return Counter(components).most_common(1)[0][0]
 
 
 # --- opening ------------------------------------------------------------------------------------
@@ -130,14 +136,17 @@ _Opener: TypeAlias = Callable[[str, Any], Opened | None]
 
 def _open_mapping(path: str, value: Any) -> Opened:
     kind = type(value).__name__
-    keys, children = list(value), list(value.values())
+    keys = list(value)
+    encoded = _encoded(keys)
+    components = _components(encoded)
 
     def spec() -> _Keys:
+        _check_storable(path, keys, encoded, components)
         factory = _factory_name(path, value.default_factory) if kind == "defaultdict" else None
         metadata = _metadata_of(value) if kind == "OrderedDict" else None
-        return _Keys(_encode_keys(path, keys), factory, metadata)
+        return _Keys(encoded, factory, metadata)
 
-    return Opened(kind, _components(path, keys), children, spec)
+    return Opened(kind, components, list(value.values()), spec)
 
 
 def _metadata_of(value: Any) -> dict[str, Any] | None:
@@ -199,7 +208,7 @@ def _open_namedtuple(path: str, value: Any) -> Opened:
     kind = type(value)
     fields = kind._fields
     spec = _Named(kind.__module__, kind.__qualname__, fields)
-    return Opened("namedtuple", _components(path, fields), list(value), lambda: spec)
+    return Opened("namedtuple", components_of(fields), list(value), lambda: spec)
 
 
 def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
@@ -228,19 +237,23 @@ _OPENERS: dict[type, _Opener] = {
 }
 
 
-def _encode_keys(path: str, keys: list[Any]) -> list[Key]:
-    if _are_components(keys):
-        return keys
-    encoded = []
-    for key in keys:
-        try:
-            encoded.append(encode_key(key))
-        except UnsupportedTypeError as e:
+def _check_storable(path: str, keys: list[Any], encoded: list[Key], components: list[str]) -> None:
+    if encoded is keys:
+        return
+    for key, as_stored in zip(keys, encoded, strict=True):
+        if as_stored is _UNSTORABLE:
+            kind = type(key)
             raise UnsupportedTypeError(
-                f"{path}: the key {key!r:.80} of type {e} cannot be stored; use str, int, bool, "
-                "float, complex, bytes, None, torch.dtype, or tuples of those"
-            ) from None
-    return encoded
+                f"{path}: the key {key!r:.80} of type {kind.__module__}.{kind.__qualname__} "
+                "cannot be stored; use str, int, bool, float, complex, bytes, None, torch.dtype, "
+                "or tuples of those"
+            )
+    if (twice := _first_twice(components)) is not None:
+        alike = [key for key, c in zip(keys, components, strict=True) if c == twice]
+        raise UnsupportedTypeError(
+            f"{path}: the keys {alike[0]!r:.80} and {alike[1]!r:.80} are stored alike; keep one of "
+            "them"
+        )
 
 
 def _is_namedtuple(value: object) -> bool:
@@ -307,7 +320,9 @@ _Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | No
 
 def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
     spec = decode(data, _Keys, label)
-    keys = decode_keys(spec.keys)
+    keys, components = decode_keys(spec.keys), _components(spec.keys)
+    if _first_twice(components) is not None:
+        raise DamagedError(f"{label} has a key twice")
     if spec.factory is not None and spec.factory not in _FACTORIES:
         raise UnsupportedFormatError(
             f"{label} names the unknown factory {spec.factory[:40]!r}; update casnap"
@@ -328,7 +343,7 @@ def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str
             ordered._metadata = OrderedDict(spec.metadata)  # type: ignore[attr-defined]
         return ordered
 
-    return _components(label, keys), build
+    return components, build
 
 
 def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
@@ -356,7 +371,7 @@ def _read_deque(label: str, entry: ContainerEntry, data: bytes) -> tuple[None, B
 
 def _read_namedtuple(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
     spec = decode(data, _Named, label)
-    components, kind = _components(label, spec.fields), _namedtuple_class(label, spec)
+    components, kind = components_of(spec.fields), _namedtuple_class(label, spec)
     # tuple.__new__ runs no code of the class, which the store names, not the caller.
     return components, partial(tuple.__new__, kind)
 

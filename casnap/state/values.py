@@ -14,13 +14,14 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from msgspec import Struct
 from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.format.names import Key, Tagged
 from casnap.format.plain_values import PLAIN_CODECS, ValueCodec, decode_text, encode_text
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
@@ -47,16 +48,6 @@ PLAIN_BY_TYPE = {codec.type: codec for codec in PLAIN_CODECS}
 
 
 # --- keys -------------------------------------------------------------------------------------
-
-
-class Tagged(Struct, frozen=True, array_like=True):
-    """A key of a type that msgpack does not have."""
-
-    kind: str
-    data: bytes
-
-
-Key: TypeAlias = str | int | Tagged
 
 
 def encode_key(key: object) -> Key:
@@ -88,6 +79,7 @@ def decode_keys(keys: Iterable[Key]) -> list[Any]:
 
     Raises:
         DamagedError: One of them is malformed.
+        UnsupportedFormatError: A newer version wrote one of this kind.
     """
     return [_decode_tagged(key) if type(key) is Tagged else key for key in keys]
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import OrderedDict, defaultdict
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -215,7 +216,8 @@ def hostile(kind, count, spec, *children):
     [
         hostile("dict", 2, [["a", "a"]], ("a", 1)),
         hostile("dict", 1, [[["tuple", b"\xc1"]]]),
-        hostile("dict", 1, [[["enum", b""]]]),
+        hostile("dict", 2, [["a", ["str", b"a"]]], ("a", 1)),
+        hostile("dict", 1, [[["str", b"\xff"]]], ("a", 1)),
         hostile("dict", 1, [["a", "b"]], ("a", 1), ("b", 1)),
         hostile("defaultdict", 0, [[], "eval"]),
         hostile("set", 1, None, ("0", [])),
@@ -235,6 +237,12 @@ def test_specs_that_lie(leaves):
     leaves = {path: leaf for path, leaf in leaves.items() if leaf is not None}
     with pytest.raises(DamagedError):
         inflate("m", leaves)
+
+
+def test_a_key_of_a_kind_to_come():
+    for key in (["uuid", b""], ["tuple", msgspec.msgpack.encode([["uuid", b""]])]):
+        with pytest.raises(UnsupportedFormatError, match=r"unknown kind 'uuid'.*update casnap"):
+            inflate("m", hostile("dict", 1, [[key]]))
 
 
 def test_a_namedtuple_runs_no_code_of_a_named_class():

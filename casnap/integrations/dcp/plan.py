@@ -24,6 +24,8 @@ from casnap.files.dcp_names import (
     as_in_dcp,
     casnap_path,
     containers_above,
+    first_keys,
+    with_keys,
 )
 from casnap.format.entries import Payload, ValueEntry
 from casnap.format.region import Region
@@ -79,10 +81,11 @@ def planned(
     if comm.rank == 0:
         for key, containers in containers_above(leading).items():
             leaves[key] += containers
-    reader = _PlanReader(planner, bool(mapping), allow_pickle)
+    reader, keys = _PlanReader(planner, bool(mapping), allow_pickle), first_keys(leading)
     with torch.no_grad(), without_torch_modes(), python_gc_paused():
         for name, items in _by_name(plan).items():
-            leaves[str(paths[name][0])] += reader.leaves(casnap_path(paths[name]), items)
+            path = with_keys(paths[name], keys)
+            leaves[str(path[0])] += reader.leaves(casnap_path(path), items)
     return DividedLeaves(leaves)
 
 
