@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -342,9 +342,13 @@ class LocalBackend(Backend):
     @override
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
-        with self._place.base_folder() as store, self._temporary_folder(store) as tmp:
+        path = self._path("tmp")
+        with ExitStack() as opened:
+            with translated(path):
+                store = opened.enter_context(self._place.base_folder())
+                tmp = opened.enter_context(self._temporary_folder(store))
             create = partial(self._place.create, folder=tmp, base=store)
-            with announced_in(tmp, self._path("tmp"), base, create) as renew:
+            with announced_in(tmp, path, base, create) as renew:
                 yield renew
 
     @override

@@ -143,8 +143,10 @@ def pull(
 
 
 def _verify(folder: str, *, as_json: bool) -> None:
-    damaged = verify(folder)
-    record = read_record(Path(folder, RECORD))
+    # Once: a pull may replace the link meanwhile.
+    version = Path(folder).resolve()
+    damaged = verify(version)
+    record = read_record(version / RECORD)
     commit = None if record is None else record.commit
     if as_json:
         emit({"output": folder, "commit": commit, "damaged": damaged})

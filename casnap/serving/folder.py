@@ -119,12 +119,15 @@ class ServedFolder:
     # --- versions ---
 
     def current(self) -> Version | None:
-        """Return the version that the link leads to; None if there is none that can be read."""
+        """Return the version that the link leads to; None if there is none, or it is damaged.
+
+        Raises:
+            BackendError: It cannot be looked at.
+        """
         if not is_link(self.link):
             return None
-        try:
-            info = (self._target / RECORD).stat()
-        except OSError:
+        info = status(self._target / RECORD)
+        if info is None:
             return None
         known = (self._target, info.st_ino, info.st_mtime_ns, info.st_size)
         # What could not be read may be readable now.

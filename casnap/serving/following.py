@@ -109,16 +109,13 @@ class Following:
         """Call the callback, unless it was called for the current version."""
         try:
             version, last = self._served.current(), self._served.called()
-        except (CasnapError, OSError):
-            return  # the next look says so
-        if version is None:
-            return
-        self._is_called = version.record == last
-        if self._is_called:
-            return
-        try:
+            if version is None:
+                return
+            self._is_called = version.record == last
+            if self._is_called:
+                return
             on_version(version.folder.resolve(), version.record.changed_since(last))
-        except Exception as e:  # noqa: BLE001 - whatever it is, the callback is tried again
+        except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
             self._calls.note_failure(e)
             yield FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")
         else:

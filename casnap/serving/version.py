@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from casnap.backends.file_io import read_run
+from casnap.backends.file_io import read_file, read_run
+from casnap.backends.system_errors import is_of_the_place
+from casnap.errors import BackendError, DamagedError, FileFormatError
 from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
@@ -161,7 +163,11 @@ class Version:
 
     @classmethod
     def load(cls, folder: Path) -> Version | None:
-        """Return the version in a folder; None if there is none, or its record is damaged."""
+        """Return the version in a folder; None if there is none, or its record is damaged.
+
+        Raises:
+            BackendError: It cannot be read.
+        """
         record = read_record(folder / RECORD)
         return None if record is None else cls(folder, record)
 
@@ -287,12 +293,19 @@ def _nbytes(tensor: VersionTensor) -> int:
 
 
 def read_record(path: Path) -> VersionRecord | None:
-    """Return what a file says about a version; None if it is not there, or damaged."""
+    """Return what a file says about a version; None if it is not there, or damaged.
+
+    Raises:
+        BackendError: It cannot be read: who took that for "no version" would make all anew.
+    """
     try:
-        if path.stat().st_size > _MOST_RECORD:
-            return None
-        record = json_decoder(VersionRecord).decode(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        raw, _ = read_file(str(path), _MOST_RECORD)
+        record = json_decoder(VersionRecord).decode(raw)
+    except BackendError as e:
+        if is_of_the_place(e):
+            raise
+        return None
+    except (FileNotFoundError, DamagedError, ValueError, RecursionError):
         return None
     is_known = record.version == 1 and record.digest == record.own_digest()
     return record if is_known else None
@@ -311,9 +324,8 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
 
     Raises:
         FileFormatError: It is no such folder.
+        BackendError: It cannot be looked at.
     """
-    from casnap.errors import FileFormatError
-
     place = Path(os.path.realpath(folder))
     version = Version.load(place)
     if version is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -17,12 +18,14 @@ import pytest
 import casnap.transfer.follow
 from casnap import Store
 from casnap.errors import (
+    BackendError,
     CasnapError,
     FileFormatError,
     SnapshotNotFoundError,
     StorageFullError,
 )
 from casnap.serving import FollowEvent, PullOptions, verify
+from casnap.serving.version import RECORD
 from tests.support.faults import (
     backend_faults,
     disk_full,
@@ -37,6 +40,7 @@ from tests.support.object_stores import store_in
 from tests.support.served import assert_served, inodes, store_at, take, versions_of
 from tests.support.servers import Bucket
 from tests.support.sweep import sweep
+from tests.support.volumes import volume
 
 KILLED = -signal.SIGKILL
 # What changes the folder, of all calls of the system.
@@ -324,3 +328,40 @@ def test_many_versions_leave_nothing(base: Path) -> None:
         assert len(versions_of(live)) == 1
         assert len(set(files[5:])) == 1
         assert max(sizes[-5:]) < max(sizes[5:10]) + (1 << 20)
+
+
+# --- what cannot be looked at -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_version_that_cannot_be_looked_at_is_not_none(tmp_path: Path, code: int) -> None:
+    """It was taken for none: all was made anew, and told of to who follows."""
+    store, told = store_at(tmp_path / "store"), list[list[str]]()
+
+    def follow() -> FollowEvent:
+        events = store.follow(
+            disk.path / "live", interval=0, on_version=lambda _, changed: told.append(changed)
+        )
+        return next(event for event in events if event.event != "switched")
+
+    with volume(tmp_path / "volume") as disk:
+        take(store, 0)
+        assert follow().event == "called"
+        take(store, 1)
+        disk.fail(".called.json", code)
+        event = follow()
+        assert event.event == "call_failed"
+        assert os.strerror(code) in str(event.error)
+        disk.heal()
+        disk.fail(RECORD, code)
+        for look in (
+            follow,
+            lambda: store.pull(disk.path / "live"),
+            lambda: verify(disk.path / "live"),
+        ):
+            with pytest.raises(BackendError, match=os.strerror(code)):
+                look()
+        disk.heal()
+        assert follow().event == "called"
+        assert [len(changed) for changed in told] == [9, 2]
+        assert len(versions_of(disk.path / "live")) == 2

@@ -101,6 +101,28 @@ def test_a_place_that_cannot_be_looked_at(tmp_path: Path, name: str, code: str) 
         assert Store(folder).latest("run") is not None
 
 
+def test_a_store_above_a_link_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """A link below a store is a name of it, if it has such names: it was passed over for that."""
+    with volume(tmp_path / "volume") as disk:
+        Store(disk.path / "store").take(STATE, "run/step_1")
+        Store(tmp_path / "other").make()
+        (disk.path / "store/run").rename(disk.path / "store/moved")
+        (disk.path / "store/run").symlink_to(tmp_path / "other")
+        assert Store(disk.path / "store/run").latest() is not None
+        disk.fail("index", errno.EIO)
+        disk.fail("roots", errno.EIO)
+        with pytest.raises(BackendError, match=os.strerror(errno.EIO)):
+            Store(disk.path / "store/run").latest()
+
+
+def test_a_take_that_cannot_be_announced(tmp_path: Path) -> None:
+    with volume(tmp_path / "volume") as disk:
+        store = Store(disk.path / "store").make()
+        disk.fail("tmp", errno.EIO)
+        with pytest.raises(BackendError, match=os.strerror(errno.EIO)):
+            store.take(STATE, "step_1")
+
+
 @pytest.mark.parametrize("closed", ["", "casnap-store", "casnap-store/casnap.json"])
 def test_what_another_user_has_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str

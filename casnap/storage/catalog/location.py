@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.backends.places import exists, is_folder, is_link, status
+from casnap.backends.system_errors import is_of_the_place
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -251,12 +252,18 @@ def _between(place: Path, ancestor: Path) -> Iterator[Path]:
 
 
 def _has_below(place: Path, folder: str) -> bool:
-    """Whether a store has a snapshot of a name, or below it; False for one that cannot be read."""
+    """Whether a store has a snapshot of a name, or below it; False for one that is damaged.
+
+    Raises:
+        BackendError: It cannot be looked at.
+    """
     try:
         store = OpenStore(LocalBackend(place))
         table = store.table(store.newest())
         return table.get(folder) is not None or any(True for _ in table.items_below(f"{folder}/"))
-    except CasnapError:
+    except CasnapError as e:
+        if is_of_the_place(e) and not _is_passed_over(place):
+            raise
         return False
 
 
@@ -307,7 +314,7 @@ def _is_usable(place: Path, way: Path, use: Use) -> bool:
             return False
         refusal = _why_distrusted(place.resolve(), is_parent=False)
     except CasnapError as e:
-        if not _is_open_to_all(place) or _is_trusted(place):
+        if not _is_passed_over(place):
             raise
         refusal = f"{place} has a store that cannot be used ({e})"
     else:
@@ -325,12 +332,14 @@ def _is_usable(place: Path, way: Path, use: Use) -> bool:
     return False
 
 
-def _is_trusted(place: Path) -> bool:
-    """Whether a store that cannot be used is at least this user's."""
-    try:
-        return _why_distrusted(place.resolve(), is_parent=False) is None
-    except CasnapError:
+def _is_passed_over(place: Path) -> bool:
+    """Whether a store that cannot be used is none of this user's, where any may have put it."""
+    if not _is_open_to_all(place):
         return False
+    try:
+        return _why_distrusted(place.resolve(), is_parent=False) is not None
+    except CasnapError:
+        return True
 
 
 def _serves(store: Path, inner: str) -> bool:
