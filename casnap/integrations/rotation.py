@@ -18,15 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import CasnapError
-from casnap.format.names import MARKER
 from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.runtime.typing import override
 from casnap.snapshot import find_store
 from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.catalog.missing_folders import MissingFoldersChange
+from casnap.storage.catalog.missing_folders import MissingFoldersChange, marked_commit
 from casnap.storage.catalog.retention import PruneChange, Verdict, prune
-from casnap.storage.catalog.table import Table, commit_in, snapshots_in
+from casnap.storage.catalog.table import Table, snapshots_in
 from casnap.store import Store
 
 _log = logging.getLogger("casnap")
@@ -90,10 +89,8 @@ class RunFolder:
 
     def _commit_of(self, name: str) -> bytes | None:
         """Return the commit that the marker in a folder names, if there is one."""
-        with suppress(OSError, CasnapError):
-            key = f"{self._prefix}{name}{self._inner}/{MARKER}"
-            return commit_in(self._store.open_store.backend.read_marker(key))
-        return None
+        backend = self._store.open_store.backend
+        return marked_commit(backend, f"{self._prefix}{name}{self._inner}")
 
     def _is_own(self, name: str) -> bool:
         folder = name.removeprefix(self._prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from tests.support.disk import SAVES, STATE, assert_bounded
 from tests.support.faults import in_child
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
+from tests.support.volumes import volume
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is ",  # DCP says once in each call that there is no process group
@@ -214,6 +216,20 @@ def test_a_folder_that_was_renamed(tmp_path: Path) -> None:
     shutil.rmtree(folder / "best")
     save(folder, 4, keep=9)
     assert steps(folder) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_renamed_folder_that_cannot_be_looked_at(tmp_path: Path, code: int) -> None:
+    """It was taken for one without a marker, so its snapshot was forgotten."""
+    with volume(tmp_path / "volume") as disk:
+        folder = disk.path / "run"
+        for step in range(3):
+            save(folder, step, keep=9)
+        (folder / "step_0").rename(folder / "best")
+        disk.fail("best", code)
+        save(folder, 3, keep=9)
+        disk.heal()
+        assert steps(folder) == [0, 1, 2, 3]
 
 
 def test_a_new_folder_with_the_inode_of_a_deleted_one(tmp_path: Path) -> None:

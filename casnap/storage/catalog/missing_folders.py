@@ -36,25 +36,29 @@ class _Listing(NamedTuple):
     names: frozenset[str]
 
     def commit_of(self, name: str) -> bytes | None:
-        """Return the commit that the marker in a folder here names; None if there is no marker.
-
-        Raises:
-            BackendError: It cannot be looked at.
-        """
-        key = "/".join(part for part in (self.run, name, MARKER) if part)
-        try:
-            return commit_in(self.backend.read_marker(key))
-        except (FileNotFoundError, DamagedError):
-            return None
-        except BackendError as e:
-            if is_of_the_place(e):
-                raise
-            return None
+        """Return the commit that the marker in a folder here names, as :func:`marked_commit`."""
+        return marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
 
     def markers(self) -> set[bytes]:
         """Return the commits that the markers in all folders here name."""
         commits = map(self.commit_of, self.names)
         return {commit for commit in commits if commit is not None}
+
+
+def marked_commit(backend: Backend, folder: str) -> bytes | None:
+    """Return the commit that the marker in a folder of a store names; None if there is no marker.
+
+    Raises:
+        BackendError: It cannot be looked at.
+    """
+    try:
+        return commit_in(backend.read_marker(f"{folder}/{MARKER}"))
+    except (FileNotFoundError, DamagedError):
+        return None
+    except BackendError as e:
+        if is_of_the_place(e):
+            raise
+        return None
 
 
 def check_has_folders(backend: Backend) -> Path:
