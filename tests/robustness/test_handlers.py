@@ -14,6 +14,7 @@ from casnap.runtime import threads
 from casnap.runtime.threads import Worker
 from casnap.storage.chunks import chunk_reads
 from tests.support.faults import system_faults
+from tests.support.sweep import spread
 
 CHUNK = 64 << 10
 # Several threads read so much, or make a take of it.
@@ -127,12 +128,16 @@ def alarm() -> None:
 SYSTEM = ["open", "preadv", "posix_fadvise", "listdir", "scandir"]
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
-@pytest.mark.parametrize("call", [restored, read])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("call", "codec", "first"),
+    [(restored, "raw", 0), (restored, "zstd", 1), (read, "raw", 2), (read, "zstd", 3)],
+)
 def test_an_alarm_in_a_call_of_the_system(
     tmp_path: Path,
-    codec: str,
     call: Callable[[Store], None],
+    codec: str,
+    first: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A handler's TimeoutError is no error of the file system: nothing is tried again."""
@@ -142,7 +147,7 @@ def test_an_alarm_in_a_call_of_the_system(
     with system_faults(names=SYSTEM) as counter:
         call(Store(tmp_path))
     assert counter.count > 10
-    for k in range(counter.count):
+    for k in spread(counter.count, first, most=8):
         with system_faults(k, alarm, SYSTEM) as calls:
             try:
                 call(Store(tmp_path))

@@ -405,7 +405,7 @@ def test_names_on_a_terminal(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     good_is_whole(Store(folder))
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_very_many_rows(folder: Path, count: int) -> None:
     """Very many snapshots of one manifest, in leaves as they should be."""
 

@@ -24,6 +24,8 @@ from tests.support.faults import (
 )
 from tests.support.sweep import sweep
 
+pytestmark = pytest.mark.sweep
+
 CHUNK = 64 << 10
 ELEMENTS = CHUNK
 COUNT = 6
@@ -104,7 +106,7 @@ def end(path: Path, work: Callable[[Path], None]) -> None:
 def test_killed_at_any_call(
     base: Path, work: Callable[[Path], None], faults: Callable[..., object]
 ) -> None:
-    for k in sweep(times=8):
+    for k in sweep(times=16):
         copy = fresh(base)
 
         def killed(k: int = k, copy: Path = copy) -> None:
@@ -158,7 +160,7 @@ def meanwhile(path: Path) -> None:
 def test_held_up_at_any_call_while_others_delete_take_and_collect(
     base: Path, end: signal.Signals
 ) -> None:
-    for k in sweep(times=8):
+    for k in sweep(times=16):
         copy = fresh(base)
         stopped, ended = while_stopped(
             partial(collect, copy), backend_faults(k, stop), partial(meanwhile, copy), end

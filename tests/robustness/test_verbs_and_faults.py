@@ -510,7 +510,7 @@ def meet(
     calls = verb, failure.calls, failure.keys
     count = bases.counts[calls] = bases.counts.get(calls) or cell.count()
     assert count > 0
-    for k in spread(count, number):
+    for k in spread(count, number, most=1):
         if failure.reads:
             # What is cached is not read.
             shutil.rmtree(bases.folder / "cache", ignore_errors=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +36,7 @@ from casnap.runtime import buffers
 from casnap.runtime.typing import override
 from casnap.serving import AppliedVersion, Follower
 from tests.support.bitwise import assert_same
+from tests.support.faults import start, wait
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
 
@@ -567,24 +570,27 @@ def test_a_store_that_is_rolled_back(store: Store, tmp_path: Path) -> None:
     assert net.values() == {2.0}
 
 
-TRAINER = """
-import sys
-from casnap import Retention, Store
-from tests.serving.test_follower import take
-store = Store(sys.argv[1])
-value = int(store.latest().name.removeprefix("run/"))
-while True:
-    value += 1
-    take(store, value, retention=Retention(keep_last=2))
-    print(value, flush=True)
-"""
+def train(uri: str, begin: Connection, taken: Connection) -> None:
+    """Take versions, from the next one on, once this is told to begin."""
+    begin.recv_bytes()
+    store = Store(uri)
+    newest = store.latest()
+    assert newest is not None
+    value = int(newest.name.removeprefix("run/"))
+    while True:
+        value += 1
+        take(store, value, retention=Retention(keep_last=2))
+        taken.send_bytes(b"")
 
 
 def test_a_trainer_that_is_killed_again_and_again(store: Store) -> None:
     net, mixes, stopping = Net(), list[set[float]](), threading.Event()
+    (begins, begin), (taken, takes) = Pipe(duplex=False), Pipe(duplex=False)
+    # They are forks from before there are threads.
+    trainers = [start(partial(train, store.uri, begins, takes)) for _ in range(2)]
 
     def serve() -> None:
-        while not stopping.is_set():
+        while not stopping.wait(0.0005):
             with follower.applied() as version:
                 if net.values() != {float(version.name.removeprefix("run/"))}:
                     mixes.append(net.values())
@@ -592,13 +598,12 @@ def test_a_trainer_that_is_killed_again_and_again(store: Store) -> None:
     with Follower(store.uri, net, interval=0.001) as follower:
         thread = threading.Thread(target=serve)
         thread.start()
-        for versions in (2, 3):
-            command = [sys.executable, "-c", TRAINER, store.uri]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-                assert trainer.stdout is not None
-                for _ in range(versions):
-                    trainer.stdout.readline()
-                trainer.send_signal(signal.SIGKILL)
+        for versions, trainer in zip((2, 3), trainers, strict=True):
+            begin.send_bytes(b"")
+            for _ in range(versions):
+                taken.recv_bytes()
+            os.kill(trainer, signal.SIGKILL)
+            assert wait(trainer) == -signal.SIGKILL
         newest = Store(store.uri).latest()
         assert newest is not None
         while follower.version.name != newest.name:
