@@ -312,4 +312,5 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "unmirrored": is_unmirrored(snapshot.row),
         "thinned": snapshot.row.is_thinned,
         "rewound": snapshot.row.is_rewound,
+        "unknown_features": list(snapshot.row.unknown_features),
     }

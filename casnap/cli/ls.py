@@ -47,6 +47,7 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
                 s.tags,
                 unmirrored=is_unmirrored(s.row),
                 thinned=s.row.is_thinned,
+                unknown_features=s.row.unknown_features,
             ),
             moment(s.time),
             size(s.stats.new_bytes),

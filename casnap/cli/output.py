@@ -97,9 +97,12 @@ def summary(
     *,
     unmirrored: bool = False,
     thinned: bool = False,
+    unknown_features: Sequence[str] = (),
 ) -> str:
     """Return tags and metadata (None if they are damaged) in one line."""
     words = [f"#{tag}" for tag in tags]
+    if unknown_features:
+        words.append(f"(update casnap to read it: {', '.join(unknown_features)})")
     if thinned:
         words.append("(thinned)")
     if unmirrored:

@@ -260,8 +260,10 @@ def with_payload(entry: KnownEntry, payload: Payload) -> KnownEntry:
     return msgspec.structs.replace(entry, payload=payload)
 
 
-class Manifest(Struct, frozen=True, omit_defaults=True):
+class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The top of a snapshot's tree: for every key of the app state the digest of its subtree.
+
+    Fields that a later version adds are kept where it is written anew.
 
     Attributes:
         shared: ``global/<key>``: entries that any rank can restore.

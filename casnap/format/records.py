@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.format.decoding import decoder
+from casnap.format.decoding import decode_keeping, decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
 FORMAT = 1
@@ -91,8 +91,14 @@ class Stats(Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-class Row(Struct, frozen=True, omit_defaults=True):
+_ROW_FEATURES: frozenset[str] = frozenset()
+"""The features of a snapshot that this version knows."""
+
+
+class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One snapshot in the table of a root.
+
+    Fields that a later version adds are kept: see :func:`decode_row`.
 
     Attributes:
         commit: The id of the commit that made it.
@@ -120,6 +126,15 @@ class Row(Struct, frozen=True, omit_defaults=True):
     metadata_node: bytes = b""
     notes: dict[str, Any] = {}
     features: tuple[str, ...] = ()
+
+    @property
+    def unknown_features(self) -> tuple[str, ...]:
+        """What this version does not know, so that it cannot read the snapshot."""
+        return tuple(feature for feature in self.features if feature not in _ROW_FEATURES)
+
+    def of_this_version(self) -> Row:
+        """Return the row without fields that a later version has added: what a copy has."""
+        return Row(**{name: getattr(self, name) for name in Row.__struct_fields__})
 
     def has_note(self, note: str) -> bool:
         """Whether a note stands in the row, and says yes."""
@@ -247,6 +262,27 @@ def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
         return decoder(as_type).decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{label} cannot be decoded: {e}") from e
+
+
+def decode_kept(data: bytes | memoryview, as_type: type[T], label: str) -> T:
+    """Do what :func:`decode` does, and keep the fields that the type lacks.
+
+    Raises:
+        DamagedError: The bytes are not such a record.
+    """
+    try:
+        return decode_keeping(data, as_type)
+    except (msgspec.DecodeError, RecursionError, ValueError) as e:
+        raise DamagedError(f"{label} cannot be decoded: {e}") from e
+
+
+def decode_row(data: msgspec.Raw) -> Row:
+    """Decode a row that may have fields of a later version: these are kept.
+
+    Raises:
+        msgspec.DecodeError: It is malformed.
+    """
+    return decode_keeping(data, Row)
 
 
 _MAGIC, _VERSION = b"CASNAP", b"%d" % FORMAT

@@ -228,7 +228,8 @@ class Tree(Generic[V]):
 
     def _node(self, digest: Digest) -> LeafNode[V] | Branch:
         try:
-            node = self._decoded(self._load(digest))
+            data = self._load(digest)
+            node = self._decoded(data)
         except UnsupportedFormatError as e:
             raise UnsupportedFormatError(f"tree node {digest.hex()} {e}") from e
         except (msgspec.DecodeError, RecursionError, ValueError) as e:
@@ -236,6 +237,11 @@ class Tree(Generic[V]):
         keys = [item[0] for item in _entries(node)]
         if any(map(ge, keys, islice(keys, 1, None))):
             raise DamagedError(f"tree node {digest.hex()} is out of order")
+        # Only where there are so many bytes at all, the characters need be counted.
+        is_large = isinstance(node, LeafNode) and len(data) > _MOST_KEY_CHARS
+        too_many_chars = is_large and sum(map(len, keys[:-1])) >= _MOST_KEY_CHARS
+        if len(keys) > most_in_node(self._fanout) or too_many_chars:
+            raise DamagedError(f"tree node {digest.hex()} is longer than a node may be")
         if isinstance(node, Branch):
             self._note_claims(digest, node.children)
         return node

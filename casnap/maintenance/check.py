@@ -81,6 +81,9 @@ class CheckReport:
         )
 
 
+_MOST_NAMED = 20
+
+
 def check(
     store: OpenStore,
     *,
@@ -134,6 +137,7 @@ def check(
         seed=seed,
         warnings=[*_bucket_warnings(backend), *put_if_absent_warnings(backend)],
     )
+    report.warnings += unsupported_warnings(survey)
     if report.ok:  # a damaged store could not tell what it holds
         report.warnings += lost_commits(store)
     _count_orphans(backend, survey, report)
@@ -155,7 +159,20 @@ def _of_one(
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
+        warnings=unsupported_warnings(survey),
     )
+
+
+def unsupported_warnings(survey: Survey) -> list[str]:
+    """Return warnings of what this version cannot read, since a newer one wrote it."""
+    if not survey.unsupported:
+        return []
+    more = len(survey.unsupported) - _MOST_NAMED
+    named = "; ".join(survey.unsupported[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    return [
+        "this version of casnap cannot read all of this store; its chunks were looked at like all "
+        f"others, and this is no damage. Update casnap to read: {named}"
+    ]
 
 
 def lost_commits(store: OpenStore) -> list[str]:

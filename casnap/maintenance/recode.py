@@ -82,6 +82,7 @@ def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Rec
     for run in runs_of(snapshots):
         older = [Contents(store, *each) for each in run[: max(0, len(run) - newest)]]
         kept += [row for _, row in run[len(older) :]]
+        older = [contents for contents in older if not contents.row.unknown_features]
         pairs = zip(older, [None, *older], strict=False)
         todo += [pair for pair in pairs if not pair[0].row.has_note(RECODED)]
     if not todo:

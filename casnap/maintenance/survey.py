@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import BackendError, DamagedError, UnavailableError, UnsupportedFormatError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import Entry, TensorEntry, entry_tree, unknown_in
 from casnap.format.records import (
@@ -186,6 +186,7 @@ class Survey:
         rescued: Condemned packs that hold a needed digest which no live pack holds.
         snapshots: How many snapshots there are.
         rejected_names: The names in the table that cannot be ones.
+        unsupported: What a newer version has to read. It is no damage.
     """
 
     root: Root
@@ -215,6 +216,8 @@ class Survey:
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
         self.snapshots = 0
+        self.unsupported: list[str] = []
+        self._has_unknown_nodes = False
         self.known_lost = frozenset(split_digests(root.lost))
         self.rejected_names: set[str] = set()
         # The damages that cost a digest one of its places; those that hurt a needed digest.
@@ -296,7 +299,8 @@ class Survey:
     @property
     def trees_incomplete(self) -> bool:
         """Whether parts of the trees cannot be read, so that their needs are not known."""
-        return bool(self.unreadable) or any(self.needed[digest] < 0 for digest in self.lost)
+        unknown = bool(self.unreadable) or self._has_unknown_nodes
+        return unknown or any(self.needed[digest] < 0 for digest in self.lost)
 
     def whole_places(self, digest: Digest) -> list[Place]:
         """Return the places of a digest that are not known to be bad."""
@@ -533,7 +537,10 @@ class Survey:
     def _snapshot(self, name: str, row: Row) -> None:
         self._commits[name] = row.commit
         contents = Contents(self._uncached, name, row)
-        manifest, damages = self._try_read(lambda: contents.manifest, name)
+        if row.unknown_features:
+            names = ", ".join(row.unknown_features)
+            self.unsupported.append(f"{name}, which has the features {names:.200}")
+        manifest, damages = self._try_read(lambda: contents.unchecked_manifest, name)
         self._hurt(damages, name, "")
         self._hurt(self._try_read(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
@@ -610,6 +617,8 @@ class Survey:
 
     def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry of which only the payload is known."""
+        what = unknown_in(entry)
+        self.unsupported.append(f"{contents.name} {path}: {what}")
         chunks, damages = self._try_read(partial(contents.named_chunks, entry.payload), path)
         for digest in chunks or ():
             # The digest alone tells whether the bytes are whole.
@@ -639,6 +648,9 @@ class Survey:
             result = attempt()
         except DamagedError as e:
             error = e
+        except UnsupportedFormatError as e:
+            self.unsupported.append(f"{label}: {e}")
+            self._has_unknown_nodes = True
         damages = [d for digest in self._uncached.asked for d in self.damages_of(digest)]
         if error is not None and not damages:
             damages = [self._add_damage("malformed", "", f"{label}: {error}")]

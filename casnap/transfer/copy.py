@@ -51,6 +51,7 @@ def copy_snapshots(
         SnapshotExistsError: A name is taken. Nothing was sent.
         SnapshotNotFoundError: A snapshot was deleted from the source meanwhile.
         DamagedError: Something in the source cannot be read. What was copied before stands.
+        UnsupportedFormatError: A newer version has to copy some of them. All others were copied.
         FencedError: A collector was faster than the copy, again and again.
         StoreError: A store failed.
     """
@@ -87,11 +88,15 @@ class _Copy:
 
     def run(self, snapshots: Sequence[CopyJob]) -> None:
         """Copy them all."""
-        todo = self._absent(snapshots)
+        absent = self._absent(snapshots)
+        todo = [job for job in absent if not job.row.unknown_features]
         self._tally.bytes.total = sum(job.row.stats.logical_bytes for job in todo)
         for job in todo:
             with self._tally.dealing_with(job.row.stats.logical_bytes):
                 self._copy(job)
+        for job in absent:
+            # Whatever could be copied is copied.
+            Contents(self._source, job.name, job.row).check_features()
 
     def _absent(self, snapshots: Sequence[CopyJob]) -> list[CopyJob]:
         """Return the snapshots that the destination lacks.

@@ -279,7 +279,7 @@ class SnapshotCopy:
             )
             new_rows.append(
                 msgspec.structs.replace(
-                    job.row,
+                    job.row.of_this_version(),
                     manifest=transaction.ref(Digest(job.row.manifest.digest)),
                     seq=seq,
                     stats=stats,

@@ -12,7 +12,7 @@ import msgspec
 
 from casnap.format.digest import Digest
 from casnap.format.entries import KnownEntry, Manifest, Payload, ValueEntry
-from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode, encode
+from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode_kept, encode
 from casnap.format.tree import build
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.transaction import Transaction
@@ -42,7 +42,7 @@ def parts_of(store: OpenStore, root: Root, job: CopyJob) -> dict[str, bytes]:
     if copy is None:
         return {}
     node = store.node(Digest(copy.parts.digest), copy.parts.hint)
-    return decode(node, Manifest, "the manifest of an unfinished copy").shared
+    return decode_kept(node, Manifest, "the manifest of an unfinished copy").shared
 
 
 def with_parts(transaction: Transaction, root: Root, job: CopyJob, parts: dict[str, bytes]) -> Root:

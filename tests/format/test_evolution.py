@@ -5,14 +5,32 @@ Each case is forged. The page of the format has the same table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from tests.support.later import WORKS, Forge, forged, leaf_with, outcomes
+from casnap import StateDict, Store
+from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.digest import Digest
+from casnap.format.records import encode
+from tests.support.cli_calls import document, invoke
+from tests.support.forger import GOOD, STATE, Forger, branch
+from tests.support.later import (
+    LATER,
+    REFUSED,
+    WORKS,
+    Forge,
+    forged,
+    good_items,
+    leaf_with,
+    outcomes,
+    publish,
+)
 
-UNSUPPORTED = "UnsupportedFormatError"
-ENTRY_IS_REFUSED = {"restore": UNSUPPORTED, "read": UNSUPPORTED}
+ENTRY_IS_REFUSED = {"restore": REFUSED, "read": REFUSED}
 
 ENTRIES: dict[str, Forge] = {
     "sort": leaf_with(lambda p: ["z", p, {"of": "a later version"}]),
@@ -41,3 +59,158 @@ ENTRIES: dict[str, Forge] = {
 def test_what_is_unknown_costs_one_entry(tmp_path: Path, case: str) -> None:
     done = outcomes(forged(tmp_path / "store", ENTRIES[case]))
     assert {name: how for name, how in done.items() if how != WORKS} == ENTRY_IS_REFUSED
+
+
+def refused(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, REFUSED)
+
+
+def tree_of(top: Callable[[Forger], bytes]) -> Forge:
+    return lambda forger: publish(forger, top(forger))
+
+
+def longer_list(forger: Forger) -> bytes:
+    items = good_items(forger)
+    first, second = forger.tree(items[0]), forger.tree(*items[1:])
+    return branch(forger, ["", first, 1, "of", 3], ["/x", second, 2, None])
+
+
+def with_row(**fields: Any) -> Forge:
+    def forge(forger: Forger) -> None:
+        forger.row = fields
+        publish(forger, forger.tree(*good_items(forger)))
+
+    return forge
+
+
+def with_root(**fields: Any) -> Forge:
+    def forge(forger: Forger) -> None:
+        forger.root = fields
+        publish(forger, forger.tree(*good_items(forger)))
+
+    return forge
+
+
+READS = ("restore", "read", "restore another key", "read a neighbour")
+CHANGES = ("take", "tag", "gc", "repair", "untag", "thin", "prune", "delete", "gc after that")
+
+CASES: dict[str, tuple[Forge, dict[str, str]]] = {
+    "element of a leaf": (
+        tree_of(lambda f: f.add(encode(["l", good_items(f), {"sum": 7}]))),
+        {},
+    ),
+    "element of a list and its children": (tree_of(longer_list), {}),
+    "sort of node": (
+        tree_of(lambda f: f.add(encode(["x", good_items(f)]))),
+        refused("restore", "read", "read a neighbour", "show", "show the entry", "diff", "du")
+        | refused("gc", "cp"),
+    ),
+    "field of a row": (with_row(colour=["red", 1, b"x"]), {}),
+    "field of a manifest": (
+        lambda f: publish(f, f.tree(*good_items(f)), colour={"red": 1}),
+        {},
+    ),
+    "feature of a row": (
+        with_row(features=["holograms"]),
+        refused(*READS, "show", "show the entry", "diff", "cp"),
+    ),
+    "write feature of a root": (
+        with_root(write_features=["holograms"]),
+        refused(*CHANGES),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_unknown_around_entries(tmp_path: Path, case: str) -> None:
+    forge, expected = CASES[case]
+    done = outcomes(forged(tmp_path / "store", forge))
+    assert {name: how for name, how in done.items() if how != WORKS} == expected
+
+
+def test_a_read_feature_of_a_root_refuses_the_store(tmp_path: Path) -> None:
+    forged(tmp_path / "store", with_root(read_features=["holograms"]))
+    done = outcomes(tmp_path / "store")
+    assert set(done.values()) == {REFUSED}
+
+
+def test_unknown_entries_are_named(tmp_path: Path) -> None:
+    """In the error of a restore all of them; and wherever entries are listed."""
+
+    def forge(forger: Forger) -> None:
+        items = [["", ["c", [0, b"", b"", 0], "bag", 2]], ["/x", ["z", [1, b"x", b"", 0]]]]
+        publish(forger, forger.tree(*items))
+
+    folder = forged(tmp_path / "store", forge)
+    with pytest.raises(UnsupportedFormatError, match=r"s .the kind of container 'bag'.*s/x"):
+        Store(folder)[LATER].get_state_dict_for_key("s")
+    assert Store(folder)[LATER].get_manifest()["0/s/x"].kind == "unknown"
+    found = document("show", folder / LATER, "s/x")
+    assert (found["type"], found["unknown"]) == ("unknown", "the sort 'z'")
+    assert "the sort 'z'; update casnap" in invoke("show", folder / LATER, "s/x").output
+    warnings = Store(folder).check().warnings
+    assert "evil s/x: the sort 'z'" in warnings[0]
+
+
+def test_a_snapshot_with_a_feature_is_listed_as_such(tmp_path: Path) -> None:
+    folder = forged(tmp_path / "store", with_row(features=["holograms"]))
+    assert "update casnap to read it: holograms" in invoke("ls", folder, "--wide").output
+    assert [s["unknown_features"] for s in document("ls", folder)["snapshots"]] == [
+        [],
+        ["holograms"],
+    ]
+    assert "evil, which has the features holograms" in Store(folder).check().warnings[0]
+    Store(folder)
+    with pytest.raises(UnsupportedFormatError, match=r"evil.*holograms.*update casnap"):
+        Store(folder).copy(to=tmp_path / "copy")
+    assert [s.name for s in Store(tmp_path / "copy").snapshots()] == ["good"]
+
+
+def raw_row(folder: Path, name: str) -> Any:
+    """Return a row as it is stored."""
+    store = Store(folder).open_store
+    table = store.newest().table
+    assert table is not None
+    _, rows = msgspec.msgpack.decode(store.node(Digest(table.digest)))
+    return dict(rows)[name]
+
+
+def test_unknown_fields_survive(tmp_path: Path) -> None:
+    colour = ["red", 1, b"x", 1.5]
+
+    def forge(forger: Forger) -> None:
+        forger.row = {"colour": colour}
+        publish(forger, forger.tree(*good_items(forger)), shade={"dark": 7})
+
+    folder = forged(tmp_path / "store", forge)
+    store = Store(folder)
+    store.take({"s": StateDict(x=1)}, "after")
+    store.tag(LATER, "best")
+    assert raw_row(folder, LATER)["colour"] == colour
+    store.untag(LATER, "best")
+    thinned = store.thin({"other": 1})
+    assert thinned
+    row = raw_row(folder, LATER)
+    assert row["colour"] == colour
+    manifest = msgspec.msgpack.decode(store.open_store.node(Digest(row["manifest"][0])))
+    assert manifest["shade"] == {"dark": 7}
+    assert list(manifest["global"]) == ["s"]
+    store.rewind("good")
+    [name] = [s.name for s in store.snapshots() if s.name.endswith(LATER)]
+    assert raw_row(folder, name)["colour"] == colour
+    store.copy(name, to=tmp_path / "copy")
+    assert "colour" not in raw_row(tmp_path / "copy", name)
+
+
+def test_rows_of_very_many_fields_are_refused(tmp_path: Path) -> None:
+    folder = forged(tmp_path / "store", with_row(**{f"x{i}": i for i in range(300)}))
+    with pytest.raises(DamagedError, match="300 unknown fields"):
+        Store(folder).snapshots()
+
+
+@pytest.mark.parametrize("count", [4096, 4097])
+def test_a_leaf_longer_than_a_leaf_may_be(tmp_path: Path, count: int) -> None:
+    items = [STATE, *([f"/x/{i:04}", GOOD] for i in range(count - 1))]
+    folder = forged(tmp_path / "store", tree_of(lambda f: f.tree(*items)))
+    report = Store(folder).check()
+    assert [d.kind for d in report.damages] == ["malformed"] * (count > 4096)

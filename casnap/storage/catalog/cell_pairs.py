@@ -48,7 +48,8 @@ def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) ->
     newest: dict[str, Contents] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
         folder = name.rpartition("/")[0]
-        if row.seq < contents.row.seq and folder not in newest:
+        is_readable = not row.unknown_features
+        if row.seq < contents.row.seq and folder not in newest and is_readable:
             newest[folder] = Contents(contents.store, name, row)
     folder = contents.name.rpartition("/")[0]
     if folder in newest:

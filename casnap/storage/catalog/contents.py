@@ -12,7 +12,13 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
+from casnap.errors import (
+    DamagedError,
+    EntryNotFoundError,
+    SnapshotNotFoundError,
+    UnsupportedFormatError,
+    nearest,
+)
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import (
     INLINE_BYTES,
@@ -28,7 +34,7 @@ from casnap.format.entries import (
 )
 from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
-from casnap.format.records import MAX_METADATA_BYTES, Row, decode
+from casnap.format.records import MAX_METADATA_BYTES, Row, decode, decode_kept
 from casnap.format.tree import Tree
 from casnap.runtime.fork import cached_property
 from casnap.storage.catalog.uris import joined
@@ -126,12 +132,35 @@ class Contents:
         """The snapshot as a user would name it."""
         return joined(self.store.backend.uri, self.name)
 
-    @cached_property
+    @property
     def manifest(self) -> Manifest:
-        """The top of the tree."""
+        """The top of the tree.
+
+        Raises:
+            UnsupportedFormatError: A later version has to read the snapshot.
+        """
+        self.check_features()
+        return self.unchecked_manifest
+
+    def check_features(self) -> None:
+        """Check that this version can read the snapshot.
+
+        Raises:
+            UnsupportedFormatError: It cannot.
+        """
+        if unknown := self.row.unknown_features:
+            names = ", ".join(map(repr, unknown))
+            raise UnsupportedFormatError(
+                f"{self.label} has the feature {names:.200}, which this version of casnap does not "
+                "know; update casnap to read this snapshot"
+            )
+
+    @cached_property
+    def unchecked_manifest(self) -> Manifest:
+        """The top of the tree, also of a snapshot that a later version has to read."""
         ref = self.row.manifest
         node = self.store.node(Digest(ref.digest), ref.hint)
-        manifest = decode(node, Manifest, f"the manifest of {self.label}")
+        manifest = decode_kept(node, Manifest, f"the manifest of {self.label}")
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
             raise DamagedError(f"the manifest of {self.label} holds a malformed digest")

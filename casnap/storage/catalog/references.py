@@ -12,7 +12,7 @@ from typing import Any
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Manifest, entry_tree
-from casnap.format.records import Root, Row, decode
+from casnap.format.records import Root, Row, decode_kept, decode_row
 from casnap.format.tree import TABLE_FANOUT, Load, Tree
 from casnap.storage.chunks.open_store import OpenStore
 
@@ -50,7 +50,7 @@ def references(load: Load, node: bytes) -> list[bytes]:
     if kind == DATA:
         return []
     if kind == MANIFEST:
-        manifest = decode(load(digest), Manifest, f"manifest {digest.hex()}")
+        manifest = decode_kept(load(digest), Manifest, f"manifest {digest.hex()}")
         subtrees = chain(manifest.shared.values(), *(k.values() for k in manifest.ranks.values()))
         return [_checked(TREE + subtree, digest) for subtree in subtrees]
     if kind in (TREE, TABLE):
@@ -69,7 +69,7 @@ def _below_tree(load: Load, digest: Digest) -> list[bytes]:
 
 
 def _below_table(load: Load, digest: Digest) -> list[bytes]:
-    tree: Tree[Row] = Tree(digest, load, Row, TABLE_FANOUT)
+    tree: Tree[Row] = Tree(digest, load, Row, TABLE_FANOUT, decode_one=decode_row)
     children = _children(tree, TABLE, digest)
     if children is not None:
         return children

@@ -106,7 +106,8 @@ def thin_table(
     for run in runs.values():
         for pattern, count in rules.items():
             for name, row in run[: max(0, len(run) - count)]:
-                is_kept = name == added or row.tags or is_unmirrored(row)
+                is_kept = name == added or bool(row.tags or row.unknown_features)
+                is_kept = is_kept or is_unmirrored(row)
                 if not is_kept and pattern not in _applied_to(row):
                     due.setdefault(name, []).append(pattern)
                     by_name[name] = row
@@ -152,7 +153,9 @@ def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, li
         rank: {c: digest for c, digest in trees.items() if stays(c)}
         for rank, trees in manifest.ranks.items()
     }
-    return Manifest(shared, ranks, tuple(sorted({*manifest.thinned, *lost}))), lost
+    thinned = tuple(sorted({*manifest.thinned, *lost}))
+    new = msgspec.structs.replace(manifest, shared=shared, ranks=ranks, thinned=thinned)
+    return new, lost
 
 
 def _matches(pattern: str, key: str) -> bool:
@@ -168,6 +171,8 @@ def check_keys(store: OpenStore, rows: Iterable[tuple[str, Row]], rules: Rules) 
     """
     unmatched, keys = list(rules), set[str]()
     for name, row in reversed(in_commit_order(rows)):
+        if row.unknown_features:
+            continue
         contents = Contents(store, name, row)
         keys |= contents.keys() | set(map(key_of, contents.manifest.thinned))
         unmatched = [p for p in unmatched if not any(_matches(p, key) for key in keys)]

@@ -26,6 +26,7 @@ from casnap.format.records import (
     Root,
     Row,
     StoreConfig,
+    decode_row,
 )
 from casnap.format.tree import TABLE_FANOUT, Tree
 from casnap.runtime.threads import cores
@@ -314,7 +315,7 @@ class OpenStore:
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
-        return Tree(top, self.node, Row, TABLE_FANOUT, is_row_name)
+        return Tree(top, self.node, Row, TABLE_FANOUT, is_row_name, decode_row)
 
     # --- chunks ---
 
