@@ -93,10 +93,8 @@ class Quantization(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     axis: int = 0
 
 
-class _Entry(
-    Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True
-):  # an unknown element may change what the others mean
-    """What all entries have.
+class _Entry(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """What all entries have. An unknown element is refused: it may change what the others mean.
 
     Attributes:
         payload: The bytes.
@@ -243,11 +241,11 @@ def check_known(label: str, entries: Iterable[tuple[str, Entry]]) -> None:
     Raises:
         UnsupportedFormatError: It cannot. The message names the paths.
     """
-    unknown = [f"{path} ({what})" for path, entry in entries if (what := unknown_in(entry))]
+    unknown = [f"{path} has {what}" for path, entry in entries if (what := unknown_in(entry))]
     if unknown:
         more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
         raise UnsupportedFormatError(
-            f"{label} has entries that this version of casnap does not know: "
+            f"{label} holds what this version of casnap does not know: "
             f"{', '.join(unknown[:_MOST_NAMED])}{more}; update casnap"
         )
 

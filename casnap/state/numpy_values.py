@@ -30,7 +30,7 @@ def numpy_itemsize(entry: TensorEntry) -> int:
         UnsupportedFormatError: The entry's dtype is unknown.
         DamagedError: Its items are too long.
     """
-    check_known("the snapshot", [("an entry", entry)])
+    check_known("the state", [("an entry", entry)])
     digits = entry.dtype[2:].partition("[")[0]
     size = int(digits) * (4 if entry.dtype[1] == "U" else 1)
     if size > _MAX_ITEMSIZE:

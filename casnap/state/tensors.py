@@ -389,7 +389,7 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
     dtype = TENSOR_DTYPES.get(entry.dtype)
     if dtype is not None:
         return dtype
-    check_known("the snapshot", [("an entry", entry)])
+    check_known("the state", [("an entry", entry)])
     raise UnsupportedTypeError(
         f"torch {torch.__version__} has no dtype {entry.dtype}; use a newer torch"
     )

@@ -91,6 +91,7 @@ SNAPSHOT_KEYS = {
     "unmirrored",
     "thinned",
     "rewound",
+    "unknown_features",
 }
 
 

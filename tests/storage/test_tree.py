@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.format.tree import (
@@ -249,7 +249,6 @@ DIGEST = bytes(32)
         b"\x00" * 100,
         encode(["l"]),
         encode(["l", [["key", "no int"]]]),
-        encode(["x", []]),
         encode(["b", [["a", DIGEST, 1], ["a", DIGEST, 1]]]),
         encode(["b", [["b", DIGEST, 1], ["a", DIGEST, 1]]]),
         encode(["b", [["a", DIGEST[:-1], 1]]]),
@@ -263,6 +262,12 @@ def test_a_node_that_is_none(node: bytes) -> None:
     nodes = Nodes()
     with pytest.raises(DamagedError):
         list(nodes.tree(nodes.put(node)).items())
+
+
+def test_a_node_of_the_future() -> None:
+    nodes = Nodes()
+    with pytest.raises(UnsupportedFormatError, match="unknown sort 'x'; update casnap"):
+        list(nodes.tree(nodes.put(encode(["x", []]))).items())
 
 
 def test_the_bytes_of_nodes() -> None:

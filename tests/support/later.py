@@ -77,9 +77,7 @@ def outcomes(folder: Path) -> dict[str, str]:
         "read a neighbour": lambda: _equal(store[LATER].read_object("s/y"), GOOD_DATA),
         "diff": lambda: store.diff("good", LATER),
         "du": lambda: store.usage(),
-        "take": lambda: store.take(
-            {"s": StateDict(y=GOOD_DATA), "other": StateDict()}, "later_take"
-        ),
+        "take": lambda: store.take({"s": StateDict(y=GOOD_DATA), "other": other}, "later_take"),
         "tag": lambda: store.tag(LATER, "kept"),
         "gc": lambda: store.gc(grace=0.0),
         "check": lambda: _whole(store.check()),

@@ -485,8 +485,6 @@ class Contents:
         Raises:
             DamagedError: The lists of digests are malformed.
         """
-        if payload.nbytes <= INLINE_BYTES and not payload.digests:
-            return {}
         if not 0 <= payload.depth <= MAX_LIST_DEPTH or len(payload.digests) % DIGEST_SIZE:
             raise DamagedError(f"{self.label} has an entry with a malformed list of digests")
         named = dict.fromkeys(split_digests(payload.digests))
