@@ -19,6 +19,7 @@ from casnap.cli import COMMANDS
 from tests.support.cached import Reader, far_store
 from tests.support.cli_calls import COMMAND, document, fill, invoke
 from tests.support.json_keys import keys_of, listed_keys
+from tests.support.later import LATER, forged, leaf_with
 
 
 def failed(*arguments: object) -> Any:
@@ -39,6 +40,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     tmp = tmp_path_factory.mktemp("json")
     store = fill(tmp / "ckpts")
     one = store / "run1/step_1"
+    later = forged(tmp / "later", leaf_with(lambda payload: ["z", payload]))
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
     result: dict[str, list[dict[str, Any]]] = {
         "init": [document("init", tmp / "new")],
@@ -48,6 +50,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("show", one, "model/weight"),
             document("show", one, "progress"),
             document("show", one, "progress/step"),
+            document("show", later / LATER, "s/x"),
         ],
         "diff": [document("diff", store / "run1/step_2", store / "run2/step_0")],
         "du": [document("du", store)],
