@@ -59,6 +59,7 @@ from casnap.storage.catalog.retention import (
     RetentionChange,
     check_retention,
     prune,
+    unmark_pruned,
 )
 from casnap.storage.catalog.rewinding import all_rewound_error, rewind
 from casnap.storage.catalog.settings import (
@@ -1161,15 +1162,14 @@ class Store:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
         check_retention(retention)
-        if (rules := retention.thin) is not None:
-            self._check_keys(rules, prefix)
-        report = self._prune_report(
-            RetentionChange(self.open_store, retention, self.folder(prefix)), dry_run=dry_run
-        )
-        if rules is None:
-            return report
-        thinned = self._thin(rules, prefix, dry_run=dry_run)
-        return replace(report, thinned=thinned)
+        judging = RetentionChange(self.open_store, retention, self.folder(prefix))
+        if retention.thin is None:
+            return self._prune(judging, dry_run=dry_run)
+        self._check_keys(retention.thin, prefix)
+        thinned = self._thin(retention.thin, prefix, judging, dry_run=dry_run)
+        if not dry_run:
+            unmark_pruned(self.open_store, judging)
+        return replace(self._prune_report(judging, dry_run=dry_run), thinned=thinned)
 
     def thin(
         self, rules: Mapping[str, int], *, prefix: str | None = None, dry_run: bool = False
@@ -1194,7 +1194,7 @@ class Store:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
         self._check_keys(rules, prefix)
-        return self._thin(rules, prefix, dry_run=dry_run)
+        return self._thin(rules, prefix, None, dry_run=dry_run)
 
     def _check_keys(self, rules: Mapping[str, int], prefix: str | None) -> None:
         """Check the rules of a thinning, and that its patterns match keys in a folder."""
@@ -1202,9 +1202,15 @@ class Store:
         check_keys(self.open_store, rows, check_rules(rules))
 
     def _thin(
-        self, rules: Mapping[str, int], prefix: str | None, *, dry_run: bool
+        self,
+        rules: Mapping[str, int],
+        prefix: str | None,
+        judging: PruneChange | None,
+        *,
+        dry_run: bool,
     ) -> dict[str, tuple[str, ...]]:
-        thinned = thin(self.open_store, rules, self.folder(prefix), dry_run=dry_run)
+        """Thin runs, and prune them in the same commit if there is a judge."""
+        thinned = thin(self.open_store, rules, self.folder(prefix), judging, dry_run=dry_run)
         if thinned and not dry_run:
             self._free_later([each.before for each in thinned.values()])
         return {self.inner_name(name): each.keys for name, each in thinned.items()}
@@ -1231,10 +1237,18 @@ class Store:
             StoreError: The store is not in a folder of this machine.
         """
         change = MissingFoldersChange(self.open_store, self.folder(prefix))
-        return self._prune_report(change, dry_run=dry_run)
+        return self._prune(change, dry_run=dry_run)
+
+    def _prune(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
+        if dry_run:
+            self.read(lambda table: judging(table, 0))
+        else:
+            prune(self.open_store, judging)
+        return self._prune_report(judging, dry_run=dry_run)
 
     def _prune_report(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
-        verdicts = self.read(judging.judge) if dry_run else prune(self.open_store, judging)
+        """Report what was pruned, and have its bytes freed."""
+        verdicts = judging.verdicts
         if not dry_run:
             self._free_later([verdict.row for verdict in verdicts if not verdict.kept])
         local_verdicts = [replace(v, name=self.inner_name(v.name)) for v in verdicts]

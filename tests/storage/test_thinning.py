@@ -15,13 +15,16 @@ import torch
 from casnap import Retention, RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
+    DamagedError,
     EntryNotFoundError,
     MismatchError,
     SnapshotError,
     SnapshotNotFoundError,
 )
 from casnap.format.digest import Digest
+from casnap.format.records import NodeRef
 from casnap.integrations.trainers import check_whole, load_own
+from casnap.storage.catalog.table import change_table
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import WRITING_CALLS, elsewhere, faults, files, in_child, kill
 from tests.support.remote import RemoteDouble
@@ -94,6 +97,26 @@ def test_a_retention_prunes_and_thins(store: Store) -> None:
     report = store.prune(Retention(keep_last=2, thin={"*o*": 1}))
     assert [v.name for v in report.forgotten] == ["run/002"]
     assert report.thinned == {"run/003": ("model", "progress")} or report.thinned == {}
+
+
+def test_a_prune_that_thins_is_one_commit(store: Store) -> None:
+    """A dry run tells of it. If the thinning fails, nothing was pruned."""
+    rules = Retention(keep_last=3, thin={"optim/**": 1})
+    fill(store, 5)
+    root = store.open_store.newest()
+    row = store.row("run/002")
+    broken = msgspec.structs.replace(row, manifest=NodeRef(bytes(32), None))
+    change_table(store.open_store, lambda *_: {"run/002": broken})
+    with pytest.raises(DamagedError):
+        store.prune(rules)
+    assert len(store.snapshots()) == 5
+    change_table(store.open_store, lambda *_: {"run/002": row})
+    would, report = store.prune(rules, dry_run=True), store.prune(rules)
+    assert store.open_store.newest().seq == root.seq + 3
+    assert [v.name for v in report.forgotten] == ["run/000", "run/001"]
+    assert not (Path(store.uri) / "run/001").exists()
+    assert report.thinned == {"run/002": ("optim",), "run/003": ("optim",)}
+    assert (would.thinned, would.verdicts) == (report.thinned, report.verdicts)
 
 
 def test_what_stays_of_a_row(store: Store) -> None:

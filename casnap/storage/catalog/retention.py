@@ -414,5 +414,10 @@ class RetentionChange(PruneChange):
 def prune(store: OpenStore, judging: PruneChange) -> list[Verdict]:
     """Remove the snapshots that are not kept, in one commit; return the verdicts."""
     if change_table(store, judging):
-        unmark(store, {v.name: v.row.commit for v in judging.verdicts if not v.kept})
+        unmark_pruned(store, judging)
     return judging.verdicts
+
+
+def unmark_pruned(store: OpenStore, judging: PruneChange) -> None:
+    """Remove the markers of the snapshots that were not kept."""
+    unmark(store, {v.name: v.row.commit for v in judging.verdicts if not v.kept})

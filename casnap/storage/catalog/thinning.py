@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import msgspec
 
@@ -229,30 +230,38 @@ def _warn_of_keys(
 
 
 def thin(
-    store: OpenStore, rules: Rules, folder: str, *, dry_run: bool = False
+    store: OpenStore,
+    rules: Rules,
+    folder: str,
+    pruning: Change | None = None,
+    *,
+    dry_run: bool = False,
 ) -> dict[str, Thinned]:
-    """Thin the runs in a folder, in one commit; return what each snapshot lost, or would lose."""
+    """Thin the runs in a folder, in one commit; return what each snapshot lost, or would lose.
+
+    Args:
+        store: The store.
+        rules: The rules.
+        folder: The folder; "" for the whole store.
+        pruning: Says which snapshots the same commit removes; None for none.
+        dry_run: Change nothing.
+    """
     thinned: dict[str, Thinned] = {}
+
+    def change_with(
+        put: Callable[[bytes], NodeRef], table: Table, seq: int
+    ) -> dict[str, Row | None]:
+        nonlocal thinned
+        removed = pruning(table, seq) if pruning is not None else {}
+        rows = [(name, row) for name, row in snapshots_in(table, folder) if name not in removed]
+        new_rows, thinned = thin_table(store, rows, rules, put)
+        return {**removed, **new_rows}
+
     if dry_run:
-
-        def look(table: Table) -> dict[str, Thinned]:
-            rows = snapshots_in(table, folder)
-            return thin_table(store, rows, rules, lambda _: NodeRef(b"", None))[1]
-
-        return store.read_at_newest(lambda root: look(store.table(root)))
-
-    def change_in(transaction: Transaction) -> Change:
-        put = putting_in(transaction)
-
-        def change(table: Table, _seq: int) -> dict[str, Row | None]:
-            nonlocal thinned
-            rows = snapshots_in(table, folder)
-            new_rows, thinned = thin_table(store, rows, rules, put)
-            return dict(new_rows)
-
-        return change
-
-    commit_change(store, change_in)
+        look = partial(change_with, lambda _: NodeRef(b"", None))
+        store.read_at_newest(lambda root: look(store.table(root), root.seq + 1))
+    else:
+        commit_change(store, lambda transaction: partial(change_with, putting_in(transaction)))
     return thinned
 
 
