@@ -16,6 +16,7 @@ from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.storage.chunks.open_store import OpenStore
+from tests.support.copies import interrupted
 from tests.support.damaged import forget_cache
 from tests.support.faults import backend_faults, held, littered_store
 from tests.support.garbage import assert_tidy
@@ -49,6 +50,21 @@ def assert_as_counted_anew(store: Store, counts: ReferenceCounts) -> None:
     else:
         assert counts._tally.change(everything) == anew._tally.change(everything)
         assert needed == marks.needed_of(everything).keys()
+
+
+def test_unfinished_copies_count(tmp_path: Path) -> None:
+    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    source.take({"s": chunks(*range(8))}, "step_0")
+    store, counts = Store(tmp_path / "store", chunk_size=CHUNK), ReferenceCounts()
+    store.take({"s": chunks(9)}, "kept")
+    gc(store, counts)
+    for after in (3, 6):
+        interrupted(source, tmp_path / "store", after * CHUNK)
+        assert_as_counted_anew(store, counts)
+        assert gc(store, counts, grace=0, repack=1).condemned_packs == 0
+    assert source.copy(to=store).present_bytes >= 5 * CHUNK
+    assert_as_counted_anew(store, counts)
+    assert store.check(data=True).ok
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from casnap import Store
 from casnap.backends import Backend
 from casnap.storage.catalog.table import snapshots_in
@@ -36,6 +38,25 @@ def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) ->
     chosen = [CopyJob(name, name, row) for name, row in snapshots_in(table)]
     options = CopyOptions(part_bytes=part_bytes, skip_gone=True)
     return copy_snapshots(here, there, chosen, options)
+
+
+class _StopError(Exception):
+    pass
+
+
+def interrupted(
+    source: Store, path: Path, after: int, part_bytes: int = CHUNK, part_seconds: float = 30
+) -> None:
+    """Copy one snapshot in small parts, until so many bytes were dealt with."""
+
+    def stop(_what: str, done: int, _total: int) -> None:
+        if done > after:
+            raise _StopError
+
+    chosen = [CopyJob("step_0", "step_0", source.row("step_0"))]
+    options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
+    with pytest.raises(_StopError):
+        copy_snapshots(source.open_store, opened(path).open_store, chosen, options, stop)
 
 
 def unfinished(place: Place) -> list[str]:

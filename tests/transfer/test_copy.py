@@ -31,7 +31,14 @@ from casnap.transfer import delta_sends
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.bitwise import assert_same
-from tests.support.copies import assert_copied, copy_in_parts, filled, opened, unfinished
+from tests.support.copies import (
+    assert_copied,
+    copy_in_parts,
+    filled,
+    interrupted,
+    opened,
+    unfinished,
+)
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take
 from tests.support.mounts import as_nobody
 from tests.support.remote import RemoteDouble
@@ -239,25 +246,6 @@ def test_parts_leave_nothing(source: Store, tmp_path: Path) -> None:
     assert_copied(source, there)
     there.gc(grace=0)
     assert_copied(source, there)
-
-
-class _StopError(Exception):
-    pass
-
-
-def interrupted(
-    source: Store, path: Path, after: int, part_bytes: int = CHUNK, part_seconds: float = 30
-) -> None:
-    """Copy one snapshot in small parts, until so many bytes were dealt with."""
-
-    def stop(_what: str, done: int, _total: int) -> None:
-        if done > after:
-            raise _StopError
-
-    chosen = [CopyJob("step_0", "step_0", source.row("step_0"))]
-    options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
-    with pytest.raises(_StopError):
-        copy_snapshots(source.open_store, opened(path).open_store, chosen, options, stop)
 
 
 def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) -> None:
