@@ -39,6 +39,7 @@ from tests.support.garbage import collecting, forget_collectors, wait_for_collec
 from tests.support.mounts import tmpfs
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
+from tests.support.warm import run_python
 
 STATE = 8 << 20
 KEEP = Retention(keep_last=2)
@@ -158,9 +159,8 @@ def test_what_a_process_leaves_and_the_next_one_frees(tmp_path: Path, how: str) 
     path = tmp_path / "run"
 
     def states_after(first: int, end: int) -> float:
-        code = textwrap.dedent(RUN)
-        command = [sys.executable, "-c", code, str(path), str(first), str(end), how]
-        subprocess.run(command, check=True)
+        done = run_python(textwrap.dedent(RUN), path, first, end, how)
+        assert done.returncode == 0, done.stderr
         return nbytes_of(path) / (4 * STATE)
 
     assert states_after(0, 30) <= 8.1
@@ -340,8 +340,8 @@ def test_short_processes(tmp_path: Path) -> None:
         cli(["rm", sys.argv[1], "--yes"])
         """
     for step in range(4):
-        path = tmp_path / f"store/step_{step}"
-        subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], check=True)
+        done = run_python(textwrap.dedent(code), tmp_path / f"store/step_{step}")
+        assert done.returncode == 0, done.stderr
     assert nbytes_of(tmp_path / "store") < 3.5 * STATE
     assert torch.equal(store["step_4"].read_object("s/w"), dense(4))
 
@@ -453,8 +453,7 @@ def test_a_process_that_takes_while_it_ends(tmp_path: Path) -> None:
         store = Store(sys.argv[1])
         atexit.register(late)
         """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    ended = run_python(textwrap.dedent(code), tmp_path / "store")
     assert ended.stdout == "[]\n" * 4
     assert ended.stderr == ""
     assert_newest(tmp_path / "store", 3)

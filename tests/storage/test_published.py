@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from casnap.errors import InvalidNameError, SnapshotError, SnapshotNotFoundError
 from casnap.storage.catalog.published import SETTING
 from casnap.storage.catalog.settings import change_settings
 from tests.support.cli_calls import document, failure, invoke
-from tests.support.faults import elsewhere, faults, files, take
+from tests.support.faults import elsewhere, faults, files, start, take, wait
 from tests.support.remote import RemoteDouble
 
 TINY = {"s": StateDict(x=1)}
@@ -192,28 +192,27 @@ def test_a_look_with_nothing_new_is_two_requests_at_most(tmp_path: Path) -> None
     assert backend.count <= 6, backend.log
 
 
-PUBLISHER = """
-import sys
-from casnap import Store
-store = Store(sys.argv[1])
-print("ready", flush=True)
-for step in range(10**6):
-    store.publish("stable", f"step_{step % 3}")
-"""
+def publish(uri: str, ready: int) -> None:
+    store = Store(uri)
+    os.write(ready, b".")
+    for step in range(10**6):
+        store.publish("stable", f"step_{step % 3}")
 
 
 def test_killed_while_it_publishes(store: Store) -> None:
     """Whoever looks sees it on one snapshot, before and after."""
     store.publish("stable", "step_0")
     for _ in range(3):
-        command = [sys.executable, "-c", PUBLISHER, store.uri]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            seen = set()
-            while len(seen) < 3:
-                seen.add(store.tagged("stable").name)
-            process.send_signal(signal.SIGKILL)
+        begun, ready = os.pipe()
+        publisher = start(partial(publish, store.uri, ready))
+        os.close(ready)
+        assert os.read(begun, 1) == b"."
+        os.close(begun)
+        seen = set()
+        while len(seen) < 3:
+            seen.add(store.tagged("stable").name)
+        os.kill(publisher, signal.SIGKILL)
+        assert wait(publisher) == -signal.SIGKILL
         (holder,) = holders(Store(store.uri), "stable")
         assert store.tagged("stable").name == holder == store.tag_moves("stable", 1)[0].name
     assert store.check().ok
