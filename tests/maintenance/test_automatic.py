@@ -85,9 +85,9 @@ def assert_newest(path: Path, step: int) -> None:
 @pytest.mark.parametrize("how", ["take", "async_take"])
 def test_a_disk_of_five_states(tmp_path: Path, how: str) -> None:
     with tmpfs(tmp_path, int(5.2 * STATE) + SMALL) as disk:
-        for step in range(60):
+        for step in range(30):
             take(Store(disk / "run"), step, how)
-        assert_newest(disk / "run", 59)
+        assert_newest(disk / "run", 29)
         assert Store(disk / "run").check(data=True).ok
 
 
@@ -163,8 +163,8 @@ def test_what_a_process_leaves_and_the_next_one_frees(tmp_path: Path, how: str) 
         assert done.returncode == 0, done.stderr
         return nbytes_of(path) / (4 * STATE)
 
-    assert states_after(0, 30) <= 8.1
-    assert states_after(30, 34) <= 5.1
+    assert states_after(0, 16) <= 8.1
+    assert states_after(16, 20) <= 5.1
     assert Store(path).check(data=True).ok
 
 
@@ -201,7 +201,7 @@ def test_adapters_on_a_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(automatic, "_SHARE", 0.0)
     store = Store(tmp_path / "run", chunk_size=64 << 10)
     base = dense(0)
-    for step in range(300):
+    for step in range(120):
         adapter = dense(step + 1, 128 << 10)
         state = {"s": StateDict(base=base, adapter=adapter, step=step)}
         store.take(state, f"step_{step}", retention=Retention(keep_last=3))
@@ -218,11 +218,11 @@ def test_a_state_that_changes_little_by_little(
     state = {f"w{i}": dense(i, 64 << 10) for i in range(128)}
     pick = random.Random(1)
     sizes = []
-    for step in range(400):
+    for step in range(200):
         for name in pick.sample(sorted(state), 2):
             state[name] = state[name] + 1
         store.take({"s": StateDict(**state)}, f"step_{step}", retention=Retention(keep_last=3))
-        if step >= 100 and step % 10 == 0:
+        if step >= 60 and step % 5 == 0:
             sizes.append(nbytes_of(tmp_path / "run/casnap-store/packs"))
     needed = STATE + 4 * (64 << 10)
     assert statistics.median(sizes) <= 1.5 * needed
