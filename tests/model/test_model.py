@@ -33,6 +33,8 @@ LARGE = {
     "rebase, two collectors",
     "a take that is seen and a repack",
     "repacks, condemned and freed at once",
+    "two recode",
+    "copies of a delta",
 }
 
 

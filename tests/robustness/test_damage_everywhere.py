@@ -381,7 +381,7 @@ def damage_all(sample: Sample, kind: str, thorough: bool, note: Callable[[str, i
             "cuts": cuts(layout, regions, raw, thorough),
             "others": others(layout, raw, contents if thorough else contents[:1]),
         }
-        step = 1 if thorough else 2 * ALIKE.get(kind, 1)
+        step = 1 if thorough else 3 * ALIKE.get(kind, 1)
         for sort, found in cases.items():
             for case in islice(found, choose.randrange(step), None, step):
                 check_case(sample, case)

@@ -87,6 +87,7 @@ class Starts:
         self.kind = Struck
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 @pytest.mark.parametrize("call", [taken, restored, read, checked])
