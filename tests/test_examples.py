@@ -76,7 +76,7 @@ def test_a_training_that_forgets_a_part_of_its_state(tmp_path: Path, part: str) 
 
 @pytest.mark.timeout(500)
 def test_serving_while_all_of_it_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "serve.py", tmp_path / "demo", "--seconds", "6"]
+    command = [sys.executable, EXAMPLES / "serve.py", tmp_path / "demo", "--seconds", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "demo/log").read_text()
     assert re.search(r"answers by the weights of ([2-9]|\d\d+) steps", done.stdout)
