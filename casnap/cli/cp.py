@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -30,6 +29,7 @@ from casnap.cli.output import (
     say,
     size,
 )
+from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
 from casnap.storage.catalog.opening import locate
 from casnap.storage.catalog.uris import snapshot_uri, store_uri
@@ -81,9 +81,9 @@ def cp(
     their metadata, tags and commit ids. A snapshot that DST has already is not copied again.
     Repeat an interrupted copy to resume it.
 
-    With --follow, the command copies the snapshots of SRC, and then each new one, until SIGINT or
-    SIGTERM. It logs and retries failures of either side. A copy that is deleted at DST is not made
-    again.
+    With --follow, the command copies the snapshots of SRC, and then each new one, until SIGINT,
+    SIGTERM or SIGHUP. It logs and retries failures of either side. A copy that is deleted at DST is
+    not made again.
     """
     _check_usage(follow=follow, dry_run=dry_run)
     if store_uri(source) is None and store_uri(destination) is None:
@@ -141,8 +141,8 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
         return Pair(origin.open_store, place.open_store, jobs, copy_options)
 
     names: list[str] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     copy = ContinuousCopy(open_pair, follow)
+    EndingSignals()
     try:
         for report in copy.reports():
             names += report.copied

@@ -1,10 +1,11 @@
-"""The command of ``--exec``: if casnap is ended while it runs, it ends too, with its children."""
+"""How signals end a command that follows, and with it the command of ``--exec``."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -63,19 +64,21 @@ def run_command(
     Raises:
         subprocess.CalledProcessError: It failed.
     """
-    process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[bytes] | None = None
     try:
-        with signals.held():
+        # No pipe: a child that goes on may keep it open, and read nothing.
+        with tempfile.TemporaryFile() as file, signals.held():
+            file.write(text.encode())
+            file.seek(0)
             process = subprocess.Popen(
                 command,
                 shell=True,
-                text=True,
-                stdin=subprocess.PIPE,
+                stdin=file,
                 stdout=output,
                 env={**os.environ, **about},
                 start_new_session=True,
             )
-        process.communicate(text)
+        process.wait()
     except BaseException:
         if process is not None:
             _end(process)
@@ -84,7 +87,7 @@ def run_command(
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its group; if another signal comes, at once."""
     group = process.pid
     with suppress(ProcessLookupError, PermissionError):

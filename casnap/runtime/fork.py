@@ -16,19 +16,44 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any, Generic, TypeVar
-from weakref import WeakMethod, WeakSet
+from weakref import WeakSet, ref
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[[], object])
 
-# What is called in a child, in this order. Methods of our classes are held weakly.
-_calls: list[Any] = []
+# What is called in a child, in this order.
+_calls: list[Callable[[], object]] = []
 _locks: WeakSet[Any] = WeakSet()
 # Open files that are locked.
 _files: set[int] = set()
-# The signals of this process, one entry for each handler, and the mask of a thread that forks.
+# The signals of this process, one entry for each handler.
 _signals: list[int] = []
-_of_thread = threading.local()
+
+
+class _Masks(threading.local):
+    """The masks of a thread that forks: several, if the handler of another signal forks too."""
+
+    def __init__(self) -> None:
+        self.before: list[set[int]] = []
+
+
+_masks = _Masks()
+
+
+class _Method:
+    """A method that ends with its object.
+
+    No WeakMethod: at the exit of the process that prints an error.
+    """
+
+    def __init__(self, method: MethodType) -> None:
+        self._function = method.__func__
+        calls = _calls  # at the exit of the process the name may be gone
+        self._owner = ref(method.__self__, lambda _: calls.remove(self))
+
+    def __call__(self) -> None:
+        if (owner := self._owner()) is not None:
+            self._function(owner)
 
 
 def in_child(call: F) -> F:
@@ -37,7 +62,7 @@ def in_child(call: F) -> F:
     Args:
         call: The function. If it is a method, that ends with its object.
     """
-    _calls.append(WeakMethod(call, _calls.remove) if isinstance(call, MethodType) else call)
+    _calls.append(_Method(call) if isinstance(call, MethodType) else call)
     return call
 
 
@@ -53,6 +78,13 @@ def never_free(*objects: object) -> None:
 def new_lock() -> threading.Lock:
     """Return a lock that is free in a forked child, also if a thread of the parent held it."""
     lock = threading.Lock()
+    _locks.add(lock)
+    return lock
+
+
+def new_rlock() -> threading.RLock:
+    """Return such a lock that its thread can take again."""
+    lock = threading.RLock()
     _locks.add(lock)
     return lock
 
@@ -124,13 +156,14 @@ def remove_signal(number: int) -> None:
 
 def _hold_signals() -> None:
     if _signals:
-        _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
+        # Noted before they are blocked: a handler that comes then may raise an error.
+        _masks.before.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
 
 
 def _let_signals_through() -> None:
-    if hasattr(_of_thread, "mask"):
-        signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
-        del _of_thread.mask
+    if _masks.before:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
 
 
 def _begin_in_child() -> None:
@@ -138,8 +171,6 @@ def _begin_in_child() -> None:
         # Backwards, since the last one is called first. An error of one does not stop the others.
         stack.callback(_let_signals_through)
         for call in reversed(_calls[:]):
-            if isinstance(call, WeakMethod):
-                call = call() or (lambda: None)
             stack.callback(call)
         while _files:
             os.close(_files.pop())

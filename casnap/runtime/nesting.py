@@ -29,7 +29,7 @@ def refuse_nested_take(advice: str = "") -> None:
     Raises:
         CasnapError: It is.
     """
-    if _is_within_call(sys._getframe(2)):
+    if _is_within_call(sys._getframe(1).f_back):
         raise CasnapError(
             "a take cannot begin within another call of casnap in the same thread, so nothing "
             "was taken. In a signal handler, only set a flag; look at it in the training "
@@ -40,7 +40,7 @@ def refuse_nested_take(advice: str = "") -> None:
 
 def is_within_call() -> bool:
     """Whether the caller's caller is called, however indirectly, by casnap."""
-    return _is_within_call(sys._getframe(2))
+    return _is_within_call(sys._getframe(1).f_back)
 
 
 def _is_within_call(frame: FrameType | None) -> bool:

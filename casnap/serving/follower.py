@@ -6,6 +6,7 @@ forward runs. Ranks that hold slices of one model agree on each version before t
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -26,6 +28,7 @@ from casnap.restore.renaming import Rename
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.nesting import is_within_call
 from casnap.runtime.units import Duration, Size, seconds_of
+from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
@@ -37,6 +40,17 @@ from casnap.transfer.follow import Backoff
 
 _NONE = bytes(16)
 _PATIENCE = 60.0
+# How many seconds the exit of the process waits for a thread.
+_EXIT_PATIENCE = 10.0
+# Those whose threads were started.
+_followers: WeakSet[Follower] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # What is left of a daemon thread ends wherever it is; within torch that aborts the process.
+    for follower in list(_followers):
+        follower._stop(_EXIT_PATIENCE)
 
 
 class AppliedVersion(NamedTuple):
@@ -80,7 +94,7 @@ class Follower:
         on_version: Called after each version but the first, before the next forward begins, with an
             :class:`AppliedVersion`: to drop caches that the old weights filled. It may run forwards
             itself; those of other threads wait until it has returned. If it fails, that is logged,
-            forwards go on, and it is called again, on all ranks.
+            forwards go on, and it is called again, on all ranks. No coroutine function.
         storage_options: How to reach a remote store.
         cache_bytes: As for :class:`casnap.Store`.
         pg: The process group; by default the world, or this process alone.
@@ -97,6 +111,7 @@ class Follower:
         SnapshotNotFoundError: There is no such snapshot yet.
         MismatchError: The tensors and the snapshot differ; nothing was written.
         StoreError: The store cannot be used.
+        TypeError: ``on_version`` is a coroutine function.
     """
 
     def __init__(
@@ -118,6 +133,7 @@ class Follower:
         timeout: float | None = None,
         start: bool = True,
     ) -> None:
+        check_plain(on_version)
         place = locate(uri, storage_options, READS)
         self._weights = LiveWeights(target, path, rename, strict=strict)
         self._options = PullOptions(tag=tag, match=match)
@@ -133,11 +149,9 @@ class Follower:
         # Only of several ranks: what rank 0 wants all to stage.
         self._wanted, self._wanted_since = _NONE, 0.0
         self._staged: Patch | None = None
-        self._looking = threading.Lock()
+        self._looking = new_lock()
         self._looker: int | None = None
         self._is_mixed = False
-        # Whether on_version has been called for the version, and has not failed.
-        self._is_called = True
         self._looks = Backoff(f"following {place.backend.uri}")
         self._calls = Backoff(f"on_version, for {place.backend.uri},")
         with self._join() as comm:
@@ -149,6 +163,8 @@ class Follower:
             patch = self._stage(newest or self._contents_of(commit))
             comm.all_gather(b"")  # all have staged it
             self._copy(patch)
+        # The version that on_version was called for last, and has not failed.
+        self._called: AppliedVersion | None = self.version
         self._has_thread = start
         self._starting = new_lock()
         self._thread = self._new_thread()
@@ -162,12 +178,13 @@ class Follower:
     def _start_thread(self) -> None:
         with self._starting:
             if self._thread.ident is None and not self._gate.is_stopped:
+                _followers.add(self)
                 self._thread.start()
 
     def _begin_anew(self) -> None:
         """Begin in a forked child: nobody is in, and the next forward starts the thread."""
         is_stopped = self._gate.is_stopped
-        self._gate, self._looking, self._looker = Gate(), threading.Lock(), None
+        self._gate, self._looker = Gate(), None
         self._thread = self._new_thread()
         if is_stopped:
             self._gate.stop()
@@ -233,9 +250,10 @@ class Follower:
                 "update() waits for all forwards, so call it outside of applied(), and neither in "
                 "on_version nor in a signal handler that comes within update()"
             )
-        commit = self.version.commit
+        commit, thread = self.version.commit, threading.get_ident()
         with self._looking:
-            self._looker = threading.get_ident()
+            # At once: a signal handler that comes after a call would wait for its own thread.
+            self._looker = thread
             try:
                 if self._is_alone:
                     self._call_again()
@@ -256,10 +274,13 @@ class Follower:
         A signal handler may call this, wherever it comes: within another call of casnap the thread
         that looks is told to end, and not waited for.
         """
+        self._stop(None, waits=not is_within_call())
+
+    def _stop(self, patience: float | None, *, waits: bool = True) -> None:
         self._gate.stop()
         thread = self._thread
-        if thread.is_alive() and thread is not threading.current_thread() and not is_within_call():
-            thread.join()
+        if waits and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(patience)
 
     @property
     def error(self) -> BaseException | None:
@@ -296,7 +317,7 @@ class Follower:
                         self._stage_wanted()
             except Stopped:
                 return
-            except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
+            except BaseException as e:  # noqa: BLE001 - whatever it is, it is tried again
                 self._looks.note_failure(e)
             else:
                 self._looks.note_success()
@@ -351,7 +372,6 @@ class Follower:
             if not self._weights.fits(patch):
                 return False
             self._copy(patch)
-            self._is_called = False
             self._call()
         return True
 
@@ -366,14 +386,13 @@ class Follower:
         # Until it is done: it may fail, and a signal handler may come.
         self._is_mixed = True
         self._weights.apply(patch)
-        self._is_mixed = False
-        self._staged = None
         seconds = time.monotonic() - start
         commit = patch.contents.row.commit.hex()
         self.version = AppliedVersion(patch.contents.name, commit, patch.nbytes, seconds)
+        self._staged, self._is_mixed = None, False
 
     def _call_again(self) -> None:
-        if not self._is_called:
+        if self._called is not self.version:
             try:
                 with self._between_forwards():
                     self._call()
@@ -382,13 +401,17 @@ class Follower:
 
     def _call(self) -> None:
         """Call ``on_version`` for the version. If it fails, the version stays applied."""
+        version = self.version
         try:
             if self._on_version is not None:
-                self._on_version(self.version)
-        except Exception as e:  # noqa: BLE001 - whatever it is, it is called again
+                call_plain(self._on_version, version)
+        except BaseException as e:
+            # Whatever it is, it is called again.
             self._calls.note_failure(e)
+            if not isinstance(e, Exception) and threading.current_thread() is not self._thread:
+                raise
         else:
-            self._is_called = True
+            self._called = version
             self._calls.note_success()
 
     # --- several ranks ---
@@ -431,7 +454,7 @@ class Follower:
         staged = self._staged
         is_mine = staged is not None and self._weights.fits(staged)
         mine = staged.contents.row.commit if staged is not None and is_mine else _NONE
-        calls_again = not self._is_called and not self._calls.delay
+        calls_again = self._called is not self.version and not self._calls.delay
         with self._join() as comm:
             told = mine + self._wanted + bytes([calls_again])
             parts = [bytes(part) for part in comm.all_gather(told)]
@@ -443,5 +466,5 @@ class Follower:
                 self._wanted = _NONE
         elif any(part[32] for part in parts):
             # On all, since it may have the ranks do something together.
-            self._is_called = False
+            self._called = None
             self._call_again()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
 from casnap.runtime.progress import Progress
+from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.folder import ServedFolder
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.pull import Source, update
@@ -40,6 +41,7 @@ class Following:
         on_version: OnVersion | None = None,
         progress: Progress | None = None,
     ) -> None:
+        check_plain(on_version)
         self._open_source = open_source
         self._served = ServedFolder(out)
         self._options = options
@@ -114,7 +116,8 @@ class Following:
             self._is_called = version.record == last
             if self._is_called:
                 return
-            on_version(version.folder.resolve(), version.record.changed_since(last))
+            changed = version.record.changed_since(last)
+            call_plain(on_version, version.folder.resolve(), changed)
         except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
             self._calls.note_failure(e)
             yield FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")

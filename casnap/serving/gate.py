@@ -3,17 +3,26 @@
 Who is in is neither a thread nor a task: a generator is begun by one thread of a pool and ended by
 another, and coroutines of one thread overlap. So each that enters is counted as an entry of its
 own. Its thread and its context only tell who would wait for itself.
+
+An interrupt may come at the beginning and after the end of each call. So the lock is taken itself,
+not by the condition, which could lose it then; whoever leaves does so before it calls anything; and
+who waits looks again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 
 from casnap.errors import CasnapError
+from casnap.runtime.fork import new_rlock
+
+# After how many seconds who waits looks again, since an interrupt may have lost what wakes it.
+_LOOK = 1.0
 
 
 class Stopped(Exception):  # noqa: N818 - no failure
@@ -45,8 +54,9 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        # Its lock can be taken again by a signal handler of the thread that has it.
-        self._changed = threading.Condition()
+        # It can be taken again by a signal handler of the thread that has it.
+        self._lock = new_rlock()
+        self._changed = threading.Condition(self._lock)
         self._inside: set[_Entry] = set()
         self._alone: _Entry | None = None
         self._coroutines: list[asyncio.Future[None]] = []
@@ -57,7 +67,7 @@ class Gate:
         """Whether whoever waits here until all have left may wait for itself."""
         if self._has_context:
             return True
-        with self._changed:
+        with self._lock:
             return self._has_thread
 
     @property
@@ -78,16 +88,16 @@ class Gate:
         """Be in, with others. Whoever would wait for itself does not wait."""
         entry = _Entry(self)
         try:
-            with self._changed:
+            with self._lock:
                 # Asked under the lock: else what this runs within may leave meanwhile.
-                self._changed.wait_for(
-                    lambda: self._alone is None or self._has_context or self._has_thread
-                )
+                self._wait_for(lambda: self._alone is None or self._has_context or self._has_thread)
                 self._inside.add(entry)
             _enter_context(entry)
             yield
         finally:
-            self._leave(entry)
+            entry.gate = None
+            self._inside.discard(entry)
+            self._wake()
 
     @asynccontextmanager
     async def shared_async(self) -> AsyncIterator[None]:
@@ -95,7 +105,7 @@ class Gate:
         entry = _Entry(self)
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     if self._alone is None or self._has_context:
                         self._inside.add(entry)
                         break
@@ -105,13 +115,9 @@ class Gate:
             _enter_context(entry)
             yield
         finally:
-            self._leave(entry)
-
-    def _leave(self, entry: _Entry) -> None:
-        with self._changed:
             entry.gate = None
             self._inside.discard(entry)
-            self._changed.notify_all()
+            self._wake()
 
     # --- alone ---
 
@@ -135,11 +141,11 @@ class Gate:
             return unless_stopped and self.is_stopped
 
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._alone is None or gives_up())
+            with self._lock:
+                self._wait_for(lambda: self._alone is None or gives_up())
                 if not gives_up():
                     self._alone = entry
-                    self._changed.wait_for(lambda: not self._inside or gives_up(), timeout)
+                    self._wait_for(lambda: not self._inside or gives_up(), timeout)
                 if gives_up():
                     raise Stopped
                 if self._inside:
@@ -151,32 +157,46 @@ class Gate:
             _enter_context(entry)
             yield
         finally:
-            self._open(entry)
-
-    def _open(self, entry: _Entry) -> None:
-        with self._changed:
             entry.gate = None
-            if self._alone is not entry:
-                return
-            self._alone = None
-            self._changed.notify_all()
+            if self._alone is entry:
+                self._alone = None
+                self._wake()
+                self._wake_coroutines()
+
+    def _wake_coroutines(self) -> None:
+        with self._lock:
             opened, self._coroutines = self._coroutines, []
         for future in opened:
             with suppress(RuntimeError):  # its loop is closed
-                future.get_loop().call_soon_threadsafe(_wake, future)
+                future.get_loop().call_soon_threadsafe(_go_on, future)
 
     # --- the end ---
 
     def stop(self) -> None:
         """Wake who sleeps, and who gives up then."""
-        with self._changed:
-            self.is_stopped = True
-            self._changed.notify_all()
+        self.is_stopped = True
+        self._wake()
 
     def sleep(self, seconds: float) -> bool:
         """Wait; return whether the gate is stopped, which ends it."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.is_stopped, seconds)
+        with self._lock:
+            return self._wait_for(lambda: self.is_stopped, seconds)
+
+    # --- waiting, and waking ---
+
+    def _wait_for(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait, with the lock, until something is so, or the time is over; return whether it is."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not is_so():
+            seconds = _LOOK if until is None else min(_LOOK, until - time.monotonic())
+            if seconds <= 0:
+                return False
+            self._changed.wait(seconds)
+        return True
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
 
 
 def _enter_context(entry: _Entry) -> None:
@@ -184,6 +204,6 @@ def _enter_context(entry: _Entry) -> None:
     _entries.set(frozenset(each for each in _entries.get() if each.gate is not None) | {entry})
 
 
-def _wake(future: asyncio.Future[None]) -> None:
+def _go_on(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

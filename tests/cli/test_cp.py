@@ -139,3 +139,22 @@ def test_into_a_store_whose_making_was_cut_off(
         invoke("cp", source, there)
     assert names(there) == names(source)
     assert Store(there).id == whole.id
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_ends_what_follows(source: Path, tmp_path: Path, number: signal.Signals) -> None:
+    def heed() -> None:
+        # The tests may run under nohup, and what a program is started to ignore, it ignores.
+        signal.signal(number, signal.SIG_DFL)
+
+    command = [sys.executable, "-m", "casnap.cli", "cp", str(source), str(tmp_path / "there")]
+    with subprocess.Popen(
+        [*command, "--follow"], stdout=subprocess.PIPE, text=True, preexec_fn=heed
+    ) as following:
+        assert following.stdout is not None
+        for line in following.stdout:
+            if line.startswith(f"copied {names(source)[-1]}"):
+                break
+        following.send_signal(number)
+        assert following.stdout.read() == "4 snapshots copied\n"
+    assert following.returncode == 0

@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from casnap import StateDict, Store
 from casnap.runtime import fork
+from casnap.serving import Follower
 from tests.support.faults import in_child, start, wait
 from tests.support.servers import Bucket
 
@@ -58,6 +61,9 @@ def test_no_lock_that_is_kept_stays_held_in_a_child(tmp_path: Path, bucket: Buck
     for store in (Store(tmp_path / "store", mirror=tmp_path / "mirror"), remote):
         store.take({"s": StateDict(x=1)}, "a").restore({"s": StateDict()})
         kept.append(store)
+    weights = {"w": torch.ones(9)}
+    Store(tmp_path / "served").take({"model": StateDict(weights)}, "a")
+    kept.append(Follower(tmp_path / "served", weights, start=False))
     # Modules among the values of a module are casnap's as well, or of no interest.
     seen = {id(m) for name, m in sys.modules.items() if name.split(".")[0] != "casnap"}
     locks = {
@@ -143,3 +149,39 @@ def test_what_begins_anew_in_a_child() -> None:
 
     assert in_child(check) == 0
     assert counter.count == 0
+
+
+FORK_IN_A_HANDLER = """
+import os, signal
+
+def fork():
+    if pid := os.fork():
+        return os.waitpid(pid, 0)
+    os._exit(0)
+
+sent = []
+
+def send():
+    if not sent:
+        sent.append(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+# What was registered before casnap's is called after it.
+os.register_at_fork(before=send)
+import casnap
+
+with casnap.on_preemption(casnap.Store(), {}):
+    signal.signal(signal.SIGUSR1, lambda *_: fork())
+    fork()
+    assert sent
+    print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_a_handler_that_forks_while_its_process_forks(tmp_path: Path) -> None:
+    """The signals that wait while it forks come through afterwards."""
+    script = FORK_IN_A_HANDLER.replace("Store()", f"Store({str(tmp_path / 'store')!r})")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("set()\n", 0), done.stderr

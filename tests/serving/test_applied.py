@@ -6,13 +6,16 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import copy_context
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -404,3 +407,124 @@ def test_what_a_forward_began_does_not_get_in_after_it() -> None:
     alone.__exit__(None, None, None)
     thread.join(60)
     assert inside.is_set()
+
+
+def interrupted(block: Callable[[], AbstractContextManager[object]], number: int) -> bool:
+    """Run an empty block; raise an interrupt at a beginning or end of a call, counted from 0.
+
+    Returns:
+        Whether there were so many.
+    """
+    left = number
+
+    def note(frame: FrameType, event: str, called: object) -> None:
+        nonlocal left
+        # Where the interpreter looks for signals.
+        if event in ("call", "c_return") and called is not sys.setprofile:
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(note)
+        with block():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("way", ["shared", "alone"])
+def test_an_interrupt_anywhere_leaves_nobody_in(way: str) -> None:
+    gate = Gate()
+
+    def others_get_in() -> None:
+        with gate.alone(5):
+            pass
+        with gate.shared():
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        for number in count():
+            was_interrupted = interrupted(getattr(gate, way), number)
+            gc.collect()
+            pool.submit(others_get_in).result(60)
+            if not was_interrupted:
+                break
+    assert number > 10
+
+
+def test_no_coroutine_function_is_called_for_a_version(
+    store: Store, served: Served, tmp_path: Path
+) -> None:
+    async def on_version(*_: object) -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match="coroutine"):
+        Follower(store.uri, served, on_version=on_version, start=False)
+    with pytest.raises(TypeError, match="coroutine"):
+        store.follow(tmp_path / "live", on_version=on_version)
+    follower = Follower(store.uri, served, on_version=lambda v: on_version(v), start=False)
+    take(store, 1)
+    assert follower.update()
+    assert isinstance(follower.error, TypeError)
+    events = store.follow(tmp_path / "live", on_version=lambda *about: on_version(*about))
+    switched, failed = next(events), next(events)
+    assert (switched.event, failed.event) == ("switched", "call_failed")
+    assert "coroutine" in str(failed.error)
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_the_thread_goes_on_whatever_a_callback_raises(
+    store: Store, served: Served, error: type[BaseException]
+) -> None:
+    called: list[str] = []
+
+    def on_version(version: AppliedVersion) -> None:
+        called.append(version.name)
+        if len(called) == 1:
+            raise error
+
+    with Follower(store.uri, served, interval=0.01, on_version=on_version) as follower:
+        for value in (1, 2):
+            take(store, value)
+            deadline = time.monotonic() + 60
+            while called[-1:] != [f"{value}"]:
+                assert time.monotonic() < deadline
+                with follower.applied():
+                    time.sleep(0.001)
+    assert called[:2] == ["1", "1"]
+
+
+EXIT = """
+import atexit, sys, threading
+import torch
+from casnap import StateDict, Store
+from casnap.serving import Follower
+
+store = Store(sys.argv[1])
+served = {"w": torch.zeros(9000)}
+atexit.register(Follower(store.uri, served, start=False).stop)
+kept = Follower(store.uri, served, start=False)
+began = threading.Event()
+
+def on_version(version):
+    began.set()
+    for _ in range(300):
+        torch.rand(1 << 18).sum()
+    print(version.name)
+
+running = Follower(store.uri, served, interval=0.01, on_version=on_version)
+store.take({"model": StateDict(w=torch.ones(9000))}, "1")
+assert began.wait(60)
+"""
+
+
+def test_the_exit_of_the_process_waits_for_its_followers(store: Store) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, store.uri], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import casnap.transfer.follow
-from casnap import Store
+from casnap import StateDict, Store
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError
 from casnap.serving import FollowEvent, PullOptions
 from tests.support.cli_calls import COMMAND
@@ -288,6 +289,23 @@ def test_what_a_command_leaves_in_the_background_goes_on(
         assert process.wait(100) == 0
     assert is_running(int(pids.read_text()))
     os.kill(int(pids.read_text()), signal.SIGKILL)
+
+
+def test_a_child_of_the_command_that_never_reads_its_input(
+    store: Store, live: Path, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    # More names than a pipe holds.
+    many = {"model": StateDict({f"{number:0200}": torch.zeros(1) for number in range(500)})}
+    store.take(many, "step_1")
+    script = f"exec 3<&0; sleep 1000 <&3 > /dev/null & echo $! > {pid}"
+    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        events = lines_of(process)
+        assert (next(events)["event"], next(events)["event"]) == ("switched", "called")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 0
+    os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_a_command_that_fails_is_run_again(store: Store, live: Path, tmp_path: Path) -> None:
