@@ -46,6 +46,8 @@ def check(
 ) -> None:
     """Check that a store, or one snapshot, is whole; exit with status 1 if anything is damaged.
 
+    So it does if a newer casnap has written something that this one does not know.
+
     Reads every root, index segment and tree, and looks up every pack. --data also reads every
     chunk, at each of its places. Nothing is changed, and takes may run meanwhile. Of a snapshot,
     only what it needs is looked at.
@@ -67,7 +69,7 @@ def check(
     else:
         _print(uri, report)
         print_requests(place.requests)
-    if not report.ok:
+    if not report.ok or report.unsupported:
         raise click.exceptions.Exit(1)
 
 
@@ -100,6 +102,7 @@ def _document(uri: str, report: CheckReport) -> dict[str, Any]:
         "hurts": list(map(_hurt_fields, report.hurts)),
         **report_fields(report, *numbers),
         "damages": list(map(damage_fields, report.damages)),
+        "unsupported": list(map(damage_fields, report.unsupported)),
         "history": list(map(damage_fields, report.history)),
     }
 
@@ -115,6 +118,7 @@ def _hurt_fields(hurt: Hurt) -> dict[str, Any]:
 
 def _print(uri: str, report: CheckReport) -> None:
     print_damages(report.damages)
+    print_damages(report.unsupported)
     if report.root >= 0:
         _print_counts(uri, report)
     if report.history:

@@ -15,14 +15,17 @@ from casnap.format.planes import join_planes, split_planes, width_of
 class Codec(enum.IntEnum):
     """The numbers of the codecs, as in packs and segments.
 
-    ``DELTA`` is how the chunk differs from another one (``delta.py``). A delta has a second record,
-    under the digest of that other chunk, with the number ``BASE``.
+    ``DELTA`` is how the chunk differs from another one (``delta.py``). A later version may add
+    more: what is stored so is not damaged, this version only cannot read it.
     """
 
     RAW = 0
     PLANES = 1
     DELTA = 2
-    BASE = 3
+
+
+KNOWN_CODECS = frozenset(map(int, Codec))
+"""What this version can read."""
 
 
 def compress(raw: memoryview | bytes) -> bytes | None:

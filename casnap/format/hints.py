@@ -12,7 +12,7 @@ from itertools import accumulate
 import msgspec
 from msgspec import Struct
 
-from casnap.format.codec import Codec
+from casnap.format.codec import KNOWN_CODECS
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.records import ID_SIZE, Place, encode
@@ -26,7 +26,6 @@ _MAGIC = b"CASNAPh1"
 _NAME_SIZE = 6
 # A name is found between two others by chance once at most; more often where that is intended.
 _MOST_FINDS = 16
-_CODECS = frozenset(Codec) - {Codec.BASE}
 _PAGE, _ALIGN_FROM = 4096, 64 << 10
 _TREE, _MANIFEST = (b"\x92\xa1l", b"\x92\xa1b"), b"\x82\xa6global"
 _LIST_OF_NODES = b"\x92\xa1b"
@@ -102,7 +101,7 @@ class Hints:
     def _place(self, index: int) -> Place | None:
         number = bisect_right(self._stops, index)
         run = self._body.runs[number]
-        if run.codec not in _CODECS:
+        if run.codec not in KNOWN_CODECS:
             return None
         start = ID_SIZE * run.pack
         # A pack does not know its own id, which changes when it is moved past a fence.

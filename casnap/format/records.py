@@ -69,10 +69,22 @@ class NodeRef(Struct, frozen=True, array_like=True):
 
 
 class SegmentRef(Struct, frozen=True, array_like=True):
-    """A live index segment: its id and how many records it holds."""
+    """A live index segment.
+
+    Attributes:
+        id: Its id.
+        count: How many records it has.
+        deltas: How many of these are those of deltas, each with a base.
+    """
 
     id: bytes
     count: int
+    deltas: int
+
+    @property
+    def weight(self) -> int:
+        """What its bytes go by: how many records and bases it has. A base is the smaller one."""
+        return self.count + self.deltas
 
 
 class Stats(Struct, frozen=True, array_like=True):
@@ -318,68 +330,43 @@ def unseal(kind: bytes, data: bytes, label: str) -> memoryview:
 
 Record: TypeAlias = tuple[Digest, Place]
 
+_DELTA = int(Codec.DELTA)
 _PACKED = struct.Struct("<32sQIIB")
-_PACK_TAIL = struct.Struct(f"<I8s{DIGEST_SIZE}s")
+_PACK_TAIL = struct.Struct(f"<II8s{DIGEST_SIZE}s")
 PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
-# Takes pass each new chunk through these, so neither calls anything for a chunk that is no delta.
-def listed_records(records: Iterable[Record]) -> list[Record]:
-    """Return records as they stand in packs and segments: a delta has one more, of its base."""
-    listed = []
-    for record in records:
-        listed.append(record)
-        place = record[1]
-        if type(place) is DeltaPlace:
-            listed.append((Digest(place.base), msgspec.structs.replace(place, codec=Codec.BASE)))
-    return listed
+def count_deltas(records: Iterable[Record]) -> int:
+    """Return how many of some records are those of deltas."""
+    return sum([type(place) is DeltaPlace for _, place in records])
 
 
-def count_records(records: Collection[Record]) -> int:
-    """Return how many records stand in packs and segments for these."""
-    return len(records) + sum([type(place) is DeltaPlace for _, place in records])
+def footer_size(records: Collection[Record]) -> int:
+    """Return how many bytes the footer of a pack of these records has."""
+    bases = DIGEST_SIZE * count_deltas(records)
+    return len(records) * _PACKED.size + bases + PACK_TAIL_SIZE
 
 
-def joined_records(records: Iterable[Record]) -> list[Record]:
-    """Return records with the bases of deltas in their places, the inverse of the above.
-
-    The second record of a delta whose first one is missing is dropped, and a delta without its
-    second one stays a place that names no base.
-    """
-    bare_records: list[Record] = []
-    bases: dict[tuple[bytes, int], bytes] = {}
-    for digest, place in records:
-        if place.codec == Codec.BASE:
-            bases[place.pack, place.offset] = digest
-        else:
-            bare_records.append((digest, place))
-    if not bases:
-        return bare_records
-    return [
-        (
-            digest,
-            DeltaPlace(
-                p.pack, p.offset, p.stored_size, p.raw_size, p.codec, bases[p.pack, p.offset]
-            ),
-        )
-        if p.codec == Codec.DELTA and (p.pack, p.offset) in bases
-        else (digest, p)
-        for digest, p in bare_records
-    ]
-
-
-def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
-    """Return the end of a pack: the records of its chunks, their count, magic, and a digest."""
-    listed = listed_records(chunks)
-    records = b"".join(
-        [_PACKED.pack(d, p.offset, p.stored_size, p.raw_size, p.codec) for d, p in listed]
-    )
-    magic = _MAGIC + kind + b"1"
-    head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
+def pack_footer(kind: bytes, records: Collection[Record]) -> bytes:
+    """Return the end of a pack: records, bases of deltas, how many of both, magic, and a digest."""
+    bases = [place.base for _, place in records if type(place) is DeltaPlace]
+    packed = [_PACKED.pack(d, p.offset, p.stored_size, p.raw_size, p.codec) for d, p in records]
+    counts = struct.pack("<II8s", len(packed), len(bases), _MAGIC + kind + b"1")
+    head = b"".join([*packed, *bases, counts])
     return head + digest_of(head)
 
 
-def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
+def footer_length(tail: bytes) -> int:
+    """Return how many bytes the footer of a pack says that it has.
+
+    Args:
+        tail: The last bytes of the pack, at least ``PACK_TAIL_SIZE``.
+    """
+    count, deltas, _, _ = _PACK_TAIL.unpack_from(tail, len(tail) - PACK_TAIL_SIZE)
+    return int(count * _PACKED.size + deltas * DIGEST_SIZE + PACK_TAIL_SIZE)
+
+
+def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
     """Decode the footer from the last bytes of a pack (which may begin before the footer).
 
     Raises:
@@ -388,15 +375,28 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
     label = f"the footer of pack {pack.hex()}"
     if len(tail) < PACK_TAIL_SIZE:
         raise DamagedError(f"{label} is cut off")
-    count, magic, digest = _PACK_TAIL.unpack_from(tail, len(tail) - PACK_TAIL_SIZE)
-    start = len(tail) - PACK_TAIL_SIZE - count * _PACKED.size
+    end = len(tail) - PACK_TAIL_SIZE
+    count, deltas, magic, digest = _PACK_TAIL.unpack_from(tail, end)
+    start = len(tail) - footer_length(tail)
     if magic[:6] != _MAGIC or start < 0 or digest_of(tail[start:-DIGEST_SIZE]) != digest:
         raise DamagedError(f"{label} is damaged")
-    records = _PACKED.iter_unpack(tail[start : len(tail) - PACK_TAIL_SIZE])
-    return joined_records((Digest(d), Place(pack, *fields)) for d, *fields in records)
+    stop = start + count * _PACKED.size
+    if tail[start + _PACKED.size - 1 : stop : _PACKED.size].count(_DELTA) != deltas:
+        raise DamagedError(f"{label} is malformed: it has not one base for each delta")
+    bases = iter([tail[at : at + DIGEST_SIZE] for at in range(stop, end, DIGEST_SIZE)])
+    return [
+        (Digest(d), _with_base(p, next(bases)) if p.codec == _DELTA else p)
+        for d, *fields in _PACKED.iter_unpack(tail[start:stop])
+        for p in [Place(pack, *fields)]
+    ]
 
 
-_RECORD, _SEGMENT_HEAD = struct.Struct("<32sIQIIB"), struct.Struct("<IQ")
+def _with_base(p: Place, base: bytes) -> DeltaPlace:
+    return DeltaPlace(p.pack, p.offset, p.stored_size, p.raw_size, p.codec, base)
+
+
+_RECORD, _SEGMENT_HEAD = struct.Struct("<32sIQIIB"), struct.Struct("<IQQ")
+_BASE = struct.Struct(f"<{DIGEST_SIZE}sQ")
 SEGMENT_RECORD_SIZE = _RECORD.size
 
 RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
@@ -410,70 +410,131 @@ class Segment(Struct, frozen=True):
     records: list[Record]
 
     @property
-    def count(self) -> int:
-        """How many records stand in its bytes."""
-        return count_records(self.records)
+    def deltas(self) -> int:
+        """How many of the records are those of deltas."""
+        return count_deltas(self.records)
 
 
 def encode_segment(segment: Segment) -> bytes:
     """Return the sealed bytes of a segment, its records sorted."""
     number: dict[bytes, int] = {pack: i for i, pack in enumerate(segment.packs)}
-    body = [_SEGMENT_HEAD.pack(len(segment.packs), segment.count), *segment.packs]
-    body.extend(
-        sorted(
-            [
-                _RECORD.pack(d, number[p.pack], p.offset, p.stored_size, p.raw_size, p.codec)
-                for d, p in listed_records(segment.records)
-            ]
-        )
-    )
-    return seal(b"s", b"".join(body))
+    records: list[bytes] = []
+    bases: dict[bytes, bytes] = {}
+    for d, p in segment.records:
+        record = _RECORD.pack(d, number[p.pack], p.offset, p.stored_size, p.raw_size, p.codec)
+        records.append(record)
+        if type(p) is DeltaPlace:
+            bases[record] = p.base
+    records.sort()
+    return _sealed_segment(segment.packs, records, bases)
 
 
-def segment_records(data: bytes, label: str) -> tuple[tuple[PackId, ...], Iterator[RawRecord]]:
-    """Return the packs of a sealed segment, and its records one by one.
+def _sealed_segment(
+    packs: Collection[PackId], records: list[bytes], bases: Mapping[bytes, bytes]
+) -> bytes:
+    """Return a sealed segment.
 
     Args:
-        data: The bytes of the segment.
+        packs: Its packs.
+        records: Its records, sorted.
+        bases: The base of each record that is one of a delta.
+    """
+    based = [_BASE.pack(bases[r], i) for i, r in enumerate(records) if r in bases] if bases else []
+    head = _SEGMENT_HEAD.pack(len(packs), len(records), len(based))
+    return seal(b"s", b"".join([head, *packs, *records, *sorted(based)]))
+
+
+class SealedSegment:
+    """A segment as it is stored: a million decoded records would take some 400 MB.
+
+    Args:
+        data: Its bytes.
         label: Its name, for messages.
 
-    Returns:
-        The packs, and an iterator: a million decoded records would take some 400 MB.
+    Attributes:
+        packs: The packs that it covers.
+        count: How many records it has.
+        deltas: How many of these are those of deltas.
 
     Raises:
         DamagedError: It is damaged.
     """
-    body = unseal(b"s", data, label)
-    if len(body) < _SEGMENT_HEAD.size:
-        raise DamagedError(f"{label} is malformed: it is cut off")
-    n_packs, n_records = _SEGMENT_HEAD.unpack_from(body)
-    start = _SEGMENT_HEAD.size + n_packs * ID_SIZE
-    if len(body) != start + n_records * _RECORD.size:
-        raise DamagedError(f"{label} has the wrong length")
-    packs = tuple(
-        PackId(bytes(body[i : i + ID_SIZE])) for i in range(_SEGMENT_HEAD.size, start, ID_SIZE)
-    )
-    return packs, _checked_records(body[start:], n_packs, label)
+
+    def __init__(self, data: bytes, label: str) -> None:
+        body = unseal(b"s", data, label)
+        if len(body) < _SEGMENT_HEAD.size:
+            raise DamagedError(f"{label} is malformed: it is cut off")
+        n_packs, self.count, self.deltas = _SEGMENT_HEAD.unpack_from(body)
+        start = _SEGMENT_HEAD.size + n_packs * ID_SIZE
+        stop = start + self.count * _RECORD.size
+        if len(body) != stop + self.deltas * _BASE.size:
+            raise DamagedError(f"{label} has the wrong length")
+        ids = range(_SEGMENT_HEAD.size, start, ID_SIZE)
+        self.packs = tuple(PackId(bytes(body[i : i + ID_SIZE])) for i in ids)
+        self._records, self._based, self._label = body[start:stop], body[stop:], label
+        self._check_bases()
+
+    def _check_bases(self) -> None:
+        """Check that each record of a delta has one base, and no other record has one."""
+        codecs = bytearray(self._records[_RECORD.size - 1 :: _RECORD.size])
+        for _, index in _BASE.iter_unpack(self._based):
+            if index >= len(codecs) or codecs[index] != _DELTA:
+                raise self._malformed("a base is that of no delta, or of one that has a base")
+            codecs[index] = 0
+        if _DELTA in codecs:
+            raise self._malformed("a delta has no base")
+
+    def _malformed(self, why: str) -> DamagedError:
+        return DamagedError(f"{self._label} is malformed: {why}")
+
+    def records(self) -> Iterator[RawRecord]:
+        """Yield the records one by one.
+
+        Raises:
+            DamagedError: One names a pack that the segment does not list.
+        """
+        n_packs = len(self.packs)
+        for record in _RECORD.iter_unpack(self._records):
+            if record[1] >= n_packs:
+                raise self._malformed("a record names a pack that it does not list")
+            yield record
+
+    def bases(self) -> Iterator[bytes]:
+        """Yield the base of each delta."""
+        return (base for base, _ in _BASE.iter_unpack(self._based))
+
+    def records_of_deltas(self) -> Iterator[tuple[RawRecord, bytes]]:
+        """Yield the record of each delta, and its base.
+
+        Raises:
+            DamagedError: One names a pack that the segment does not list.
+        """
+        for base, index in _BASE.iter_unpack(self._based):
+            record = _RECORD.unpack_from(self._records, index * _RECORD.size)
+            if record[1] >= len(self.packs):
+                raise self._malformed("a record names a pack that it does not list")
+            yield record, base
+
+    def bases_by_index(self) -> dict[int, bytes]:
+        """Return the base of each delta by the index of its record."""
+        return {index: base for base, index in _BASE.iter_unpack(self._based)}
 
 
-def segment_count(data: bytes) -> int:
-    """Return how many records a sealed segment says that it has; -1 if it is cut off."""
-    return _SEGMENT_HEAD.unpack_from(data, 8)[1] if len(data) >= 8 + _SEGMENT_HEAD.size else -1
+def segment_counts(data: bytes) -> tuple[int, int]:
+    """Return how many records and deltas a sealed segment says that it has; -1 if it is cut off."""
+    if len(data) < 8 + _SEGMENT_HEAD.size:
+        return -1, -1
+    _, count, deltas = _SEGMENT_HEAD.unpack_from(data, 8)
+    return count, deltas
 
 
-def max_segment_bytes(count: int) -> int:
-    """Return how many bytes a sealed segment of so many records has at most.
+def max_segment_bytes(ref: SegmentRef) -> int:
+    """Return how many bytes a sealed segment has at most.
 
     Each pack that it lists has a record there; a few more may be left of packs that were lost.
     """
-    return min((1 << 20) + count * (_RECORD.size + ID_SIZE), MAX_SEGMENT_BYTES)
-
-
-def _checked_records(body: memoryview, n_packs: int, label: str) -> Iterator[RawRecord]:
-    for record in _RECORD.iter_unpack(body):
-        if record[1] >= n_packs:
-            raise DamagedError(f"{label} is malformed: a record names a pack that it does not list")
-        yield record
+    most = ref.count * (_RECORD.size + ID_SIZE) + ref.deltas * _BASE.size
+    return min((1 << 20) + most, MAX_SEGMENT_BYTES)
 
 
 class SegmentLayout(NamedTuple):
@@ -481,17 +542,16 @@ class SegmentLayout(NamedTuple):
 
     Attributes:
         packs: How many packs it lists.
-        records: How many records it has.
     """
 
     packs: int
-    records: int
 
     @staticmethod
-    def of(count: int, length: int) -> SegmentLayout | None:
-        """Return the layout of a segment of so many records and bytes; None if there is none."""
-        listed = length - 8 - _SEGMENT_HEAD.size - count * _RECORD.size - DIGEST_SIZE
-        return None if listed < 0 or listed % ID_SIZE else SegmentLayout(listed // ID_SIZE, count)
+    def of(ref: SegmentRef, length: int) -> SegmentLayout | None:
+        """Return the layout of a segment of so many bytes; None if it cannot have as many."""
+        others = ref.count * _RECORD.size + ref.deltas * _BASE.size + DIGEST_SIZE
+        listed = length - 8 - _SEGMENT_HEAD.size - others
+        return None if listed < 0 or listed % ID_SIZE else SegmentLayout(listed // ID_SIZE)
 
     def pack_offset(self, number: int) -> int:
         """Return where the id of a pack begins."""
@@ -512,14 +572,18 @@ def decode_segment(data: bytes, label: str) -> Segment:
     Raises:
         DamagedError: It is damaged.
     """
-    packs, records = segment_records(data, label)
-    listed = ((Digest(d), Place(packs[n], *fields)) for d, n, *fields in records)
-    return Segment(packs, joined_records(listed))
+    sealed = SealedSegment(data, label)
+    packs, bases = sealed.packs, sealed.bases_by_index()
+    records = [(Digest(d), Place(packs[n], *fields)) for d, n, *fields in sealed.records()]
+    for index, base in bases.items():
+        digest, place = records[index]
+        records[index] = digest, _with_base(place, base)
+    return Segment(packs, records)
 
 
 def merged_segment(
     parts: Iterable[tuple[bytes, str]], without: Collection[PackId] = ()
-) -> tuple[bytes, tuple[PackId, ...], int]:
+) -> tuple[bytes, tuple[PackId, ...]]:
     """Merge segments into one, which has all places of every digest, except those in some packs.
 
     Args:
@@ -527,26 +591,30 @@ def merged_segment(
         without: The packs to leave out.
 
     Returns:
-        The sealed bytes, the packs, and the number of records.
+        The sealed bytes, and the packs.
 
     Raises:
         DamagedError: One is damaged.
     """
     numbers: dict[PackId, int] = {}
     merged: set[bytes] = set()
+    bases: dict[bytes, bytes] = {}
     for data, label in parts:
-        packs, records = segment_records(data, label)
+        sealed = SealedSegment(data, label)
         renumbered = [
-            None if pack in without else numbers.setdefault(pack, len(numbers)) for pack in packs
+            None if pack in without else numbers.setdefault(pack, len(numbers))
+            for pack in sealed.packs
         ]
-        merged.update(
-            _RECORD.pack(digest, number, *fields)
-            for digest, n, *fields in records
-            if (number := renumbered[n]) is not None
-        )
-    head = _SEGMENT_HEAD.pack(len(numbers), len(merged))
-    content = seal(b"s", b"".join([head, *numbers, *sorted(merged)]))
-    return content, tuple(numbers), len(merged)
+        records = [
+            b"" if (number := renumbered[n]) is None else _RECORD.pack(digest, number, *fields)
+            for digest, n, *fields in sealed.records()
+        ]
+        merged.update(records)
+        bases |= {records[i]: base for i, base in sealed.bases_by_index().items()}
+    # What stands for the records in packs that are left out.
+    merged.discard(b"")
+    bases.pop(b"", None)
+    return _sealed_segment(numbers, sorted(merged), bases), tuple(numbers)
 
 
 # --- names ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class CheckReport:
 
     Attributes:
         damages: Everything that is wrong; empty if the store is whole.
+        unsupported: What this version does not know, and so could not check. It may be whole.
         history: Older roots that are damaged or lost. No snapshot needs them, and a repair does
             not restore them.
         root: The number of the root that was checked; -1 if the newest root cannot be read.
@@ -52,6 +53,7 @@ class CheckReport:
     """
 
     damages: list[Damage] = field(default_factory=list)
+    unsupported: list[Damage] = field(default_factory=list)
     history: list[Damage] = field(default_factory=list)
     root: int = -1
     snapshots: int = 0
@@ -79,9 +81,6 @@ class CheckReport:
         return sorted(
             {h for d in self.damages for h in d.hurts}, key=lambda h: (h.snapshot, h.path)
         )
-
-
-_MOST_NAMED = 20
 
 
 def check(
@@ -117,7 +116,7 @@ def check(
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
         damages = [*config_damages(store, None), unreadable]
-        return CheckReport(damages, history_damages(backend, newest))
+        return CheckReport(damages, history=history_damages(backend, newest))
     damages = config_damages(store, survey.root)
     share = (1.0 if data else None) if sample is None else sample
     survey.run(share=share, seed=seed, only=name)
@@ -126,6 +125,7 @@ def check(
     stood_in_for, history = root_damages(backend, survey.root.seq)
     report = CheckReport(
         damages=[*damages, *stood_in_for, *survey.damages],
+        unsupported=survey.unsupported,
         history=history,
         root=survey.root.seq,
         snapshots=survey.snapshots,
@@ -137,7 +137,6 @@ def check(
         seed=seed,
         warnings=[*_bucket_warnings(backend), *put_if_absent_warnings(backend)],
     )
-    report.warnings += unsupported_warnings(survey)
     if report.ok:  # a damaged store could not tell what it holds
         report.warnings += lost_commits(store)
     _count_orphans(backend, survey, report)
@@ -151,6 +150,7 @@ def _of_one(
     digests = {digest.hex() for digest in survey.needed}
     return CheckReport(
         damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in digests)],
+        unsupported=[d for d in survey.unsupported if d.hurts],
         root=survey.root.seq,
         snapshots=survey.snapshots,
         packs=len(survey.packs),
@@ -159,20 +159,7 @@ def _of_one(
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
-        warnings=unsupported_warnings(survey),
     )
-
-
-def unsupported_warnings(survey: Survey) -> list[str]:
-    """Return warnings of what this version cannot read, since a newer one wrote it."""
-    if not survey.unsupported:
-        return []
-    more = len(survey.unsupported) - _MOST_NAMED
-    named = "; ".join(survey.unsupported[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-    return [
-        "this version of casnap cannot read all of this store; its chunks were looked at like all "
-        f"others, and this is no damage. Update casnap to read: {named}"
-    ]
 
 
 def lost_commits(store: OpenStore) -> list[str]:

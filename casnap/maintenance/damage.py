@@ -37,7 +37,7 @@ class Damage:
         kind: ``missing``, ``cut off``, ``changed`` or ``unreadable`` (the storage refuses) for an
             object or a chunk; ``condemned`` for a pack that is needed and about to be deleted;
             ``lost`` for a chunk that a repair could not find; ``malformed`` for a record that was
-            written wrongly.
+            written wrongly. ``unsupported`` is no damage: this version cannot judge it.
         object: The key of the damaged object; empty if a digest has no place at all.
         message: What is wrong, for people.
         digest: The damaged chunk or node, in hex; empty if the whole object is damaged.
@@ -51,6 +51,8 @@ class Damage:
     hurts: dict[Hurt, None] = field(default_factory=dict)
 
 
+UNSUPPORTED = "unsupported"
+"""The kind of what this version does not know, and so cannot judge. That is no damage."""
 KINDS = {
     Reason.NOWHERE: "missing",
     Reason.MISSING: "missing",
@@ -58,6 +60,7 @@ KINDS = {
     Reason.CUT_OFF: "cut off",
     Reason.IMPOSSIBLE: "changed",
     Reason.CHANGED: "changed",
+    Reason.UNSUPPORTED: UNSUPPORTED,
 }
 """The kind of the damage, by the reason why a chunk could not be read."""
 

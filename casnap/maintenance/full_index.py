@@ -6,15 +6,14 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.records import (
     DeltaPlace,
     PackId,
     Place,
     Record,
+    SealedSegment,
     merged_segment,
-    segment_records,
 )
 
 
@@ -30,21 +29,16 @@ class FullIndex:
     """
 
     def __init__(self, parts: Iterable[tuple[bytes, str]]) -> None:
-        content, self.packs, _ = merged_segment(parts)
+        content, self.packs = merged_segment(parts)
+        segment = SealedSegment(content, "the index")
         # In columns: a Python object a record would take several times its bytes.
         digests = bytearray()
         self._numbers, self._offsets = array("I"), array("Q")
         self._stored, self._raw, self._codecs = array("I"), array("I"), array("B")
         self._of_pack = {pack: array("Q") for pack in self.packs}
-        self.distinct, previous, i = 0, b"", -1
-        # The digests of the bases of deltas, by number of the pack and offset.
-        self._bases: dict[tuple[int, int], bytes] = {}
-        _, records = segment_records(content, "the index")
-        for digest, number, offset, nbytes, raw, codec in records:
-            if codec == Codec.BASE:
-                self._bases[number, offset] = digest
-                continue
-            i += 1
+        self.distinct, previous = 0, b""
+        self._bases = segment.bases_by_index()
+        for i, (digest, number, offset, nbytes, raw, codec) in enumerate(segment.records()):
             digests += digest
             self.distinct += digest != previous
             previous = digest
@@ -55,7 +49,7 @@ class FullIndex:
             self._codecs.append(codec)
             self._of_pack[self.packs[number]].append(i)
         self._digests = bytes(digests)
-        self._count = i + 1
+        self._count = segment.count
 
     @property
     def stored_bytes(self) -> int:
@@ -80,7 +74,7 @@ class FullIndex:
         return Digest(self._digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE])
 
     def _place(self, i: int) -> Place:
-        number, offset, codec = self._numbers[i], self._offsets[i], self._codecs[i]
-        place = (self.packs[number], offset, self._stored[i], self._raw[i], codec)
-        base = self._bases.get((number, offset)) if codec == Codec.DELTA else None
+        pack, offset = self.packs[self._numbers[i]], self._offsets[i]
+        place = (pack, offset, self._stored[i], self._raw[i], self._codecs[i])
+        base = self._bases.get(i)
         return Place(*place) if base is None else DeltaPlace(*place, base)

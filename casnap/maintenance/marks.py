@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from casnap.format.codec import Codec
-from casnap.format.records import PackId, RawRecord, Root, segment_records
+from casnap.format.codec import KNOWN_CODECS, Codec
+from casnap.format.records import PackId, Root, SealedSegment
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.references import (
@@ -19,9 +19,8 @@ from casnap.storage.catalog.references import (
     walk,
 )
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.log.roots import DELTAS
 
-_DELTA, _BASE = int(Codec.DELTA), int(Codec.BASE)
+_DELTA = int(Codec.DELTA)
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""
 
@@ -40,11 +39,14 @@ class PackUse:
         stored: Bytes of all its chunks and nodes.
         needed: How many of its chunks and nodes some snapshot needs.
         live: The bytes of the needed ones that no newer pack holds.
+        is_fixed: Whether some of the needed ones have a codec that this version does not know. It
+            cannot copy them, so the pack stays.
     """
 
     stored: int = 0
     needed: int = 0
     live: int = 0
+    is_fixed: bool = False
 
 
 class Marks:
@@ -97,7 +99,7 @@ class Marks:
         # root may have these again.
         self._endless: set[_At] = set()
         self._nowhere: set[bytes] = set()
-        if DELTAS in root.read_features:
+        if any(ref.deltas for ref in root.segments):
             self._read_bases()
         for part in range(self._parts):
             self._mark(part, counts if part == 0 else None)
@@ -120,16 +122,13 @@ class Marks:
         either; if then the chunk was taken anew, it is stored again.
         """
         deltas: dict[_At, bytes] = {}
-        bases: dict[_At, bytes] = {}
-        for packs, records in self._segments():
-            for digest, n, offset, _, _, codec in records:
-                if codec in (_DELTA, _BASE):
-                    (deltas if codec == _DELTA else bases)[packs[n], offset] = digest
         standing_on: dict[bytes, list[_At]] = defaultdict(list)
-        for place, base in bases.items():
-            if place in deltas:
+        for segment in self._segments(with_deltas=True):
+            for (digest, n, offset, *_), base in segment.records_of_deltas():
+                place = segment.packs[n], offset
+                deltas[place] = digest
                 standing_on[base].append(place)
-                self._bases[deltas[place]].add(base)
+                self._bases[digest].add(base)
         self._find_ends(deltas, standing_on)
         if self._parts > 1:
             # A delta and its base may be of different parts.
@@ -144,8 +143,9 @@ class Marks:
         while pending:
             base = pending.pop()
             for place in standing_on.pop(base, ()):
-                digest = deltas.pop(place)
-                if digest not in with_end:
+                # Of two segments that list it, the first time.
+                digest = deltas.pop(place, None)
+                if digest is not None and digest not in with_end:
                     with_end.add(digest)
                     pending.append(digest)
         self._nowhere, self._endless = set(standing_on), set(deltas)
@@ -154,9 +154,9 @@ class Marks:
         """Return which of some digests are in a pack as they are, or compressed."""
         return {
             digest
-            for _, records in self._segments()
-            for digest, _, _, _, _, codec in records
-            if digest in digests and codec not in (_DELTA, _BASE)
+            for segment in self._segments()
+            for digest, _, _, _, _, codec in segment.records()
+            if digest in digests and codec != _DELTA
         }
 
     def _bases_below(self, references: Iterable[bytes]) -> set[bytes]:
@@ -213,15 +213,14 @@ class Marks:
         condemned = self.root.condemned
         in_several: set[bytes] = set()
         known_packs: dict[PackId, int] = {}
-        for packs, records in self._segments():
+        for segment in self._segments():
+            packs = segment.packs
             uses = [self.uses.setdefault(pack, PackUse()) for pack in packs]
             numbers = [
                 0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
                 for pack in packs
             ]
-            for digest, n, offset, stored_bytes, _, codec in records:
-                if codec == _BASE:
-                    continue
+            for digest, n, offset, stored_bytes, _, codec in segment.records():
                 use = uses[n]
                 if part == 0:
                     use.stored += stored_bytes
@@ -231,6 +230,7 @@ class Marks:
                     if codec == _DELTA and (packs[n], offset) in self._endless:
                         continue
                     use.live += stored_bytes
+                    use.is_fixed |= codec not in KNOWN_CODECS
                     number = numbers[n]
                     if count == 0:
                         use_counts[digest] = number
@@ -256,29 +256,32 @@ class Marks:
             nowhere.discard(digest)
         self.missing |= nowhere
 
-    def _segments(self) -> Iterator[tuple[tuple[PackId, ...], Iterator[RawRecord]]]:
-        segments = self.root.segments
+    def _segments(self, *, with_deltas: bool = False) -> Iterator[SealedSegment]:
+        """Yield the segments of the root: all, or those with deltas."""
+        segments = [ref for ref in self.root.segments if ref.deltas or not with_deltas]
         for number, ref in enumerate(segments):
             self._progress("reading the index", number, len(segments))
-            yield segment_records(*self._store.index.sealed(ref))
+            yield SealedSegment(*self._store.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
         """Yield all places of some digests that the root lists, save endless deltas."""
         if not digests:
             return
-        for packs, records in self._segments():
-            for digest, n, offset, stored_bytes, _, codec in records:
-                if digest not in digests or codec == _BASE:
+        for segment in self._segments():
+            packs = segment.packs
+            for digest, n, offset, stored_bytes, _, codec in segment.records():
+                if digest not in digests:
                     continue
                 if codec != _DELTA or (packs[n], offset) not in self._endless:
                     yield digest, packs[n], stored_bytes
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
         """Yield the contents of some packs."""
-        for listed, records in self._segments():
+        for segment in self._segments():
+            listed = segment.packs
             if any(pack in packs for pack in listed):
-                for digest, n, _, stored_bytes, _, codec in records:
-                    if listed[n] in packs and codec != _BASE:
+                for digest, n, _, stored_bytes, *_ in segment.records():
+                    if listed[n] in packs:
                         yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
@@ -308,11 +311,9 @@ class Marks:
 
     def _new_bases(self) -> set[bytes]:
         """Return the bases of the deltas in packs that were not marked."""
-        if DELTAS not in self.root.read_features:
-            return set()
         return {
-            digest
-            for packs, records in self._segments()
-            for digest, n, _, _, _, codec in records
-            if codec == _BASE and packs[n] not in self.uses
+            base
+            for segment in self._segments(with_deltas=True)
+            for (_, n, *_), base in segment.records_of_deltas()
+            if segment.packs[n] not in self.uses
         }

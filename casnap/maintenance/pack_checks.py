@@ -5,46 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from casnap.backends import Backend
-from casnap.format.codec import Codec
+from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.records import (
-    FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     PackId,
     Place,
     Record,
+    footer_length,
     pack_key,
     read_pack_footer,
 )
-from casnap.storage.chunks.chunk_reads import Failure, Want, is_possible
+from casnap.storage.chunks.chunk_reads import Failure, Reason, Want, is_possible
 from casnap.storage.chunks.open_store import OpenStore
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
-_CODECS = frozenset(Codec) - {Codec.BASE}
 
 
-def read_footer(backend: Backend, pack: PackId, size: int, guess: int = 0) -> list[Record]:
+def read_footer(
+    backend: Backend, pack: PackId, size: int, guess: int = PACK_TAIL_SIZE
+) -> list[Record]:
     """Return the records in the footer of a pack.
 
     Args:
         backend: Where the store lives.
         pack: The pack.
         size: Its length.
-        guess: How many records to expect; if that is right, one read is enough.
+        guess: How many bytes to expect; if that is right, one read is enough.
 
     Raises:
         DamagedError: The footer is not what was written.
         FileNotFoundError: There is no such pack.
     """
     tail = _tail(backend, pack, size, guess)
-    count = int.from_bytes(tail[-PACK_TAIL_SIZE:][:4], "little")
-    if guess < count <= size // FOOTER_RECORD_SIZE:
-        tail = _tail(backend, pack, size, count)
+    if len(tail) >= PACK_TAIL_SIZE and guess < (length := footer_length(tail)) <= size:
+        tail = _tail(backend, pack, size, length)
     return read_pack_footer(pack, tail)
 
 
-def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
-    tail = bytearray(min(size, count * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE))
+def _tail(backend: Backend, pack: PackId, size: int, nbytes: int) -> bytes:
+    tail = bytearray(min(size, nbytes))
     [n] = backend.read_into(pack_key(pack), [(size - len(tail), memoryview(tail))])
     return bytes(tail[:n])
 
@@ -53,6 +53,8 @@ def bad_records(
     store: OpenStore, records: Iterable[Record], report: Callable[[int], None]
 ) -> Iterator[tuple[Record, Failure]]:
     """Read chunks and nodes; yield those that are not whole, and why.
+
+    Those of a codec that this version does not know are passed over.
 
     Args:
         store: The store.
@@ -78,7 +80,8 @@ def _bad_of(
     for place, wants, _ in store.read_places(window):
         # Each alone: one unreadable chunk makes a read with its neighbours fail.
         for unread in store.read_places([(place, wants)]):
-            yield (wants[0].digest, place), unread.failure
+            if unread.failure.reason is not Reason.UNSUPPORTED:
+                yield (wants[0].digest, place), unread.failure
 
 
 def _forget(_raw: memoryview) -> None:
@@ -89,4 +92,9 @@ def can_lie_at(place: Place) -> bool:
     """Whether a place from the index is possible. Checked before memory is taken for it."""
     if place.codec == Codec.RAW and place.raw_size != place.stored_size:
         return False
-    return place.codec in _CODECS and is_possible(place)
+    return is_possible(place)
+
+
+def is_known(place: Place) -> bool:
+    """Whether this version can read what lies at a place, if that is whole."""
+    return place.codec in KNOWN_CODECS

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Iterator
 
 from casnap.errors import DamagedError
-from casnap.format.codec import Codec
+from casnap.format.codec import KNOWN_CODECS
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import PackId, Root, SegmentId, segment_records
+from casnap.format.records import PackId, Root, SealedSegment, SegmentId
 from casnap.maintenance.marks import PackUse, Placed
 from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.reference_counts import ReferenceCounts
@@ -20,8 +20,8 @@ from casnap.storage.chunks.pack_lengths import GONE
 _log = logging.getLogger("casnap")
 # To read a footer takes as long as so many records of a segment.
 _RECORDS_A_FOOTER = 512
-_Contents = list[tuple[bytes, int]]
-"""The digests of a pack, each with its stored bytes there."""
+_Contents = list[tuple[bytes, int, int]]
+"""The digests of a pack, each with its stored bytes there, and its codec."""
 
 
 class RecentMarks:
@@ -63,7 +63,7 @@ class RecentMarks:
         packs = PackSet(counts.segments.values()).lacking(packs)
         self._contents = self._read_new({p for p in packs if p in view.live}, view)
         # The newest of the new packs that hold a digest: none that was looked at before is newer.
-        self._newest_new = {d: p for p in sorted(self._contents) for d, _ in self._contents[p]}
+        self._newest_new = {d: p for p in sorted(self._contents) for d, *_ in self._contents[p]}
         listed = set(self._newest_new)
         for digest in self._dead - counts.needed_of(self._dead):
             # What a pack holds beside it has mostly died with it, and need not be looked up.
@@ -71,7 +71,7 @@ class RecentMarks:
                 places = store.index.find_all(view, Digest(digest))
                 packs = {PackId(p.pack) for p in places if p.pack in view.live}
                 self._contents |= self._read_footers(packs - self._contents.keys())
-                listed.update(d for pack in packs for d, _ in self._contents.get(pack, ()))
+                listed.update(d for pack in packs for d, *_ in self._contents.get(pack, ()))
         self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
     def _read_new(self, new: Collection[PackId], view: View) -> dict[PackId, _Contents]:
@@ -85,10 +85,11 @@ class RecentMarks:
             elif listed:
                 for pack in listed:
                     contents.setdefault(pack, [])
-                packs, records = segment_records(*self._store.index.sealed(ref))
-                for digest, n, _, stored_size, _, codec in records:
-                    if packs[n] in listed and codec != Codec.BASE:
-                        contents[packs[n]].append((digest, stored_size))
+                segment = SealedSegment(*self._store.index.sealed(ref))
+                packs = segment.packs
+                for digest, n, _, stored_size, _, codec in segment.records():
+                    if packs[n] in listed:
+                        contents[packs[n]].append((digest, stored_size, codec))
         # What cannot be read is left out: it must not seem to hold nothing.
         known = {pack: held for pack, held in contents.items() if pack not in in_large}
         return known | dict(self._read_footers(in_large))
@@ -98,18 +99,19 @@ class RecentMarks:
             try:
                 if length != GONE:
                     records = read_footer(self._store.backend, pack, length)
-                    yield pack, [(digest, place.stored_size) for digest, place in records]
+                    yield pack, [(digest, p.stored_size, p.codec) for digest, p in records]
             except (FileNotFoundError, DamagedError) as e:
                 # It stays, until a collection goes through the whole index.
                 _log.debug("what pack %s holds is not known: %s", pack.hex(), e)
 
     def _use_of(self, pack: PackId, view: View) -> PackUse:
         contents, use = self._contents[pack], PackUse()
-        needed = self._counts.needed_of([digest for digest, _ in contents])
-        for digest, stored_size in contents:
+        needed = self._counts.needed_of([digest for digest, *_ in contents])
+        for digest, stored_size, codec in contents:
             use.stored += stored_size
             if digest in needed:
                 use.needed += 1
+                use.is_fixed |= codec not in KNOWN_CODECS
                 use.live += stored_size * (pack >= self._newest_pack(digest, view))
         return use
 
@@ -128,7 +130,7 @@ class RecentMarks:
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
         """Yield the contents of some of these packs."""
         for pack in packs:
-            for digest, stored_size in self._contents[pack]:
+            for digest, stored_size, _ in self._contents[pack]:
                 yield digest, pack, stored_size
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:

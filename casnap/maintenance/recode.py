@@ -28,10 +28,11 @@ from casnap.storage.chunks.index import View
 from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
-from casnap.storage.log.roots import DELTAS
 
 RECODED = "recoded"
 """The note of a snapshot whose chunks were recoded."""
+# What is a delta, or has a form that this version does not know, stays as it is.
+_RECODED_FROM = frozenset({Codec.RAW, Codec.PLANES})
 # A form that saves less is not worth the copy.
 _WORTH = 0.9
 # So many bytes of chunks are held while they are encoded, and their bases too.
@@ -155,7 +156,7 @@ class _Recoder:
         return True
 
     def _learn_bases(self, root: Root) -> None:
-        segments = frozenset(root.segments if DELTAS in root.read_features else ())
+        segments = frozenset(root.segments)
         for ref in segments - self._with_bases:
             self._bases.update(self._store.index.bases_in(ref))
         self._with_bases = segments
@@ -189,6 +190,6 @@ class _Recoder:
         if digest in self._spared or self._forms.has_written(digest):
             return 0
         places = self._store.index.find_all(view, digest)
-        if any(place.codec == Codec.DELTA for place in places):
+        if any(place.codec not in _RECODED_FROM for place in places):
             return 0
         return min((place.stored_size for place in places), default=0)

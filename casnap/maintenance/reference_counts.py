@@ -28,7 +28,6 @@ from casnap.storage.catalog.references import (
     tops_of,
 )
 from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.log.roots import DELTAS
 
 _KINDS = (TABLE, MANIFEST, TREE, DATA, *(bytes([n + 1]) for n in range(MAX_LIST_DEPTH)))
 _TOGETHER = 64
@@ -148,8 +147,6 @@ class ReferenceCounts:
 
     def _count_bases(self, store: OpenStore, root: Root) -> set[bytes]:
         """Count the bases of all deltas in segments that were not read; they are not discounted."""
-        if DELTAS not in root.read_features:
-            return set()
         new: set[bytes] = set()
         for ref in root.segments:
             if ref.id not in self._with_bases:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
@@ -29,14 +29,19 @@ Report = Callable[[int], None]
 def sparse_packs(marks: Marks | RecentMarks, view: View, share: float) -> list[PackId]:
     """Return the live packs of which some bytes are needed, but less than this share.
 
-    The pack that the root has a hint to is not among them: readers begin there.
+    The pack that the root has a hint to is not among them: readers begin there. Nor are those of
+    which this version cannot copy all that is needed.
     """
     table = view.root.table
     table_pack = None if table is None or table.hint is None else table.hint.pack
     return [
         pack
         for pack, use in marks.uses.items()
-        if use.needed and use.live < share * use.stored and pack in view.live and pack != table_pack
+        if use.needed
+        and use.live < share * use.stored
+        and pack in view.live
+        and pack != table_pack
+        and not use.is_fixed
     ]
 
 
@@ -125,8 +130,8 @@ def _copy(store: OpenStore, to_copy: dict[Digest, bool], report: Report) -> dict
                     count,
                     keeps_delta=partial(_can_stand_on, transaction),
                 )
-            except DamagedError as e:
-                if store.newest() != transaction.base.root:
+            except (DamagedError, UnsupportedFormatError) as e:
+                if isinstance(e, DamagedError) and store.newest() != transaction.base.root:
                     # Another collector has moved the chunks, so this one must mark again.
                     raise
                 _log.warning(

@@ -21,6 +21,7 @@ from casnap.errors import (
     DamagedError,
     NotAStoreError,
     UnavailableError,
+    UnsupportedFormatError,
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
@@ -36,7 +37,7 @@ from casnap.format.records import (
 from casnap.maintenance.check import lost_commits
 from casnap.maintenance.config_repair import check_config, config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
-from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
+from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
@@ -116,6 +117,7 @@ def repair(
     Raises:
         DamagedError: The newest root cannot be read.
         BackendError: Something cannot be read now, but may be whole.
+        UnsupportedFormatError: A damaged pack holds what this version does not know.
     """
     with one_at_a_time():
         return run_shielded(lambda crew: _Repair(store, sources, dry_run, crew).run(progress))
@@ -382,7 +384,9 @@ class _Repair:
             places_to_read = []
             for digest, place in survey.index.of_pack(pack):
                 places = survey.whole_places(digest)
-                if place in places and not any(p.pack in safe for p in places):
+                if place in places and not any(p.pack in safe and is_known(p) for p in places):
+                    if not is_known(place):
+                        raise self._unsupported(pack)
                     places_to_read.append(
                         (place, [Want(digest, -1, partial(self._keep, digest), "")])
                     )
@@ -390,9 +394,18 @@ class _Repair:
                 self._copied.update(wants[0].digest for _, wants in places_to_read)
                 continue
             for place, wants, failure in self._store.read_places(places_to_read, _READ):
+                if failure.reason is Reason.UNSUPPORTED:
+                    raise self._unsupported(pack)
                 survey.note_bad(wants[0].digest, place, failure)
                 all_whole = False
         return all_whole
+
+    def _unsupported(self, pack: PackId) -> UnsupportedFormatError:
+        return UnsupportedFormatError(
+            f"{self._store.backend.where(pack_key(pack))} is damaged, and some of what is to be "
+            "saved of it has a form that this casnap does not know; nothing was given up. Update "
+            "casnap, then repair again"
+        )
 
     def _keep(self, digest: Digest, raw: memoryview) -> None:
         """Write a verified chunk or node to a new pack, once."""

@@ -5,17 +5,17 @@ The survey trusts only the store itself, neither the cache of this host nor hint
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from casnap.errors import BackendError, DamagedError, UnavailableError, UnsupportedFormatError
+from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import Entry, TensorEntry, entry_tree, unknown_in
 from casnap.format.records import (
-    FOOTER_RECORD_SIZE,
-    PACK_TAIL_SIZE,
     DeltaPlace,
     PackId,
     Place,
@@ -25,10 +25,11 @@ from casnap.format.records import (
     SegmentId,
     SegmentRef,
     Stats,
-    count_records,
+    footer_size,
     max_segment_bytes,
     merged_segment,
     pack_key,
+    segment_counts,
     segment_key,
 )
 from casnap.format.tree import Branch, Child, LeafNode, Tree
@@ -36,12 +37,13 @@ from casnap.maintenance.damage import (
     ALL,
     KINDS,
     READ_ERRORS,
+    UNSUPPORTED,
     Damage,
     Hurt,
     kind_and_message,
 )
 from casnap.maintenance.full_index import FullIndex
-from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
+from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.storage.catalog.contents import Contents
@@ -76,7 +78,7 @@ class _PackState(NamedTuple):
 def _length_of(records: Sequence[Record]) -> int:
     """Return how long a pack of these records is."""
     end = max((place.offset + place.stored_size for _, place in records), default=0)
-    return end + count_records(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+    return end + footer_size(records)
 
 
 def _wrong_length(size: int, records: Sequence[Record]) -> str:
@@ -102,13 +104,21 @@ class _UncachedStore(OpenStore):
         if digest in self._kept:
             return self._kept[digest]
         copies: list[bytes] = []
+        codecs: list[int] = []
         want = Want(digest, -1, lambda raw: copies.append(bytes(raw)), "")
         # Read all places: each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             for unread in self.read_places([(place, [want])]):
-                self._survey.note_bad(digest, place, unread.failure)
+                if unread.failure.reason is Reason.UNSUPPORTED:
+                    codecs.append(place.codec)
+                else:
+                    self._survey.note_bad(digest, place, unread.failure)
         if copies:
             return copies[0]
+        if codecs:
+            raise UnsupportedFormatError(
+                f"tree node {digest.hex()} is stored with codec {codecs[0]}"
+            )
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
     def places_of_base(self, digest: Digest, view: Callable[[], View]) -> list[Place]:
@@ -216,7 +226,8 @@ class Survey:
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
         self.snapshots = 0
-        self.unsupported: list[str] = []
+        self.unsupported: list[Damage] = []
+        self._unsupported_packs: dict[PackId, Damage] = {}
         self._has_unknown_nodes = False
         self.known_lost = frozenset(split_digests(root.lost))
         self.rejected_names: set[str] = set()
@@ -225,7 +236,7 @@ class Survey:
         self._damages_of: dict[Digest, list[Damage]] = {}
         self._condemned_damage: dict[PackId, Damage] = {}
         self._gone: set[PackId] = set()
-        self._has_whole: dict[Digest, bool] = {}
+        self._links: dict[Digest, float] = {}
         self._cut: set[Record] = set()
         # What was surveyed once: damages below subtrees and leaves, and of lists of chunks.
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
@@ -311,33 +322,46 @@ class Survey:
         is_there = self._is_there(digest, place)
         if not is_there or not isinstance(place, DeltaPlace):
             return is_there
-        return self._has_whole_place(Digest(place.base))
+        return self._links_from(Digest(place.base)) < MOST_LINKS
 
     def _is_there(self, digest: Digest, place: Place) -> bool:
         record = (digest, place)
         return not (place.pack in self._gone or record in self._cut or record in self._bad)
 
-    def _has_whole_place(self, digest: Digest) -> bool:
-        """Whether a base can be read, as far as that is known: whether a chain below it ends."""
-        if digest not in self._has_whole:
-            bases = {digest: None}
-            pending = [digest]
-            while pending:
-                base = pending.pop()
+    def _links_from(self, digest: Digest) -> float:
+        """Return how many deltas the shortest chain of a base has, as far as that is known.
+
+        If none ends, infinity; if none ends that is short enough for readers, some number that is
+        too large.
+        """
+        level, seen, links, best = [digest], {digest}, 0, math.inf
+        line: list[Digest] = []
+        while level and links < min(best, MOST_LINKS):
+            if len(level) == 1 and len(line) == links:
+                line += level
+            below: list[Digest] = []
+            for base in level:
+                if base in self._links:
+                    best = min(best, links + self._links[base])
+                    continue
                 places = [p for p in self.index.of(base) if self._is_there(base, p)]
-                below = [Digest(p.base) for p in places if isinstance(p, DeltaPlace)]
-                if len(below) < len(places) or any(map(self._has_whole.get, below)):
-                    self._has_whole[digest] = True
-                    return True
-                pending += [each for each in below if each not in bases]
-                bases.update(dict.fromkeys(below))
-            self._has_whole.update(dict.fromkeys(bases, False))
-        return self._has_whole[digest]
+                deltas = [Digest(p.base) for p in places if isinstance(p, DeltaPlace)]
+                if len(deltas) < len(places):
+                    best = min(best, links)
+                below += [each for each in dict.fromkeys(deltas) if each not in seen]
+                seen.update(below)
+            level, links = below, links + 1
+        if best == math.inf:
+            self._links[digest] = 2 * MOST_LINKS if level else best
+        else:
+            self._links |= {each: best - number for number, each in enumerate(line)}
+            self._links[digest] = best
+        return self._links[digest]
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
         """Record that the bytes at a place are not what was written."""
         self._bad[digest, place] = failure
-        self._has_whole.clear()
+        self._links.clear()
         message = f"at byte {place.offset:,}: {failure}"
         damage = self._hurt_pack(PackId(place.pack), KINDS[failure.reason], message, digest)
         self._blame.setdefault(digest, []).append(damage)
@@ -364,9 +388,11 @@ class Survey:
                 damage.hurts[ALL] = None
 
     def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
-        content = self.store.backend.read(key, max_segment_bytes(ref.count))
-        if merged_segment([(content, key)])[2] != ref.count:
+        content = self.store.backend.read(key, max_segment_bytes(ref))
+        if segment_counts(content) != (ref.count, ref.deltas):
             raise DamagedError(f"{key} is another index segment than the root says")
+        if merged_segment([(content, key)])[0] != content:
+            raise DamagedError(f"{key} is malformed: its packs or records are not in order")
         return content
 
     # --- packs ---
@@ -404,7 +430,7 @@ class Survey:
                 size = backend.size(pack_key(pack))
             if size < _length_of(records):
                 return _PackState(size)
-            return _PackState(size, read_footer(backend, pack, size, count_records(records)))
+            return _PackState(size, read_footer(backend, pack, size, footer_size(records)))
         except UnavailableError:
             raise
         except READ_ERRORS as e:
@@ -420,6 +446,8 @@ class Survey:
         for digest, place in records:
             if (digest, place) not in self._bad and not can_lie_at(place):
                 self.note_bad(digest, place, Failure(Reason.IMPOSSIBLE))
+            elif not is_known(place):
+                self._unsupported_in(pack)
         if error is not None:
             is_denied = isinstance(error.__cause__, PermissionError)
             if is_denied or isinstance(error, FileNotFoundError):
@@ -435,7 +463,7 @@ class Survey:
         for digest, place in records:
             if place.offset + place.stored_size > size:
                 self._cut.add((digest, place))
-                self._has_whole.clear()
+                self._links.clear()
                 self._blame.setdefault(digest, []).append(damage)
 
     def _hurt_pack(self, pack: PackId, kind: str, message: str, digest: bytes = b"") -> Damage:
@@ -445,9 +473,25 @@ class Survey:
     def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
         damage = self._hurt_pack(pack, kind, message)
         self._gone.add(pack)
-        self._has_whole.clear()
+        self._links.clear()
         for digest, _ in self.index.of_pack(pack):
             self._blame.setdefault(digest, []).append(damage)
+
+    def _unsupported_in(self, pack: PackId) -> Damage:
+        """Return what says that this version cannot read some of a pack."""
+        if pack not in self._unsupported_packs:
+            unknown = [p.codec for _, p in self.index.of_pack(pack) if not is_known(p)]
+            codecs = ", ".join(map(str, sorted(set(unknown))))
+            message = (
+                f"{len(unknown):,} of its chunks have a form that this casnap does not know (codec "
+                f"{codecs}), so they were not checked; update casnap"
+            )
+            self._unsupported_packs[pack] = self._add_unsupported(message, pack_key(pack))
+        return self._unsupported_packs[pack]
+
+    def _add_unsupported(self, message: str, key: str = "") -> Damage:
+        self.unsupported.append(Damage(UNSUPPORTED, key, message))
+        return self.unsupported[-1]
 
     # --- all bytes ---
 
@@ -539,7 +583,8 @@ class Survey:
         contents = Contents(self._uncached, name, row)
         if row.unknown_features:
             names = ", ".join(row.unknown_features)
-            self.unsupported.append(f"{name}, which has the features {names:.200}")
+            unknown = self._add_unsupported(f"it has the features {names:.200}; update casnap")
+            self._hurt([unknown], name, "")
         manifest, damages = self._try_read(lambda: contents.unchecked_manifest, name)
         self._hurt(damages, name, "")
         self._hurt(self._try_read(lambda: contents.metadata, name)[1], name, "")
@@ -617,14 +662,13 @@ class Survey:
 
     def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry of which only the payload is known."""
-        what = unknown_in(entry)
-        self.unsupported.append(f"{contents.name} {path}: {what}")
+        unknown = self._add_unsupported(f"a newer casnap wrote {unknown_in(entry)}; update casnap")
         chunks, damages = self._try_read(partial(contents.named_chunks, entry.payload), path)
         for digest in chunks or ():
             # The digest alone tells whether the bytes are whole.
             sizes = (place.raw_size for place in self.index.of(digest))
             damages += self._chunk(digest, next(sizes, 0))
-        return list(dict.fromkeys(damages))
+        return list(dict.fromkeys([unknown, *damages]))
 
     def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
         self.needed[digest] = nbytes
@@ -643,15 +687,16 @@ class Survey:
     def _try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
         """Return the result of reading from the trees, and the damages that this met."""
         self._uncached.asked = []
-        result, error = None, None
+        result, error, unsupported = None, None, None
         try:
             result = attempt()
         except DamagedError as e:
             error = e
         except UnsupportedFormatError as e:
-            self.unsupported.append(f"{label}: {e}")
-            self._has_unknown_nodes = True
+            unsupported, self._has_unknown_nodes = e, True
         damages = [d for digest in self._uncached.asked for d in self.damages_of(digest)]
+        if unsupported is not None and not damages:
+            damages = [self._add_unsupported(f"{label}: {unsupported}")]
         if error is not None and not damages:
             damages = [self._add_damage("malformed", "", f"{label}: {error}")]
         return result, damages
@@ -662,7 +707,10 @@ class Survey:
             return self._damages_of[digest]
         places = self.whole_places(digest) if places is None else places
         if any(place.pack not in self.root.condemned for place in places):
-            return []
+            if not any(map(is_known, places)):
+                packs = [PackId(place.pack) for place in places]
+                self._damages_of[digest] = list(map(self._unsupported_in, packs))
+            return self._damages_of.get(digest, [])
         # While its bases are looked for, there is none: so a circle of deltas ends.
         self._damages_of[digest] = []
         if not places:
@@ -679,6 +727,11 @@ class Survey:
         return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
+        there = [p for p in self.index.of(digest) if self._is_there(digest, p)]
+        bases = [Digest(p.base) for p in there if isinstance(p, DeltaPlace)]
+        if any(self._links_from(base) < math.inf for base in bases):
+            message = f"its chain has more than {MOST_LINKS} deltas"
+            return [self._add_damage("malformed", "", message, digest)]
         of_bases = [
             damage
             for place in self.index.of(digest)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
-from casnap.format.records import DeltaPlace, Row, pack_key, segment_key, segment_records
+from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
 from casnap.storage.catalog.contents import Contents
@@ -123,11 +123,11 @@ def disk_usage(store: OpenStore) -> DiskUsage:
 def _saved_bytes(store: OpenStore, view: View) -> int:
     saved = 0
     for segment in view.root.segments:
-        packs, records = segment_records(*store.index.sealed_or_kept(segment))
-        is_live = [pack in view.live for pack in packs]
+        sealed = SealedSegment(*store.index.sealed_or_kept(segment))
+        is_live = [pack in view.live for pack in sealed.packs]
         saved += sum(
             raw_size - stored_size
-            for _, n, _, stored_size, raw_size, codec in records
+            for _, n, _, stored_size, raw_size, codec in sealed.records()
             if codec in (Codec.PLANES, Codec.DELTA) and is_live[n]
         )
     return saved

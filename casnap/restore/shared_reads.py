@@ -23,7 +23,7 @@ from operator import itemgetter
 from struct import Struct as Layout
 from typing import NamedTuple, TypeAlias
 
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
@@ -96,6 +96,8 @@ def fetch_shared(
     Raises:
         DamagedError: Some chunks have no whole place. All others were handed over. The error is
             raised on all ranks.
+        UnsupportedFormatError: Some chunks are stored in a form that this version does not know.
+            It is raised likewise.
     """
     if comm.size == 1:
         store.fetch(wants, options)
@@ -103,12 +105,16 @@ def fetch_shared(
     passing = _SharedFetch(comm, store, wants, options)
     passing.run(window or window_for(comm.size), only_in_memory)
     error = passing.fetch_the_rest()
-    errors = comm.all_gather(error_text(error).text.encode() if error else b"")
+    is_damage = isinstance(error, DamagedError)
+    told = b"%d%s" % (is_damage, error_text(error).text.encode()) if error else b""
+    errors = comm.all_gather(told)
     if error is not None:
         raise error
-    for rank, text in enumerate(errors):
+    for rank, text in enumerate(map(bytes, errors)):
         if text:
-            raise DamagedError(f"rank {rank}: {bytes(text).decode()}")
+            raise (DamagedError if text[:1] == b"1" else UnsupportedFormatError)(
+                f"rank {rank}: {text[1:].decode()}"
+            )
 
 
 def window_for(ranks: int) -> int:
@@ -137,11 +143,11 @@ class _SharedFetch:
         self._shared = not_shared(0, comm.size)
         self._readers = self._shared.readers
 
-    def fetch_the_rest(self) -> DamagedError | None:
+    def fetch_the_rest(self) -> DamagedError | UnsupportedFormatError | None:
         """Read the chunks that were not passed on: also damaged ones, and ones without a place."""
         try:
             self._store.fetch((w for wants in self._left.values() for w in wants), self._how)
-        except DamagedError as e:
+        except (DamagedError, UnsupportedFormatError) as e:
             return e
         return None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.runtime.batches import batches
@@ -122,10 +122,10 @@ class DeltaSender:
         """Return some chunks, and the candidates for their bases that are whole in the source."""
         try:
             return buffer.read(self._source, dict.fromkeys([*digests, *bases]))
-        except DamagedError:
+        except (DamagedError, UnsupportedFormatError):
             buffer.clear()
         raws = buffer.read(self._source, digests)
         for base in bases - raws.keys():
-            with suppress(DamagedError):
+            with suppress(DamagedError, UnsupportedFormatError):
                 raws |= buffer.read(self._source, [base])
         return raws

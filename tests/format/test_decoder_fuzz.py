@@ -33,15 +33,16 @@ from casnap.format.records import (
     CONFIG_KEY,
     PackId,
     Row,
+    SealedSegment,
     StoreConfig,
     decode,
+    decode_segment,
     encode,
     merged_segment,
     pack_key,
     read_pack_footer,
     root_key,
     seal,
-    segment_records,
 )
 from casnap.format.tree import Tree
 from casnap.maintenance.full_index import FullIndex
@@ -177,7 +178,9 @@ def segment(body: bytes) -> object:
     content = seal(b"s", body)
     error: CasnapError | None = None
     for read in (
-        lambda: list(segment_records(content, "it")[1]),
+        lambda: list(SealedSegment(content, "it").records()),
+        lambda: list(SealedSegment(content, "it").records_of_deltas()),
+        lambda: decode_segment(content, "it"),
         lambda: merged_segment([(content, "it")]),
         lambda: FullIndex([(content, "it")]),
     ):

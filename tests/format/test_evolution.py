@@ -16,6 +16,7 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import encode
+from casnap.maintenance.damage import Hurt
 from tests.support.cli_calls import document, invoke
 from tests.support.forger import GOOD, STATE, Forger, branch
 from tests.support.later import (
@@ -150,8 +151,8 @@ def test_unknown_entries_are_named(tmp_path: Path) -> None:
     found = document("show", folder / LATER, "s/x")
     assert (found["type"], found["unknown"]) == ("unknown", "the sort 'z'")
     assert "the sort 'z'; update casnap" in invoke("show", folder / LATER, "s/x").output
-    warnings = Store(folder).check().warnings
-    assert "evil s/x: the sort 'z'" in warnings[0]
+    said = {d.message: list(d.hurts) for d in Store(folder).check().unsupported}
+    assert said["a newer casnap wrote the sort 'z'; update casnap"] == [Hurt(LATER, "s/x")]
 
 
 def test_a_snapshot_with_a_feature_is_listed_as_such(tmp_path: Path) -> None:
@@ -161,7 +162,9 @@ def test_a_snapshot_with_a_feature_is_listed_as_such(tmp_path: Path) -> None:
         [],
         ["holograms"],
     ]
-    assert "evil, which has the features holograms" in Store(folder).check().warnings[0]
+    [said] = Store(folder).check().unsupported
+    assert "features holograms" in said.message
+    assert list(said.hurts) == [Hurt(LATER, "")]
     Store(folder)
     with pytest.raises(UnsupportedFormatError, match=r"evil.*holograms.*update casnap"):
         Store(folder).copy(to=tmp_path / "copy")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from casnap import Retention, StateDict, Store
-from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS, encode_delta
 from casnap.format.digest import Digest
@@ -21,7 +21,6 @@ from casnap.storage.chunks.chunk_reads import Want
 from casnap.storage.chunks.copying import ChunkBuffer
 from casnap.storage.commits.commit import publish
 from casnap.storage.commits.transaction import Transaction
-from casnap.storage.log import roots
 from tests.support.ranks import World
 from tests.support.servers import Bucket
 
@@ -408,16 +407,6 @@ def test_a_mirror_on_a_disk_gets_deltas(tmp_path: Path, codec: str | None) -> No
     is_small = disk_bytes(tmp_path / "mirror/casnap-store/packs") < 2 * SIZE
     assert is_small is (codec != "raw")
     check_all(Store(tmp_path / "mirror"), states)
-
-
-def test_a_version_without_deltas_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = new_store(tmp_path)
-    taken(store, 5)
-    store.gc(grace=0)
-    monkeypatch.setattr(roots, "FEATURES", frozenset())
-    for use in (lambda: Store(tmp_path / "s").latest(), lambda: Store(tmp_path / "s").gc()):
-        with pytest.raises(UnsupportedFormatError, match="deltas"):
-            use()
 
 
 def test_an_interrupted_recoding_goes_on(tmp_path: Path) -> None:

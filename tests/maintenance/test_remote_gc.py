@@ -160,7 +160,7 @@ def test_a_million_packs(tmp_path: Path) -> None:
         records = [(Digest(pack * 2), Place(pack, 0, 10, 10, 0)) for pack in packs for _ in (1, 2)]
         ident = SegmentId(new_id(root.seq))
         backend.write(segment_key(ident), encode_segment(Segment(tuple(packs), records)))
-        refs.append(SegmentRef(ident, len(records)))
+        refs.append(SegmentRef(ident, len(records), 0))
     root = put_next_root(backend, root, segments=(*root.segments, *refs)) or root
     for _ in range(count // 2):
         backend.write(pack_key(new_id(0)), b"left over")

@@ -83,16 +83,6 @@ def a_shorter_base(forger: Forger) -> None:
     forger.delta(digest_of(RAW), digest_of(base), bytes(digest_of(base)) + stored, SIZE)
 
 
-def no_record_of_its_base(forger: Forger) -> None:
-    base = change(RAW, 1)
-    forger.delta(digest_of(RAW), digest_of(base), delta_of(RAW, base), SIZE, kinds="d")
-
-
-def only_the_record_of_a_base(forger: Forger) -> None:
-    raw = change(RAW, 1)
-    forger.delta(digest_of(raw), digest_of(RAW), delta_of(raw, RAW), SIZE, kinds="b")
-
-
 def another_chunk(forger: Forger) -> None:
     base = change(RAW, 1)
     forger.add(base)
@@ -134,8 +124,6 @@ CASES = (
     a_missing_base,
     a_longer_base,
     a_shorter_base,
-    no_record_of_its_base,
-    only_the_record_of_a_base,
     another_chunk,
     a_bomb,
     a_sparse_bomb,

@@ -103,8 +103,8 @@ ROOTS: dict[str, Callable[[Forger], dict[str, Any]]] = {
     "commit_as_text": lambda f: {"commit": "x"},
     "seq_huge": lambda f: {"seq": (1 << 63) - 1},
     "no_segments": lambda f: {"segments": []},
-    "absent_segments": lambda f: {"segments": [[bytes(16), 1]] * 5_000},
-    "segment_of_odd_id": lambda f: {"segments": [[b"../../outside/casnap-snapshot.json", 1]]},
+    "absent_segments": lambda f: {"segments": [[bytes(16), 1, 0]] * 5_000},
+    "segment_of_odd_id": lambda f: {"segments": [[b"../../outside/casnap-snapshot.json", 1, 0]]},
     "table_list": lambda f: {"table": [f.add(b"\x00" * 320), None]},
     "table_absent": lambda f: {"table": [ABSENT, None]},
 }
@@ -149,12 +149,14 @@ BODIES: dict[str, Callable[[bytes], bytes]] = {
     "records": lambda body: body[:4] + struct.pack("<Q", 1 << 60) + body[12:],
     "all_records": lambda body: body[:4] + b"\xff" * 8 + body[12:],
     "packs": lambda body: b"\xff" * 4 + body[4:],
+    "deltas": lambda body: body[:12] + struct.pack("<Q", 1 << 60) + body[20:],
+    "bases_of_no_deltas": lambda body: body[:12] + struct.pack("<Q", 1) + body[20:] + bytes(40),
     "wrapped": lambda body: struct.pack("<IQ", 0, ((1 << 64) - 16) // 53) + body[12:],
-    "no_packs": lambda body: struct.pack("<IQ", 0, 4) + body[28:],
-    "unsorted": lambda body: body[:28] + body[-53:] + body[28:-53],
-    "other_pack": lambda body: body[:60] + b"\xff" * 4 + body[64:],
-    "same_pack_twice": lambda body: struct.pack("<I", 2) + body[4:28] + body[12:28] + body[28:],
-    "head_alone": lambda body: body[:12],
+    "no_packs": lambda body: struct.pack("<IQ", 0, 4) + body[36:],
+    "unsorted": lambda body: body[:36] + body[-53:] + body[36:-53],
+    "other_pack": lambda body: body[:68] + b"\xff" * 4 + body[72:],
+    "same_pack_twice": lambda body: struct.pack("<I", 2) + body[4:36] + body[20:36] + body[36:],
+    "head_alone": lambda body: body[:20],
     "nothing": lambda body: b"",
 }
 
@@ -169,8 +171,9 @@ def test_segments(folder: Path, case: str) -> None:
 
 
 FOOTERS: dict[str, Callable[[bytes], bytes]] = {
-    "count": lambda footer: footer[:-44] + b"\xff" * 4 + footer[-40:],
-    "no_count": lambda footer: footer[:-44] + bytes(4) + footer[-40:],
+    "count": lambda footer: footer[:-48] + b"\xff" * 4 + footer[-44:],
+    "deltas": lambda footer: footer[:-44] + b"\xff" * 4 + footer[-40:],
+    "no_count": lambda footer: footer[:-48] + bytes(4) + footer[-44:],
     "nothing": lambda footer: b"",
     "no_digest": lambda footer: footer[:-32],
 }

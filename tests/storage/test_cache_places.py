@@ -40,7 +40,9 @@ def forge(victim: Path, hostile: Path) -> None:
     ident = new_id(root.seq)
     content = encode_segment(Segment((pack,), [(digest_of(WANTED.numpy().tobytes()), place)]))
     (hostile / "casnap-store" / segment_key(ident)).write_bytes(content)
-    assert put_next_root(open_store.backend, root, segments=(*root.segments, SegmentRef(ident, 1)))
+    assert put_next_root(
+        open_store.backend, root, segments=(*root.segments, SegmentRef(ident, 1, 0))
+    )
 
 
 def take_wanted(path: Path) -> None:

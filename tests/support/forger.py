@@ -8,7 +8,6 @@ import signal
 import struct
 from collections.abc import Callable
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from casnap.errors import CasnapError
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import (
+    DeltaPlace,
     PackId,
     Place,
+    count_deltas,
     encode,
     pack_footer,
     pack_key,
@@ -30,7 +31,6 @@ from casnap.format.records import (
     seal,
     segment_key,
 )
-from casnap.storage.log.roots import DELTAS
 from tests.support.faults import CHUNK, files, in_child, memory_folder
 
 MEMORY = 512 << 20
@@ -58,6 +58,7 @@ class Forger:
         body: Changes the body of the segment before it is sealed.
         footer: Changes the footer of the pack.
         count: The number of records that the root claims of the segment, if that is not true.
+        deltas: The number of deltas, likewise.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,6 +77,7 @@ class Forger:
         self.body: Callable[[bytes], bytes] = bytes
         self.footer: Callable[[bytes], bytes] = bytes
         self.count: Any = None
+        self.deltas: Any = None
         self._newest = store.open_store.newest()
         self._good = msgspec.to_builtins(store.row("good"), builtin_types=(bytes,))
         self._body = bytearray()
@@ -91,17 +93,11 @@ class Forger:
         self._records.append((digest_of(raw), place))
         return digest_of(raw)
 
-    def delta(
-        self, digest: bytes, base: bytes, stored: bytes, size: int, kinds: str = "db"
-    ) -> None:
-        """Put a delta into the pack, with the record of the delta, of its base, or both."""
-        begin = len(self._body)
+    def delta(self, digest: bytes, base: bytes, stored: bytes, size: int) -> None:
+        """Put a delta into the pack."""
+        place = DeltaPlace(self.pack, len(self._body), len(stored), size, int(Codec.DELTA), base)
         self._body += stored
-        for owner, kind, codec in ((digest, "d", Codec.DELTA), (base, "b", Codec.BASE)):
-            if kind in kinds:
-                place = Place(self.pack, begin, len(stored), size, int(codec))
-                self._records.append((Digest(owner), place))
-        self.root["read_features"] = self.root["write_features"] = [DELTAS]
+        self._records.append((Digest(digest), place))
 
     @property
     def good_packs(self) -> list[bytes]:
@@ -136,26 +132,40 @@ class Forger:
         self._write(pack_key(self.pack), bytes(self._body) + self.footer(footer))
         self._write(segment_key(segment), self._segment())
         count = len(self._records) + len(self.more) if self.count is None else self.count
+        deltas = count_deltas(self._records) if self.deltas is None else self.deltas
         root = {
             "seq": self._newest.seq + 1,
             "commit": b"c" * 16,
             "time": 1.8e9,
             "fence": 0,
             "table": [table, None],
-            "segments": [*([s.id, s.count] for s in self._newest.segments), [segment, count]],
+            "segments": [*self._newest.segments, [segment, count, deltas]],
             "condemned": {},
         }
         self._write(root_key(self._newest.seq + 1), seal(b"r", encode(root | self.root)))
 
     def _segment(self) -> bytes:
-        records: list[tuple[bytes, tuple[Any, ...]]] = [
-            (d, self.places.get(d, (0, p.offset, p.stored_size, p.raw_size, p.codec)))
+        packed = [
+            struct.pack(
+                "<32sIQIIB",
+                d,
+                *self.places.get(d, (0, p.offset, p.stored_size, p.raw_size, p.codec)),
+            )
             for d, p in self._records
         ]
-        records = sorted(records + self.more, key=itemgetter(0))
-        body = struct.pack("<IQ", 1, len(records)) + self.pack
-        body += b"".join(struct.pack("<32sIQIIB", d, *fields) for d, fields in records)
-        return seal(b"s", self.body(body))
+        base_of = {
+            record: p.base
+            for record, (_, p) in zip(packed, self._records, strict=True)
+            if isinstance(p, DeltaPlace)
+        }
+        records = sorted([*packed, *(struct.pack("<32sIQIIB", d, *f) for d, f in self.more)])
+        bases = sorted(
+            struct.pack("<32sQ", base_of[record], index)
+            for index, record in enumerate(records)
+            if record in base_of
+        )
+        head = struct.pack("<IQQ", 1, len(records), len(bases))
+        return seal(b"s", self.body(b"".join([head, self.pack, *records, *bases])))
 
     def _write(self, key: str, content: bytes) -> None:
         path = self.folder / "casnap-store" / key

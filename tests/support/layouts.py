@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.format.digest import DIGEST_SIZE
-from casnap.format.records import FOOTER_RECORD_SIZE, ID_SIZE, PACK_TAIL_SIZE, PackId
+from casnap.format.records import ID_SIZE, PACK_TAIL_SIZE, PackId, footer_length
 from casnap.maintenance.survey import Survey
 
 
@@ -64,12 +64,14 @@ def root_layout(key: str, content: bytes) -> Layout:
 
 
 def segment_layout(key: str, content: bytes) -> Layout:
-    n_packs, n_records = struct.unpack_from("<IQ", content, 8)
+    n_packs, n_records, n_deltas = struct.unpack_from("<IQQ", content, 8)
     fields = [("digest", 32), ("number", 4), ("offset", 8), ("stored", 4), ("raw", 4), ("codec", 1)]
-    body = [("packs", 4), ("records", 8)]
+    body = [("packs", 4), ("records", 8), ("deltas", 8)]
     body += [(f"id {i}", ID_SIZE) for i in range(n_packs)]
     body += [(f"{name} of record {i}", n) for i in range(n_records) for name, n in fields]
-    start = 8 + 12 + n_packs * ID_SIZE
+    based = [("base", 32), ("index", 8)]
+    body += [(f"{name} of delta {i}", n) for i in range(n_deltas) for name, n in based]
+    start = 8 + 20 + n_packs * ID_SIZE
     digests = {content[start + 53 * i :][:32].hex() for i in range(n_records)}
     return Layout(key, sealed(content, body, "structure"), "structure", {key[-32:], *digests})
 
@@ -103,8 +105,8 @@ def node_fields(node: bytes) -> tuple[str, list[tuple[str, int]]]:
 def pack_layout(key: str, content: bytes, survey: Survey) -> Layout:
     pack = PackId(bytes.fromhex(key[-32:]))
     listed = pack in survey.index.packs
-    (count,) = struct.unpack_from("<I", content, len(content) - PACK_TAIL_SIZE)
-    end = len(content) - PACK_TAIL_SIZE - count * FOOTER_RECORD_SIZE
+    count, deltas = struct.unpack_from("<II", content, len(content) - PACK_TAIL_SIZE)
+    end = len(content) - footer_length(content)
     regions: list[Region] = []
     at = 0
     names = {key[-32:]}
@@ -127,7 +129,9 @@ def pack_layout(key: str, content: bytes, survey: Survey) -> Layout:
         regions.append(Region("content", 0, end, ""))
     footer = [("digest", 32), ("offset", 8), ("stored", 4), ("raw", 4), ("codec", 1)]
     tail = [(f"{n} of record {i} of the footer", size) for i in range(count) for n, size in footer]
-    tail += [("count", 4), ("magic of the pack", 8), ("digest of the footer", DIGEST_SIZE)]
+    tail += [(f"base of delta {i} of the footer", DIGEST_SIZE) for i in range(deltas)]
+    tail += [("records", 4), ("deltas", 4), ("magic of the pack", 8)]
+    tail += [("digest of the footer", DIGEST_SIZE)]
     found_by = "structure" if listed else ""
     regions += laid_out(end, tail, found_by)
     assert regions[-1].stop == len(content)

@@ -35,4 +35,4 @@ def records_at_random(count: int, packs: int = 50, seed: int = 0) -> Segment:
 def put_segment(backend: Backend, segment: Segment) -> SegmentRef:
     ident = SegmentId(new_id(0))
     backend.write(segment_key(ident), encode_segment(segment))
-    return SegmentRef(ident, len(segment.records))
+    return SegmentRef(ident, len(segment.records), segment.deltas)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from casnap.backends.base import Backend, Target
 from casnap.errors import BackendError, DamagedError, UnavailableError
-from casnap.format.codec import Codec, decompress
+from casnap.format.codec import KNOWN_CODECS, Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, whole_pages
@@ -116,6 +116,7 @@ class Reason(Enum):
     UNREADABLE = "its pack cannot be read"
     CUT_OFF = "its pack is cut off"
     IMPOSSIBLE = "the index gives it an impossible place"
+    UNSUPPORTED = "it is stored in a form that this casnap does not know"
     CHANGED = "its bytes differ from what was written"
 
 
@@ -128,6 +129,11 @@ class Failure(NamedTuple):
     def __str__(self) -> str:
         """Return it in words."""
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+
+def unsupported(place: Place) -> Failure:
+    """Return why a chunk cannot be read that may be whole."""
+    return Failure(Reason.UNSUPPORTED, f"codec {place.codec}")
 
 
 class FailedRead(NamedTuple):
@@ -152,7 +158,9 @@ def read_places(
     """Read the chunks at these places; return the places that failed, and why."""
     wanted_places, failures = [], []
     for place, wants in places:
-        if _is_plausible(place, wants[0], chunk_size):
+        if place.codec not in KNOWN_CODECS:
+            failures.append(FailedRead(place, wants, unsupported(place)))
+        elif _is_plausible(place, wants[0], chunk_size):
             wanted_places.append((place, wants))
         else:
             failures.append(FailedRead(place, wants, Failure(Reason.IMPOSSIBLE)))

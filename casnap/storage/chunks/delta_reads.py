@@ -178,7 +178,7 @@ class DeltaReader:
                 chain.apply(memory)
             raw: bytes | bytearray | memoryview | None = chain.raw
             if chain.failure is not None:
-                raw = self._resolve_at(chain.wants[0].digest, chain.place, {})
+                raw = self._resolve_at(chain.wants[0].digest, chain.place, {}, MOST_LINKS)
             if raw is None:
                 assert chain.failure is not None
                 failures.append(FailedRead(chain.place, chain.wants, chain.failure))
@@ -229,40 +229,47 @@ class DeltaReader:
     # --- where a chain failed ---
 
     def _resolve_at(
-        self, digest: Digest, place: Place, known: dict[Digest, bytes | None]
+        self, digest: Digest, place: Place, known: dict[Digest, bytes | None], most: int
     ) -> bytes | None:
         """Return a chunk, read at one place, every link of its chain verified; None if it is not.
 
         Its chain may come back to the chunk itself, if two recoders crossed: then it goes on from
-        another place of that.
+        another place of that. It has at most so many deltas.
         """
         link = _Chain(place, [], (place, digest))
         self._read_links([link])
         if link.failure is not None:
             return None
-        raw = self._applied(link.deltas[0], known) if link.deltas else bytes(link.raw)
+        raw = self._applied(link.deltas[0], known, most) if link.deltas else bytes(link.raw)
         is_whole = raw is not None and len(raw) == place.raw_size and digest_of(raw) == digest
         return raw if is_whole else None
 
-    def _resolve(self, digest: Digest, known: dict[Digest, bytes | None]) -> bytes | None:
+    def _resolve(
+        self, digest: Digest, known: dict[Digest, bytes | None], most: int
+    ) -> bytes | None:
         """Return a chunk, read at any of its places.
 
         Args:
             digest: Its digest.
             known: What was looked for before, None what was nowhere. It also ends a circle.
+            most: How many deltas its chain may have.
         """
         if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)
         known[digest] = None
         for place in sorted(self._find_all(digest), key=lambda p: p.codec == Codec.DELTA):
-            known[digest] = self._resolve_at(digest, place, known)
+            known[digest] = self._resolve_at(digest, place, known, most)
             if known[digest] is not None:
                 break
         return known[digest]
 
-    def _applied(self, stored_form: bytes, known: dict[Digest, bytes | None]) -> bytes | None:
+    def _applied(
+        self, stored_form: bytes, known: dict[Digest, bytes | None], most: int
+    ) -> bytes | None:
+        if not most:
+            return None
         try:
-            base = self._resolve(base_of(stored_form), known)
+            base = self._resolve(base_of(stored_form), known, most - 1)
             if base is None:
                 return None
             raw = bytearray(base)

@@ -21,7 +21,7 @@ import lmdb
 from casnap.backends.base import Backend
 from casnap.backends.system_errors import EXHAUSTED
 from casnap.errors import BackendError, DamagedError, UnavailableError
-from casnap.format.codec import Codec
+from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
@@ -31,14 +31,14 @@ from casnap.format.records import (
     Place,
     Record,
     Root,
+    SealedSegment,
     Segment,
     SegmentId,
     SegmentRef,
     decode_segment,
     max_segment_bytes,
-    segment_count,
+    segment_counts,
     segment_key,
-    segment_records,
 )
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
@@ -48,7 +48,6 @@ from casnap.storage.chunks.segment_search import search, window_bytes
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
-_BASE = int(Codec.BASE)
 # A cache has some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
 # A larger cache is made anew once it has so many times the records of the store.
@@ -270,8 +269,8 @@ class Index:
 
     def _find_few(self, cache: IndexCache, root: Root, digests: list[Digest]) -> list[Place | None]:
         unknown = [ref for ref in root.segments if _listed(cache, ref) is None]
-        large = [ref for ref in unknown if ref.count > SMALL_RECORDS]
-        nbytes = sum(ref.count for ref in unknown) * SEGMENT_RECORD_SIZE
+        large = [ref for ref in unknown if ref.weight > SMALL_RECORDS]
+        nbytes = sum(ref.weight for ref in unknown) * SEGMENT_RECORD_SIZE
         windows = [window_bytes(ref.count) for ref in large]
         # Most of the digests are looked for where the first one is.
         expected = sum(windows) + max(windows, default=0) * len(digests)
@@ -304,7 +303,7 @@ class Index:
         """Take some segments off a list, and read them: on a remote store several at a time."""
         refs = [segments.pop(0)]
         while segments and len(refs) < self._backend.in_flight:
-            if sum(ref.count for ref in refs) + segments[0].count > _TOGETHER_RECORDS:
+            if sum(ref.weight for ref in refs) + segments[0].weight > _TOGETHER_RECORDS:
                 break
             refs.append(segments.pop(0))
         return list(mapped(self.sealed, refs, len(refs)))
@@ -363,36 +362,38 @@ class Index:
         """Read the bytes of a segment from the store; return them, and its name for messages.
 
         Raises:
-            DamagedError: It is missing, or has another number of records than the root says.
+            DamagedError: It is missing, or has not as many records and deltas as the root says.
         """
         key = segment_key(ref.id)
         name = self._backend.where(key)
         try:
-            data = self._backend.read(key, max_segment_bytes(ref.count))
+            data = self._backend.read(key, max_segment_bytes(ref))
         except FileNotFoundError:
             raise DamagedError(f"the index segment {name} is missing; see `casnap check`") from None
-        count = segment_count(data)
-        if count != ref.count:
+        counts = segment_counts(data)
+        if counts != (ref.count, ref.deltas):
             raise DamagedError(
-                f"the index segment {name} has {count} records, not {ref.count}; see `casnap check`"
+                f"the index segment {name} has {counts[0]} records, {counts[1]} of them of deltas, "
+                f"not {ref.count} and {ref.deltas}; see `casnap check`"
             )
         return data, name
 
     def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
         """Yield the bases of the deltas in a segment, once for each delta.
 
+        A segment without deltas is not read.
+
         Raises:
             DamagedError: The segment is missing or damaged.
         """
-        _, records = segment_records(*self.sealed(ref))
-        return (digest for digest, _, _, _, _, codec in records if codec == _BASE)
+        return SealedSegment(*self.sealed(ref)).bases() if ref.deltas else iter(())
 
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
         """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
 
         Only those of one are kept: each commit replaces the one before.
         """
-        if self._backend.costly_requests and segment_count(sealed) <= SMALL_RECORDS:
+        if self._backend.costly_requests and sum(segment_counts(sealed)) <= SMALL_RECORDS:
             self.cache.keep_notes({_LAST_SMALL: ident + sealed})
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
@@ -400,7 +401,7 @@ class Index:
         if self._backend.costly_requests:
             note = self.cache.note(_LAST_SMALL) or b""
             ident, data = note[: len(ref.id)], note[len(ref.id) :]
-            if ident == ref.id and segment_count(data) == ref.count:
+            if ident == ref.id and segment_counts(data) == (ref.count, ref.deltas):
                 return data, f"the cached segment {ref.id.hex()}"
         return self.sealed(ref)
 
@@ -413,7 +414,9 @@ class Index:
             view: The index as a root sees it.
             digests: What to find.
             only_live: Return only places that a take may rely on. Condemned packs do not count:
-                they can be read for some time, then they are deleted. Nor do damaged places.
+                they can be read for some time, then they are deleted. Nor do damaged places, nor
+                those of a codec that this version does not know: a snapshot that needs one says so
+                in its row, and this version could not.
         """
         packs = view.live if only_live else view.packs
         if not packs:
@@ -424,6 +427,8 @@ class Index:
             if (digest, places[i]) in damaged:
                 others = [p for p in self.find_all(view, digest) if p.pack in packs]
                 places[i] = next((p for p in others if (digest, p) not in damaged), None)
+        if only_live:
+            return [p if p is None or p.codec in KNOWN_CODECS else None for p in places]
         return places
 
     def find_all(self, view: View, digest: Digest) -> list[Place]:

@@ -57,7 +57,7 @@ C = TypeVar("C", bound="IndexCache")
 P = ParamSpec("P")
 R = TypeVar("R")
 # To read a member of an enum takes as long as to copy a small chunk.
-_DELTA = int(Codec.DELTA)
+_WHOLE, _DELTA = frozenset({int(Codec.RAW), int(Codec.PLANES)}), int(Codec.DELTA)
 # LMDB sorts the places of a digest by these bytes: of a chunk that stands twice in a pack, all
 # processes find the first place, which hints name too, and a cache of chunks has.
 _BARE_PLACE = struct.Struct(">16sQIIB")
@@ -295,7 +295,7 @@ class LmdbCache(IndexCache):
                 place = None if value is None else _decode_place(digest, bytes(value))
                 if place is not None and place.pack not in is_live:
                     is_live[place.pack] = place.pack in live
-                is_best = place is not None and is_live[place.pack] and place.codec != _DELTA
+                is_best = place is not None and is_live[place.pack] and place.codec in _WHOLE
                 if value is not None and not is_best:
                     place = preferred(p for p in _all_places(txn, digest) if p.pack in live)
                 places.append(place)
@@ -369,13 +369,15 @@ class LmdbCache(IndexCache):
 
 
 def preferred(places: Iterable[Place]) -> Place | None:
-    """Return the first of some places where a chunk is not stored as a delta; else the first."""
-    fallback = None
-    for place in places:
-        if place.codec != _DELTA:
-            return place
-        fallback = fallback or place
-    return fallback
+    """Return the first of some places where a chunk is stored as it is, or in planes.
+
+    Else the first one of a delta; else the first one of a form that this version does not know.
+    """
+    return min(places, key=_rank, default=None)
+
+
+def _rank(place: Place) -> int:
+    return 0 if place.codec in _WHOLE else 1 if place.codec == _DELTA else 2
 
 
 def _u32(data: bytes) -> int:

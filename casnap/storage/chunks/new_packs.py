@@ -41,7 +41,6 @@ class NewPacks:
 
     Attributes:
         base: That root number.
-        has_deltas: Whether some chunks were written as deltas.
         nodes: The nodes that were added, each with its place. Copies are not among them.
     """
 
@@ -58,7 +57,6 @@ class NewPacks:
         # The second one is held while memory is waited for.
         self._lock, self._copying = threading.Lock(), threading.Lock()
         self.base = base
-        self.has_deltas = False
         self.nodes: dict[Digest, tuple[bytes, Place]] = {}
 
     @property
@@ -122,7 +120,6 @@ class NewPacks:
         base = base_of(stored_form) if codec == Codec.DELTA else None
         if self.claim([digest], [True])[0]:
             with self._copying:
-                self.has_deltas |= base is not None
                 self._copies[0].add_stored(digest, stored_form, nbytes, codec, base)
 
     def room(self, nbytes: int, count: int) -> Room | None:

@@ -16,6 +16,7 @@ from casnap.errors import (
     CasnapError,
     DamagedError,
     NotAStoreError,
+    UnsupportedFormatError,
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
@@ -66,6 +67,7 @@ _TRIES = 10
 # How many seconds a remote root counts as standing, and as recent enough to begin with.
 _STANDS, _RECENT = 60.0, 10.0
 _NODES_BYTES = 32 << 20
+_MAY_BE_WHOLE = {Reason.UNREADABLE, Reason.UNSUPPORTED}
 
 
 class _Failed(NamedTuple):
@@ -541,8 +543,11 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     if any(w.target is not None for w in wants):
         hurt += "; these tensors may hold unverified bytes, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
-    if all(any(u.failure.reason is Reason.UNREADABLE for u in f.attempts) for f in failed):
+    reasons = [{u.failure.reason for u in f.attempts} for f in failed]
+    if all(Reason.UNREADABLE in each for each in reasons):
         return BackendError(f"{message}. The data may be whole: make it readable, then try again")
+    if all(not each.isdisjoint(_MAY_BE_WHOLE) for each in reasons):
+        return UnsupportedFormatError(f"{message}. The data may be whole: update casnap")
     advice = (
         f"`casnap check {uri}` says what is hurt; if you still have the data, take the same bytes "
         "again in this process, or after `casnap repair` in any, to store them anew"

@@ -23,6 +23,7 @@ from casnap.format.records import (
     PackId,
     Place,
     Record,
+    count_deltas,
     pack_footer,
     pack_key,
 )
@@ -333,7 +334,7 @@ class PackFiller:
             place = Place(pack.id, offset, len(stored_form), nbytes, codec)
             if base is not None:
                 place = DeltaPlace(pack.id, offset, len(stored_form), nbytes, codec, base)
-                # It has two records in the footer.
+                # Its base stands in the footer too, in less room than a record has.
                 pack.promised += 1
             pack.records.append((digest, place))
 
@@ -526,7 +527,8 @@ def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
     small = [record for record in pack.records if _is_small(record[1])]
     nbytes = sum(place.stored_size for _, place in small)
     start = whole_pages(pack.fill)
-    room = _room(1, start + nbytes, len(pack.records) + 2 * len(small), pack.slot)
+    count = len(pack.records) + count_deltas(pack.records) + 2 * len(small)
+    room = _room(1, start + nbytes, count, pack.slot)
     if not small or room < 0:
         return pack.fill, pack.records
     view, end = pack.slot.view, start

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from casnap.backends.base import Backend
-from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import (
     ID_SIZE,
@@ -55,7 +54,7 @@ def search(
         BackendError: A segment cannot be read.
         FileNotFoundError: A segment is missing.
     """
-    layouts = [(r, SegmentLayout.of(r.count, lengths.get(SegmentId(r.id), 0))) for r in segments]
+    layouts = [(r, SegmentLayout.of(r, lengths.get(SegmentId(r.id), 0))) for r in segments]
     searches = [_Search(backend, ref, layout) for ref, layout in layouts if layout is not None]
     digests = list(dict.fromkeys(digests))
     _look_in_waves(searches, digests, backend.in_flight)
@@ -171,5 +170,5 @@ class _Search:
             (digest, Place(PackId(bytes(ids[n])), *fields))
             for digest, (_, n, *fields) in self.found
             # Which base a delta has is told by its own bytes.
-            if n in ids and fields[-1] != Codec.BASE
+            if n in ids
         ]

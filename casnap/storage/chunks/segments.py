@@ -14,8 +14,10 @@ from casnap.format.records import (
     Segment,
     SegmentId,
     SegmentRef,
+    count_deltas,
     encode_segment,
     merged_segment,
+    segment_counts,
     segment_key,
 )
 from casnap.storage.chunks.index import SMALL_RECORDS, View
@@ -23,7 +25,7 @@ from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.chunks.pack import new_id
 
 _MERGE_AT = 16
-# A segment of so many records has less than 48 MiB, whatever packs they are in.
+# A segment of so many records and bases has less than 48 MiB, whatever packs they are in.
 _MERGE_MOST = 640_000
 _SMALL = 1 << 15
 # On a disk sixteen segments become one.
@@ -32,7 +34,7 @@ _LOCAL_LEVELS = tuple((256 * 8**level, _MERGE_AT - 1) for level in range(4))
 # fewer: one small one, which each commit writes again and this host has cached, and up to three of
 # each size above.
 _REMOTE_LEVELS = ((SMALL_RECORDS, 1), (8 * SMALL_RECORDS, 3), (64 * SMALL_RECORDS, 3))
-# So many records and packs in a merged one: each record has 53 bytes, each pack 16.
+# So many records, bases and packs in a merged one: of 53, 40 and 16 bytes.
 _MOST = 900_000
 
 
@@ -50,8 +52,9 @@ def add_segment(
     *large, segment = _parts(segment)
     refs = [write_segment(store, part, base) for part in large]
     levels = _REMOTE_LEVELS if store.backend.costly_requests else _LOCAL_LEVELS
-    sizes = {ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
-    merged = _to_merge(sizes, segment.count + len(segment.packs), levels)
+    sizes = {ref: ref.weight + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
+    new_size = _weight(segment.records) + len(segment.packs)
+    merged = _to_merge(sizes, new_size, levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
     last_written = _write_merged(store, view, segment, merged, (), base)
     return (*unmerged, *refs, *last_written)
@@ -106,7 +109,7 @@ def rewrite_segments(store: OpenStore, view: View, without: Collection[PackId]) 
     affected = [
         ref for ref in segments if not left_out.isdisjoint(view.segments[SegmentId(ref.id)])
     ]
-    small = [ref for ref in segments if ref.count < _SMALL and ref not in affected]
+    small = [ref for ref in segments if ref.weight < _SMALL and ref not in affected]
     # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
     few = 1 if affected and store.backend.costly_requests else _MERGE_AT
     todo = affected + (small if len(small) >= few else [])
@@ -136,22 +139,22 @@ def _write_merged(
     base: int,
 ) -> list[SegmentRef]:
     """Write new and old segments as one; return it, or nothing if it lists no pack."""
-    content, packs, count = encode_segment(new_segment), new_segment.packs, new_segment.count
+    content, packs = encode_segment(new_segment), new_segment.packs
     if refs:
         parts = [store.index.sealed_or_kept(ref) for ref in refs]
-        content, packs, count = merged_segment([(content, "a new segment"), *parts], without)
+        content, packs = merged_segment([(content, "a new segment"), *parts], without)
     if not packs:
         return []
     ident = _put_segment(store, content, base)
     view.cache.keep_segment(ident, packs, new_segment.records)
     store.index.keep_small(ident, content)
-    return [SegmentRef(ident, count)]
+    return [SegmentRef(ident, *segment_counts(content))]
 
 
 def write_segment(store: OpenStore, segment: Segment, base: int) -> SegmentRef:
     """Write a segment as it is. Another process may name it in a root."""
     ident = _put_segment(store, encode_segment(segment), base)
-    return SegmentRef(ident, segment.count)
+    return SegmentRef(ident, len(segment.records), segment.deltas)
 
 
 def write_segments(store: OpenStore, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
@@ -161,18 +164,27 @@ def write_segments(store: OpenStore, segment: Segment, base: int) -> tuple[Segme
 
 def _parts(segment: Segment) -> list[Segment]:
     """Divide a segment by packs into some that are not too large."""
-    if len(segment.records) <= _MERGE_MOST:
+    if _weight(segment.records) <= _MERGE_MOST:
         return [segment]
     of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
     for record in segment.records:
         of_pack[record[1].pack].append(record)
     parts: list[tuple[list[PackId], list[Record]]] = [([], [])]
+    weight = 0
     for pack, records in of_pack.items():
-        if parts[-1][1] and len(parts[-1][1]) + len(records) > _MERGE_MOST:
+        more = _weight(records)
+        if weight and weight + more > _MERGE_MOST:
             parts.append(([], []))
+            weight = 0
         parts[-1][0].append(PackId(pack))
         parts[-1][1].extend(records)
+        weight += more
     return [Segment(tuple(packs), records) for packs, records in parts]
+
+
+def _weight(records: list[Record]) -> int:
+    """Return how many records these are, and bases."""
+    return len(records) + count_deltas(records)
 
 
 def _put_segment(store: OpenStore, content: bytes, base: int) -> SegmentId:
@@ -193,10 +205,10 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
     groups: list[list[SegmentRef]] = []
     total = _MERGE_MOST
     for ref in refs:
-        total += ref.count
+        total += ref.weight
         if total > _MERGE_MOST:
             groups.append([])
-            total = ref.count
+            total = ref.weight
         groups[-1].append(ref)
     return groups
 
@@ -210,7 +222,7 @@ def _to_merge(
     records, and so does how often a record is written again.
 
     Args:
-        sizes: How many records and packs each segment has.
+        sizes: How many records, bases and packs each segment has.
         new_size: How many the new one has.
         levels: Up to how many a level has, and how many segments of it are merged with one more.
     """

@@ -35,7 +35,7 @@ from casnap.storage.chunks.reused_packs import COLLECTED
 from casnap.storage.chunks.segments import add_segment
 from casnap.storage.commits.rank_parts import OtherRanks
 from casnap.storage.commits.transaction import Transaction
-from casnap.storage.log.roots import next_root, put_root, with_deltas
+from casnap.storage.log.roots import next_root, put_root
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
@@ -113,8 +113,6 @@ class _Publication:
             return None
         new_table = self._write_table(m)
         like = self._serving_all(self.update_root(m))
-        if self.transaction.new_packs.has_deltas:
-            like = with_deltas(like)
         if self.transaction.store.backend.costly_requests:
             find = partial(self.transaction.store.index.find, latest)
             self.transaction.new_packs.finish(find, self._upper_lists(new_table))

@@ -43,9 +43,7 @@ from casnap.version import __version__
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.
 _MOST_PROBES = 4
-DELTAS = "deltas"
-"""The feature of stores that hold deltas (``format/delta.py``)."""
-FEATURES = frozenset({DELTAS})
+FEATURES: frozenset[str] = frozenset()
 """What this version knows, to read and to write."""
 WRITER = f"casnap {__version__}"
 MOST_ROOTS = 1 << 48
@@ -129,15 +127,6 @@ def check_writable(uri: str, features: Collection[str], doing: str = "write to")
     """
     if unknown := set(features) - FEATURES:
         raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
-
-
-def with_deltas(root: Root) -> Root:
-    """Return a root that names packs with deltas: readers and collectors have to know them."""
-    return msgspec.structs.replace(
-        root,
-        read_features=tuple(sorted({*root.read_features, DELTAS})),
-        write_features=tuple(sorted({*root.write_features, DELTAS})),
-    )
 
 
 def _stands(backend: Backend, root: Root) -> bool:
@@ -276,7 +265,7 @@ def release_reserve(backend: Backend) -> None:
 def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
     """Return the error of a full disk on which not even what lets something go has space."""
     # The index may have to be written anew, with some 50 bytes for each chunk.
-    nbytes = (1 << 20) + 64 * sum(ref.count for ref in root.segments)
+    nbytes = (1 << 20) + 64 * sum(ref.weight for ref in root.segments)
     return StorageFullError(
         f"{error}. Here {size(nbytes)} are enough: delete, or move, any other file of that disk"
     )
@@ -322,7 +311,10 @@ def _problem(root: Root, seq: int) -> str | None:
     """Return what is impossible about a root, if anything."""
     if root.seq != seq or seq >= MOST_ROOTS:
         return f"says that it is root {root.seq}"
-    if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
+    if any(
+        len(ref.id) != ID_SIZE or not 0 <= ref.deltas <= ref.count < 1 << 32
+        for ref in root.segments
+    ):
         return "has a malformed segment id or record count"
     if not 0 <= root.fence <= seq:
         return f"has the fence {root.fence}"
