@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import struct
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from casnap import Store
-from casnap.errors import CasnapError
-from casnap.format.delta import encode_delta
+from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
+from casnap.format.delta import MOST_LINKS, encode_delta
 from casnap.format.digest import digest_of
+from casnap.maintenance.survey import Survey
+from casnap.storage.chunks.chunk_reads import Want
 from tests.support.faults import in_child
 from tests.support.forger import (
     STATE,
@@ -109,13 +112,20 @@ def changes_beyond_the_end(forger: Forger) -> None:
     )
 
 
-def too_long_a_chain(forger: Forger) -> None:
-    forger.add(change(RAW, 100))
-    for step in range(100):
-        raw, base = change(RAW, step), change(RAW, step + 1)
+def a_chain(forger: Forger, links: int) -> None:
+    """Store a chunk as a chain of so many deltas."""
+    raws = [RAW, *(change(RAW, step) for step in range(links))]
+    for raw, base in pairwise(raws):
         forger.delta(digest_of(raw), digest_of(base), delta_of(raw, base), SIZE)
-    base = change(RAW, 0)
-    forger.delta(digest_of(RAW), digest_of(base), delta_of(RAW, base), SIZE)
+    forger.add(raws[-1])
+
+
+def too_long_a_chain(forger: Forger) -> None:
+    a_chain(forger, MOST_LINKS + 1)
+
+
+def a_very_long_chain(forger: Forger) -> None:
+    a_chain(forger, 2000)
 
 
 CASES = (
@@ -129,6 +139,7 @@ CASES = (
     a_sparse_bomb,
     changes_beyond_the_end,
     too_long_a_chain,
+    a_very_long_chain,
 )
 
 
@@ -167,3 +178,83 @@ def test_a_circle_that_ends_elsewhere_is_whole(forger: Forger, is_delta: bool) -
     store = Store(forger.folder)
     assert store.check(data=True).ok
     assert store["evil"].read_object("s/x").numpy().tobytes() == change(RAW, 1)
+
+
+@pytest.mark.parametrize("links", [MOST_LINKS, MOST_LINKS + 1])
+def test_the_longest_chain(forger: Forger, links: int) -> None:
+    """Readers take no longer one than the format allows, and a check finds that without reading."""
+    a_chain(forger, links)
+    publish(forger, digest_of(RAW))
+    store = Store(forger.folder)
+    damages = store.check().damages
+    if links == MOST_LINKS:
+        assert store["evil"].read_object("s/x").numpy().tobytes() == RAW
+        assert not damages
+        assert store.check(data=True).ok
+        return
+    with pytest.raises(DamagedError, match="chain of deltas is too long"):
+        store["evil"].read_object("s/x")
+    [damage] = damages
+    assert damage.kind == "malformed"
+    assert f"more than {MOST_LINKS} deltas" in damage.message
+
+
+def test_a_chain_may_be_short_at_another_place(forger: Forger) -> None:
+    a_chain(forger, MOST_LINKS + 1)
+    middle = change(RAW, MOST_LINKS // 2)
+    forger.add(middle)
+    publish(forger, digest_of(RAW))
+    assert Store(forger.folder)["evil"].read_object("s/x").numpy().tobytes() == RAW
+    assert Store(forger.folder).check(data=True).ok
+
+
+def test_bases_are_kept_though_no_flag_says_that_there_are_deltas(forger: Forger) -> None:
+    """They lie in the pack of a snapshot that is gone. The segment alone says what needs them."""
+    forger.rows.clear()
+    store = Store(forger.folder)
+    entry = store["good"].contents.entry("good/x")
+    base = store["good"].contents.chunks(*entry[:2])[0][0]
+    raws: list[bytes] = []
+    store.open_store.fetch([Want(base, -1, lambda raw: raws.append(bytes(raw)), "")])
+    raw = change(raws[0], 7)
+    forger.delta(digest_of(raw), base, delta_of(raw, raws[0]), len(raw))
+    tree = forger.tree(STATE, ["/x", tensor([len(raw) // 4], chunks(len(raw), digest_of(raw)))])
+    forger.publish({"s": tree})
+    root = Store(forger.folder).open_store.newest()
+    assert root.read_features == root.write_features == ()
+    for _ in range(3):
+        Store(forger.folder).gc(grace=0)
+    assert [s.name for s in Store(forger.folder).snapshots()] == ["evil"]
+    assert Store(forger.folder)["evil"].read_object("s/x").numpy().tobytes() == raw
+    assert Store(forger.folder).check(data=True).ok
+
+
+def test_the_root_and_the_segment_say_how_many_deltas_there_are(forger: Forger) -> None:
+    """A collector that believed a root that says 0 would not keep the bases."""
+    a_chain(forger, 2)
+    forger.deltas = 0
+    publish(forger, digest_of(RAW))
+    for use in (lambda s: s["evil"].read_object("s/x"), lambda s: s.gc(grace=0)):
+        with pytest.raises(DamagedError, match="2 of them of deltas"):
+            use(Store(forger.folder))
+    assert not Store(forger.folder).check().ok
+
+
+def test_a_chain_may_end_in_a_codec_that_is_not_known(forger: Forger) -> None:
+    """Then neither the delta nor its base is damaged, and a collection keeps both."""
+    base = change(RAW, 1)
+    forger.add(base, codec=9)
+    forger.delta(digest_of(RAW), digest_of(base), delta_of(RAW, base), SIZE)
+    publish(forger, digest_of(RAW))
+    for _ in range(3):
+        Store(forger.folder).gc(grace=0)
+    with pytest.raises(UnsupportedFormatError, match="codec 9"):
+        Store(forger.folder)["evil"].read_object("s/x")
+    report = Store(forger.folder).check(data=True)
+    assert report.ok, report.damages
+    [unknown] = report.unsupported
+    assert [(h.snapshot, h.path) for h in unknown.hurts] == [("evil", "s/x")]
+    assert Store(forger.folder).repair().ok
+    index = Survey(Store(forger.folder).open_store).index
+    assert index.of(digest_of(RAW))
+    assert index.of(digest_of(base))

@@ -14,6 +14,7 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import (
+    DeltaPlace,
     Record,
     Segment,
     SegmentId,
@@ -66,6 +67,23 @@ def test_all_places_of_a_digest_are_found(tmp_path: Path) -> None:
     ref = put_segment(backend, Segment(segment.packs, segment.records + more))
     found = found_in(backend, ref, [digest])[digest]
     assert len(found) == 2000
+
+
+def test_places_of_deltas_are_found(tmp_path: Path) -> None:
+    """Behind the records there are bases; where these begin is known without a request."""
+    backend = RemoteDouble(str(tmp_path))
+    segment = records_at_random(20_000)
+    as_deltas = [
+        (d, DeltaPlace(p.pack, p.offset, p.stored_size, p.raw_size, 2, d))
+        for d, p in segment.records[::2]
+    ]
+    ref = put_segment(backend, Segment(segment.packs, [*as_deltas, *segment.records[1::2]]))
+    lengths = {SegmentId(ref.id): backend.size(segment_key(ref.id))}
+    for digest, place in (segment.records[0], segment.records[1], segment.records[19_998]):
+        backend.reset()
+        [(_, found)] = search(backend, [ref], lengths, [digest])[digest]
+        assert backend.count <= 2
+        assert (found.pack, found.offset) == (place.pack, place.offset)
 
 
 def test_digests_that_are_not_spread_evenly_are_found_or_left_to_others(tmp_path: Path) -> None:
