@@ -144,12 +144,16 @@ def test_a_repair_refuses_what_it_cannot_save(store: Path, cache_dir: Path, dry_
     assert_kept(store, cache_dir)
 
 
-def test_a_collection_keeps_it(store: Path, cache_dir: Path) -> None:
+def test_a_collection_keeps_it(
+    store: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its pack stays as a whole, however little of it is needed."""
     opened(store).delete("first")
     for _ in range(3):
         report = opened(store).gc(grace=0, repack=1.0)
     assert report.repacked_packs == 0
+    # It was not even tried, each time again.
+    assert "cannot be copied" not in caplog.text
     opened(store).take({"m": StateDict(y=BOTH + 1)}, "another")
     opened(store).gc(grace=0, repack=1.0)
     assert_kept(store, cache_dir)
