@@ -18,6 +18,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.cli import COMMANDS
 from tests.support.cached import Reader, far_store
 from tests.support.cli_calls import COMMAND, document, fill, invoke
+from tests.support.forger import STATE, Forger, chunks, tensor
 from tests.support.json_keys import keys_of, listed_keys
 from tests.support.later import LATER, forged, leaf_with
 
@@ -89,9 +90,19 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         flip(pack)
     Store(tmp / "copy").take({"s": StateDict(x=1)}, "later")
     flip(next((tmp / "copy").glob("**/roots/0/1")))
-    result["check"] = [failed("check", tmp / "copy", "--data")]
+    result["check"] = [
+        failed("check", place, "--data") for place in (tmp / "copy", later_store(tmp / "new"))
+    ]
     result["repair"] = [failed("repair", tmp / "copy", "--yes")]
     return result
+
+
+def later_store(path: Path) -> Path:
+    """Make a store in which a chunk has a codec that this version does not know."""
+    forger = Forger(path)
+    entry = tensor([1000], chunks(4000, forger.add(bytes(4000), codec=9)))
+    forger.publish({"s": forger.tree(STATE, ["/x", entry])})
+    return path
 
 
 def two_steps(path: Path) -> Path:
