@@ -366,7 +366,7 @@ def test_a_whole_store(sample: Sample) -> None:
     }
     names = {region.name.partition(":")[0] for layout in layouts for region in layout.regions}
     assert names >= {"raw chunk", "compressed chunk", "gap", "node", "list of digests", "manifest"}
-    assert names >= {"list of leaves", "leaf of a tree", "leaf of the table", "count", "lost"}
+    assert names >= {"list of leaves", "leaf of a tree", "leaf of the table", "deltas", "lost"}
 
 
 def damage_all(sample: Sample, kind: str, thorough: bool, note: Callable[[str, int], None]) -> None:
