@@ -9,7 +9,10 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct
+
 from casnap.errors import DamagedError
+from casnap.format.digest import Digest
 from casnap.format.entries import (
     ContainerEntry,
     Entry,
@@ -17,11 +20,14 @@ from casnap.format.entries import (
     ValueEntry,
     unknown_in,
 )
+from casnap.format.names import Key, Tagged, components_of, is_hashed
 from casnap.format.plain_values import PLAIN_CODECS, decode_text
+from casnap.format.records import decode
 from casnap.storage.catalog.contents import Contents
 from casnap.storage.chunks.chunk_reads import Want
 
 SMALL = 1 << 10
+_MOST_SPEC_BYTES = 16 << 20
 
 
 def type_text(entry: Entry) -> str:
@@ -79,13 +85,51 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
         ) from e
 
 
-def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:
+def _bytes_of(contents: Contents, path: str, entry: Entry) -> bytes:
     chunks = contents.chunks(path, entry)
     if not chunks:
         return entry.payload.inline
-    # So small a value is one chunk.
-    parts: list[bytes] = []
-    digest, nbytes = chunks[0]
-    want = Want(digest, nbytes, lambda raw: parts.append(bytes(raw)), path)
-    contents.store.fetch([want])
-    return parts[0]
+    parts = [b""] * len(chunks)
+
+    def want(i: int, digest: Digest, nbytes: int) -> Want:
+        return Want(digest, nbytes, lambda raw: parts.__setitem__(i, bytes(raw)), path)
+
+    contents.store.fetch([want(i, *chunk) for i, chunk in enumerate(chunks)])
+    return b"".join(parts)
+
+
+# --- keys -------------------------------------------------------------------------------------
+
+
+class _Keys(Struct, array_like=True):
+    """The spec of a dict, as far as it says the keys."""
+
+    keys: list[Key]
+
+
+def keys_in_words(contents: Contents, path: str, entry: ContainerEntry) -> dict[str, str]:
+    """Return the keys of a dict that its paths do not show, in Python's words, by path component.
+
+    Raises:
+        DamagedError: The bytes of the keys are missing or malformed.
+    """
+    if entry.payload.nbytes > _MOST_SPEC_BYTES:
+        return {}
+    spec = decode(_bytes_of(contents, path, entry), _Keys, f"the spec of {path}")
+    try:
+        components = zip(components_of(spec.keys), spec.keys, strict=True)
+        return {c: _in_words(key) for c, key in components if is_hashed(c)}
+    except (ValueError, struct.error, RecursionError) as e:
+        raise DamagedError(f"{contents.label}: {path} has malformed keys: {e}", (path,)) from e
+
+
+def _in_words(key: Key) -> str:
+    if not isinstance(key, Tagged):
+        return repr(key)
+    if key.kind == "tuple":
+        words = [_in_words(inner) for inner in decode(key.data, list[Key], "a key")]
+        return f"({words[0]},)" if len(words) == 1 else f"({', '.join(words)})"
+    if key.kind == "dtype":
+        return f"torch.{decode_text(key.data)}"
+    decoder = _DECODERS.get(key.kind)
+    return f"an unknown {key.kind}" if decoder is None else repr(decoder(key.data))

@@ -14,7 +14,7 @@ from casnap.cli.arguments import (
     reading_options,
     snapshot_fields,
 )
-from casnap.cli.entries import entry_fields, small_value, type_text
+from casnap.cli.entries import entry_fields, keys_in_words, small_value, type_text
 from casnap.cli.output import (
     amount,
     emit,
@@ -28,6 +28,7 @@ from casnap.cli.output import (
     table,
 )
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry, unknown_in
+from casnap.format.names import is_hashed
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
 from casnap.storage.catalog.contents import Contents, Entries
@@ -43,7 +44,8 @@ Facts = dict[str, Any]
 def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
     """Show the contents of a snapshot, or one tensor or value.
 
-    PATH is a path inside the snapshot, as in get_manifest(), with or without the rank. SHARED
+    PATH is a path inside the snapshot, as in get_manifest(), with or without the rank. KEY is the
+    key of an element whose path cannot show it, since it is neither a str nor a small int. SHARED
     counts the bytes of a tensor in chunks that an earlier snapshot of the store has as well: this
     snapshot did not store them again.
     """
@@ -98,6 +100,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)
+        _add_keys(facts["children"], contents, bare, entry)
     elif isinstance(entry, ValueEntry):
         is_shown, value = small_value(contents, bare, entry)
         if is_shown:
@@ -120,6 +123,17 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
     if all(name.isascii() and name.isdigit() for name in children):
         return [children[name] for name in sorted(children, key=lambda n: (len(n), n))]
     return list(children.values())
+
+
+def _add_keys(children: list[Facts], contents: Contents, bare: str, entry: ContainerEntry) -> None:
+    """Add to each element the key that its path does not show."""
+    names = [child["entry"].rpartition("/")[2] for child in children]
+    if not any(map(is_hashed, names)):
+        return
+    keys = keys_in_words(contents, bare, entry)
+    for name, child in zip(names, children, strict=True):
+        if name in keys:
+            child["key"] = keys[name]
 
 
 # --- in print ---------------------------------------------------------------------------------
@@ -186,9 +200,16 @@ def _exact(nbytes: int) -> str:
 
 def _print_children(children: list[Facts], limit: int) -> None:
     say()
+    titles = {"entry": "PATH", "key": "KEY", "what": "TYPE"}
+    if not any("key" in child for child in children[:limit]):
+        del titles["key"]
     rows = [
-        (c["entry"], c["what"], f"{c['entry_count']:,}", size(c["logical_bytes"]))
-        for c in children[:limit]
+        (
+            *(child.get(field, "") for field in titles),
+            f"{child['entry_count']:,}",
+            size(child["logical_bytes"]),
+        )
+        for child in children[:limit]
     ]
-    table(("PATH", "TYPE", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
+    table((*titles.values(), "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
     print_rest(len(children) - limit, "element")

@@ -140,6 +140,11 @@ def components_of(keys: Sequence[Key]) -> list[str]:
     ]
 
 
+def is_hashed(component: str) -> bool:
+    """Whether a path component is a hash, so that only the spec of its dict says the key."""
+    return component.startswith("%k")
+
+
 def _hashed(key: Key) -> str:
     return f"%k{digest_of(encode(key))[:8].hex()}"
 

@@ -287,6 +287,23 @@ def test_show_a_container(store: Path) -> None:
     )
 
 
+def test_show_the_keys_that_paths_do_not_show(tmp_path: Path) -> None:
+    """The hash in a path leads to its key, and so the key to its path."""
+    keys = {(1, "x"): 1, ((None,),): 2, 0.5: 3, b"by": 4, torch.int8: 5, True: 6, "%k": 7, 9: 8}
+    path = tmp_path / "store/a"
+    # So many keys do not fit into the entry.
+    snapshot = Snapshot.take(path, {"s": StateDict(d={**keys, 1 << 70: 9, **dict.fromkeys("abc")})})
+    children = document("show", path, "s/d")["children"]
+    paths = {child["key"]: child["entry"] for child in children if "key" in child}
+    words = ["(1, 'x')", "((None,),)", "0.5", "b'by'", "torch.int8", "True", str(1 << 70)]
+    assert sorted(paths) == sorted(words)
+    for key, value in zip(words, (1, 2, 3, 4, 5, 6, 9), strict=True):
+        assert snapshot.read_object(paths[key]) == value
+        text = invoke("show", path, "s/d").stdout
+        assert re.search(rf"^{paths[key]} +{re.escape(key)} +int ", text, re.MULTILINE)
+    assert "KEY" not in invoke("show", path, "s").stdout
+
+
 def test_children_of_a_long_list_are_in_order_and_limited(tmp_path: Path) -> None:
     path = tmp_path / "store/a"
     Snapshot.take(path, {"s": StateDict(items=[torch.zeros(1)] * 12)})
