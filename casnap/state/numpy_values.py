@@ -71,6 +71,12 @@ def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
         raise UnsupportedTypeError(
             f"{path}: numpy arrays of {contents} cannot be stored; store plain arrays or lists"
         )
+    double = {"f": "float64", "c": "complex128"}.get(dtype.kind)
+    if double is not None and dtype.itemsize > np.dtype(double).itemsize:
+        raise UnsupportedTypeError(
+            f"{path}: numpy's {dtype} cannot be stored: its bytes are another number on other "
+            f"machines; convert it to {double}"
+        )
     match = NUMPY_DTYPE.fullmatch(dtype.str)
     # Types that other packages add to numpy have a typestr that means something else.
     if match is None or np.dtype(dtype.str) != dtype or dtype.itemsize > _MAX_ITEMSIZE:

@@ -319,6 +319,18 @@ def test_numpy(store):
         assert value.flags.writeable
 
 
+@pytest.mark.skipif(np.dtype("g") == np.dtype("d"), reason="long doubles are doubles here")
+@pytest.mark.parametrize(("dtype", "advice"), [("g", "float64"), ("G", "complex128")])
+def test_long_doubles_are_refused(store, dtype, advice):
+    """They are 80 bits and padding on one machine, and other 128 bits on another."""
+    value = np.ones(3, dtype)
+    for x in (value, value[0], value.astype(value.dtype.newbyteorder())):
+        with pytest.raises(UnsupportedTypeError, match=f"s/x.*convert it to {advice}"):
+            store.take({"s": StateDict(x=x)}, "step")
+    assert store.snapshots() == []
+    check(store, x=value.astype(advice))
+
+
 def test_containers(store):
     t = torch.arange
     again = check(
