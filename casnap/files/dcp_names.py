@@ -76,7 +76,7 @@ def casnap_path(path: ObjectPath) -> str:
 def first_keys(paths: Iterable[ObjectPath]) -> dict[ObjectPath, DictKey]:
     """Return the keys that are no str by their object paths in DCP.
 
-    Of ranks that have other keys of one text there, the first counts.
+    Of ranks that have other keys of one text there, the first that has no str counts.
     """
     keys: dict[ObjectPath, DictKey] = {}
     for path in paths:

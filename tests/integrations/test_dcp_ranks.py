@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from casnap import Store
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from tests.support import bitwise
 from tests.support.ranks import RankDied, World
 from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
 
@@ -108,9 +109,17 @@ def save_by_rank(folder: str) -> None:
         "rest": {
             "both": {7: torch.ones(2)},
             "odd": {str(rank): {5 if rank else "5": torch.ones(2)}},
+            "hashed": {None: torch.ones(2), (1, "x"): {str(rank): torch.ones(2)}},
+            "text first": {0.5 if rank else "0.5": {str(rank): torch.ones(2)}},
+            "float first": {"0.5" if rank else 0.5: {str(rank): torch.ones(2)}},
         },
     }
     dcp.save(state, storage_writer=CasnapWriter(f"{folder}/a"))
+    again: dict[str, Any] = {
+        "rest": {"hashed": {None: torch.zeros(2), (1, "x"): {str(rank): torch.zeros(2)}}}
+    }
+    dcp.load(again, storage_reader=CasnapReader(f"{folder}/a"))
+    bitwise.assert_same(again["rest"]["hashed"], state["rest"]["hashed"])
 
 
 def test_keys_of_ranks_keep_their_types(world: Worlds, tmp_path: Path) -> None:
@@ -121,6 +130,12 @@ def test_keys_of_ranks_keep_their_types(world: Worlds, tmp_path: Path) -> None:
     rest = snapshot.get_state_dict_for_key("rest")
     assert [*rest["both"]] == [7]
     assert {key: [*value] for key, value in rest["odd"].items()} == {"0": ["5"], "1": [5]}
+    one = torch.ones(2)
+    assert rest["hashed"].keys() == {None, (1, "x")}
+    bitwise.assert_same(rest["hashed"][1, "x"], {"0": one, "1": one})
+    # DCP gives both one name; the key that is no str counts.
+    bitwise.assert_same(rest["text first"], {0.5: {"0": one, "1": one}})
+    bitwise.assert_same(rest["float first"], {0.5: {"0": one, "1": one}})
 
 
 def sharded(step: int, **extra: Any) -> dict[str, Any]:

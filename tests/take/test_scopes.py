@@ -253,6 +253,34 @@ def test_keys_that_are_not_unicode_or_look_like_paths(world: Worlds, tmp_path: P
     world(2).run(take_and_restore, str(tmp_path / "a"), odd_keys, {})
 
 
+KEYS_THAT_ARE_NO_STR = [None, (1, "x"), 0.5, 1j, b"by", torch.float32, True, ("🫠",), 2, "2"]
+
+
+def take_below_such_keys(path: str) -> None:
+    """Take a sharded tensor below each key, in another order of the keys on each rank."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    rows = torch.arange(30.0).reshape(10, 3)
+    tensors = [distribute_tensor(rows + i, mesh, [Shard(0)]) for i in range(10)]
+    order = slice(None, None, -1 if rank else 1)
+    state = dict(list(zip(KEYS_THAT_ARE_NO_STR, tensors, strict=True))[order])
+    Snapshot.take(path, {"s": StateDict(d=state)})
+    given = {key: torch.zeros_like(value) for key, value in state.items()}
+    found = StateDict(d=dict(given))
+    assert not Snapshot(path).restore({"s": found})
+    for key, value in found["d"].items():
+        assert value is given[key]
+        assert torch.equal(value.to_local(), state[key].to_local())
+
+
+def test_shards_below_keys_that_are_no_str_are_joined(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    world(2).run(take_below_such_keys, path)
+    whole = Snapshot(path).read_object("0/s/d")
+    assert list(whole) == KEYS_THAT_ARE_NO_STR
+    for i, value in enumerate(whole.values()):
+        assert torch.equal(value, torch.arange(30.0).reshape(10, 3) + i)
+
+
 def tied(value: float) -> nn.Module:
     """Return a sharded model that uses its embedding as output layer."""
     module = nn.Sequential(nn.Embedding(1031, 40), nn.Linear(40, 1031, bias=False))
