@@ -286,12 +286,6 @@ SCALARS = [
 ]
 
 
-@pytest.mark.parametrize("value", [np.longdouble(1) / 3, np.ones(3, "G")], ids=["g", "G"])
-def test_long_doubles_mean_something_else_elsewhere(store, value):
-    with pytest.raises(UnsupportedTypeError, match="convert it"):
-        store.take({"s": StateDict(x=value)}, "x")
-
-
 def test_numpy(store):
     big = np.arange(60_000).reshape(200, 300)
     check(
