@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -14,11 +14,13 @@ from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of, key_of
 from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
+from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
 from casnap.restore.targets import why_unfit
-from casnap.state.containers import DICT_KINDS, live_components
+from casnap.state.containers import DICT_KINDS, container_builder, live_components
 from casnap.state.stateful import TORCH_NAMES, RNGState
 from casnap.state.values import encode_key
+from casnap.storage.catalog.contents import Contents
 
 # FSDP2's hook, there from the first forward on, only shards the parameters again. That of
 # activation checkpointing gives names the prefix of its wrapper, which the state dict is without.
@@ -165,10 +167,10 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
 # --- optimizers, and other states that are no modules -------------------------------------------
 
 
-def why_refused(state: KeyState) -> list[str]:
-    """Return why a value would refuse to load what the snapshot has for it.
+def why_refused(contents: Contents, state: KeyState) -> list[str]:
+    """Return why a value cannot load what the snapshot has for it.
 
-    Only loaders of torch and casnap are known. Any other loader says itself what it refuses.
+    Of loaders only those of torch and casnap are known. Any other says itself what it refuses.
     """
     component, stateful, entries = state.component, state.stateful, state.entries
     loader = known_loader(stateful)
@@ -185,7 +187,7 @@ def why_refused(state: KeyState) -> list[str]:
         return list(_other_groups(component, stateful, state))
     if loader is RNGState and component in entries:
         return list(_no_random_state(component, state))
-    return []
+    return list(_other_keys(contents, state))
 
 
 def _other_groups(
@@ -209,6 +211,51 @@ def _other_groups(
         )
         if live != in_snapshot:
             yield f"{groups_path}/{i}: {live} parameters here, {in_snapshot} in the snapshot"
+
+
+def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
+    """Yield the dicts that have numbers as keys here, and their texts in the snapshot.
+
+    DCP's own files hold all keys as texts. A value may load them, and never find them.
+    """
+    loading, live_keys = Loading(contents), dict[str, set[Any]]()
+    for path, mapping in _mappings(state.current, state.component):
+        entry = state.entries.get(path)
+        if isinstance(entry, ContainerEntry) and not all(type(key) is str for key in mapping):
+            loading.add(path, entry)
+            live_keys[path] = set(mapping)
+    for path, (_, entry, content) in loading.load().items():
+        if not isinstance(entry, ContainerEntry) or entry.kind not in DICT_KINDS:
+            continue
+        assert isinstance(content, bytes)
+        keys = set(container_builder(path, entry, content)[1]([None] * entry.count))
+        numbers = {key for key in live_keys[path] if type(key) is not str}
+        texts = {k for k in keys - live_keys[path] if k in map(str, numbers) or _is_number(k)}
+        if texts and all(type(key) is str for key in keys):
+            yield (
+                f"{path}: the key {min(texts)!r:.80} is a text in the snapshot, where this state "
+                f"has keys like {next(iter(numbers))!r:.80}: DCP's own files hold all keys as "
+                f"texts. read_object({state.component!r}) reads it; give the keys their type, then "
+                "load that"
+            )
+
+
+def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield the dicts in a state, with their paths."""
+    is_mapping = isinstance(value, Mapping)
+    if is_mapping:
+        yield path, value
+    elif not isinstance(value, list | tuple):
+        return
+    children = list(value.values()) if is_mapping else value
+    components = live_components(value) if is_mapping else map(str, range(len(value)))
+    for component, child in zip(components, children, strict=True):
+        if isinstance(child, Mapping | list | tuple):
+            yield from _mappings(child, f"{path}/{component}")
+
+
+def _is_number(key: object) -> bool:
+    return isinstance(key, str) and key.isascii() and key.removeprefix("-").isdigit()
 
 
 def _no_random_state(component: str, state: KeyState) -> Iterator[str]:

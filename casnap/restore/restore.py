@@ -87,7 +87,8 @@ def restore(
     for state in key_states:
         if state is not None:
             check_known(contents.label, state.entries.items())
-    states, targets = _compared([state for state in key_states if state is not None], report)
+    compared = [state for state in key_states if state is not None]
+    states, targets = _compared(contents, compared, report)
     report.missing += _missed_by_new_ranks(contents, kept_for_others, comm)
     if options.strict and report:
         renames = options.rename is not None
@@ -170,7 +171,7 @@ def _on_devices(
 @python_gc_paused()
 @without_torch_modes()
 def _compared(
-    key_states: Iterable[KeyState], report: RestoreReport
+    contents: Contents, key_states: Iterable[KeyState], report: RestoreReport
 ) -> tuple[list[KeyState], dict[str, Shards]]:
     """Report how the keys differ from the snapshot.
 
@@ -180,7 +181,7 @@ def _compared(
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
     for state in key_states:
-        if refused := why_refused(state):
+        if refused := why_refused(contents, state):
             report.mismatched += refused
             continue
         if isinstance(state.stateful, torch.nn.Module):

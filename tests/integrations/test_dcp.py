@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.utils._pytree import tree_map_only
 
 from casnap import Retention, Snapshot, StateDict, Store, release_memory
-from casnap.errors import StateError, UnsupportedTypeError
+from casnap.errors import MismatchError, StateError, UnsupportedTypeError
 from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
 from tests.support.bitwise import assert_same
 from tests.support.cli_calls import invoke
@@ -290,6 +290,24 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
         scheduler.step()
         found.append(optimizer.param_groups[0]["lr"])
     return found
+
+
+def test_a_scheduler_of_dcps_own_files(tmp_path: Path) -> None:
+    """These hold the milestones as texts: the scheduler loaded them, and never decayed."""
+    _, scheduler = scheduled()
+    dcp.save({"sched": scheduler.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    store = Store(tmp_path / "store")
+    store.import_file(tmp_path / "dcp", "a")
+    _, again = scheduled()
+    with pytest.raises(MismatchError, match=r"sched/milestones: the key '3' is a text"):
+        store["a"].restore({"sched": again})
+    report = store["a"].restore({"sched": again}, strict=False)
+    assert len(report.mismatched) == 1
+    assert [*again.milestones] == [3, 6]  # type: ignore[attr-defined]
+    # Where the keys are texts, they stay so.
+    config = StateDict(milestones={"7": 0}, gamma=0.0)
+    store["a"].restore({"sched": config}, strict=False)
+    assert config["milestones"] == {"3": 1, "6": 1}
 
 
 @pytest.mark.parametrize("by", ["restore", "dcp.load"])
