@@ -1,0 +1,483 @@
+"""Golden stores: small stores that one version made, which every later one has to read.
+
+``python -m tests.support.golden FOLDER`` makes them: an archive of each, and what it holds as JSON.
+Those in ``tests/fixtures/golden`` were made once, and are never made anew: a later version of the
+format adds more of them. What they hold is told by the states that were taken, not by reading.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import io
+import json
+import lzma
+import pathlib
+import sys
+import tarfile
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.torch_version import TorchVersion
+
+from casnap import RNGState, Snapshot, StateDict, Store
+from casnap.storage.catalog.table import snapshots_in
+from casnap.transfer.copy import copy_snapshots
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions
+from tests.support.ranks import Pool
+
+GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
+CHUNK = 64 << 10
+State = dict[str, Any]
+
+
+class Color(enum.Enum):
+    RED = "r"
+
+
+class Mode(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object = None
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+DTYPES = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+
+
+def of_dtype(name: str) -> torch.Tensor:
+    """Return a small tensor whose bytes count up."""
+    dtype = getattr(torch, name)
+    if name == "bool":
+        return torch.tensor([[True, False, True]])
+    return torch.arange(6 * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(2, 3)
+
+
+def tensors() -> State:
+    numbers = torch.arange(1000, dtype=torch.float32).reshape(50, 20)
+    channels = torch.tensor([0.5, 0.25]), torch.tensor([3, -1])
+    dense = torch.zeros(6, 4)
+    dense[1, 2] = 3.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            **{name: of_dtype(name) for name in DTYPES},
+            "parameter": torch.nn.Parameter(numbers[:2].clone()),
+            "buffer": torch.nn.Buffer(numbers[:2].clone()),
+            "frozen": torch.nn.Parameter(numbers[:1].clone(), requires_grad=False),
+            "strided": numbers[::3, 1::2],
+            "conjugated": of_dtype("complex64").conj(),
+            "scalar": torch.tensor(1.5),
+            "empty": torch.empty(0, 7, dtype=torch.int16),
+            "inline": torch.arange(16, dtype=torch.float32),
+            "one chunk": numbers,
+            "four chunks": torch.arange(4 * CHUNK // 8).reshape(4, -1),
+            "a list of chunks": torch.arange(9 * CHUNK // 8).reshape(9, 32, 256) % 251,
+            "rest": torch.arange(33_000, dtype=torch.int32) // 7,
+            "quint8": torch.quantize_per_tensor(numbers[:3], 0.5, 10, torch.quint8),
+            "qint8": torch.quantize_per_channel(numbers[:2], *channels, 0, torch.qint8),
+            "qint32": torch.quantize_per_tensor(numbers[:1], 0.125, -2, torch.qint32),
+            "coo": dense.to_sparse(),
+            "csr": dense.to_sparse_csr(),
+            "csc": dense.to_sparse_csc(),
+            "bsr": dense.to_sparse_bsr((2, 2)),
+            "bsc": dense.to_sparse_bsc((2, 2)),
+        }
+
+
+def arrays() -> State:
+    return {
+        "<f4": np.arange(6, dtype="<f4").reshape(2, 3),
+        ">i8": np.arange(3, dtype=">i8"),
+        "|b1": np.array([True, False]),
+        "<c16": np.array([1 + 2j]),
+        "<M8[ns]": np.array(["2024-02-29T01:02:03.000000004"], dtype="<M8[ns]"),
+        "<m8[3s]": np.array([5], dtype="<m8[3s]"),
+        "|S5": np.array([b"ab", b"cde"], dtype="|S5"),
+        "<U3": np.array(["a", "\U0001fae0x"], dtype="<U3"),
+        "|V3": np.array([b"xyz"], dtype="|V3"),
+        "scalar": np.float32(2.5),
+        "str_": np.str_("ü\0"),
+        "bytes_": np.bytes_(b"ab\0"),
+        "large": np.arange(20_000, dtype="<u2"),
+    }
+
+
+def values() -> State:
+    position = io.BytesIO(b"some bytes")
+    position.seek(4)
+    return {
+        "none": None,
+        "bool": True,
+        "int": -7,
+        "large int": -(2**200),
+        "float": -0.1,
+        "inf": float("inf"),
+        "complex": 1 - 2j,
+        "str": "ü\ud800\0\U0001fae0",
+        "long str": "word " * 50,
+        "bytes": b"\0\xff",
+        "bytearray": bytearray(b"ab"),
+        "bytes_io": position,
+        "range": range(-(2**70), 2**70, 3),
+        "slice": slice(1, None, 2),
+        "timedelta": datetime.timedelta(-3, 4, 5),
+        "date": datetime.date(2024, 2, 29),
+        "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, datetime.timezone.utc),
+        "path": pathlib.Path("/a/b"),
+        "device": torch.device("cuda:1"),
+        "torch_version": TorchVersion("2.4.0"),
+        "dtype": torch.bfloat16,
+        "layout": torch.sparse_coo,
+        "memory_format": torch.channels_last,
+        "qscheme": torch.per_tensor_affine,
+        "enum": Color.RED,
+        "flag": Mode.A | Mode.B,
+        "packed_list": [None, True, -1, 1.5, "a", b"b"] * 200,
+        "packed_tuple": tuple(range(1001)),
+        "packed_set": set(range(1001)),
+        "packed_frozenset": frozenset(map(str, range(1001))),
+    }
+
+
+def containers() -> State:
+    ordered = OrderedDict(a=1, b=2)
+    ordered._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    deep: Any = 1
+    for _ in range(40):
+        deep = [deep]
+    return {
+        "dict": {},
+        "Counter": Counter("abca"),
+        "defaultdict": defaultdict(list, a=[1]),
+        "OrderedDict": ordered,
+        "list": [1, [2, []]],
+        "tuple": (1, ("a",)),
+        "size": torch.Size([2, 3]),
+        "set": {"b", "a"},
+        "frozenset": frozenset({(1, "x"), (2, "y")}),
+        "deque": deque([1, 2], 7),
+        "namedtuple": Pair(1, (2,)),
+        "deep": deep,
+    }
+
+
+def keys() -> State:
+    """Return keys whose text, where Python makes it, differs between its versions and platforms."""
+    return {
+        "of strings": {"a/b": 1, "a%b": 2, "\ud800": 3, "": 4, "%k0123456789abcdef": 5, "ü": 6},
+        "of ints": {0: 1, -5: 2, 2**63 - 1: 3, 2**63: 4, 10**40: 5},
+        "alike": {1: "int", "1": "str", True + 1: "two", 1.5: "float", "1.5": "text"},
+        "of tuples": {("\U0001fae0",): 1, (1, "x", None): 2, ((1.5,), b"y"): 3},
+        "of others": {None: 1, 1e-7: 2, 1j: 3, b"by": 4, torch.float32: 5, False: 6},
+    }
+
+
+def kinds() -> dict[str, Any]:
+    return {
+        name: StateDict(state())
+        for name, state in (
+            ("tensors", tensors),
+            ("arrays", arrays),
+            ("values", values),
+            ("containers", containers),
+            ("keys %/ü", keys),
+        )
+    }
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Made:
+    """A store that was made.
+
+    Attributes:
+        store: The store.
+        states: What each snapshot holds, by name; of each rank, where several took it.
+    """
+
+    store: Store
+    states: dict[str, list[Mapping[str, Any]]]
+
+    def take(self, state: Mapping[str, Any], name: str, **options: Any) -> None:
+        self.store.take(state, name, **options)
+        self.states[name] = [state]
+
+
+def make_kinds(folder: Path) -> Made:
+    """Entries of every kind, and the state of random generators."""
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    made.take(kinds(), "kinds")
+    made.take({"random": RNGState(), "pickled": StateDict(x=Fraction(1, 3))}, "p", allow_pickle=True)
+    return made
+
+
+def drifting(step: int) -> State:
+    """Return a state of which a few numbers change in each step, and others all do a little."""
+    sparse = torch.arange(9000, dtype=torch.int64) % 97
+    sparse[:: 1000 + step] += step
+    dense = (torch.arange(9000) % 61).to(torch.bfloat16).view(torch.int16) + step
+    wide = (torch.arange(2000) % 50).double() + step / 2**30
+    return {"sparse": sparse, "dense": dense.view(torch.bfloat16), "wide": wide, "step": step}
+
+
+def make_codecs(folder: Path) -> Made:
+    """Raw chunks, planes of each width, and chains of deltas of both forms."""
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    for step in range(6):
+        made.take({"m": StateDict(drifting(step))}, f"run/{step}")
+    made.store.gc(grace=0)
+    made.store.configure(codec="zstd")
+    for name, dtype in (("half", torch.float16), ("single", torch.float32)):
+        made.take({"m": StateDict(w=torch.arange(3000).to(dtype) / 64)}, f"planes/{name}")
+    made.take({"m": StateDict(w=b"some text " * 2000)}, "planes/text")
+    return made
+
+
+def sharded(step: int) -> dict[str, Any]:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    weight = torch.arange(5 * CHUNK // 4).reshape(-1, 64) % 251 + step
+    odd = torch.arange(131 * 8, dtype=torch.float32).reshape(131, 8) + step
+    model = StateDict(
+        rows=distribute_tensor(weight.float(), mesh, [Shard(0)]),
+        columns=distribute_tensor(weight.int(), mesh, [Shard(1)]),
+        odd=distribute_tensor(odd, mesh, [Shard(0)]),
+        whole=distribute_tensor(odd + 1, mesh, [Replicate()]),
+        bias=torch.arange(100) + step,
+    )
+    own = StateDict(rank=rank, seen=torch.arange(500) * (rank + 1), common=step)
+    return {"model": model, "loader": own, "optimizer": StateDict(m=odd.sum(1), lr=0.1)}
+
+
+def take_sharded(folder: str) -> list[State]:
+    states = []
+    for step in range(3):
+        state = sharded(step)
+        Snapshot.take(f"{folder}/run/{step}", state, metadata={"step": step})
+        whole = {key: dict(value.data) for key, value in state.items()}
+        for name, value in whole["model"].items():
+            if hasattr(value, "full_tensor"):
+                whole["model"][name] = value.full_tensor()
+        states.append(whole)
+    return states
+
+
+def make_ranks(folder: Path) -> Made:
+    """A run of two ranks: sharded, and thinned, tagged, published, rewound and pruned."""
+    store = Store(folder, chunk_size=CHUNK).make()
+    with Pool() as pool:
+        of_ranks = pool.world(2).run(take_sharded, str(folder))
+    made = Made(store, {f"run/{i}": list(states) for i, states in enumerate(zip(*of_ranks))})
+    store.thin({"optimizer": 1, "loader": 1}, prefix="run")
+    for state in made.states["run/0"] + made.states["run/1"]:
+        del state["optimizer"], state["loader"]  # type: ignore[attr-defined]
+    store.tag("run/0", "best", "ü")
+    store.publish("stable", "run/0")
+    store.publish("stable", "run/1")
+    large = {"text": "x" * 400, "nested": {"loss": [0.5, None, True]}}
+    made.take({"model": StateDict(drifting(9))}, "run/3", metadata={"step": 3, **large})
+    store.rewind("run/2")
+    made.states["run/rewound-" + store.snapshots()[-1].name.split("-")[-1]] = made.states.pop("run/3")
+    store.take({"model": StateDict(w=torch.arange(9000))}, "run/gone")
+    store.delete("run/gone")
+    store.gc(grace="1h")
+    return made
+
+
+def make_many(folder: Path) -> Made:
+    """Trees with lists: of many snapshots, and of many entries; merged segments, moved packs."""
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    many = {"entries": StateDict({f"{i:05}": i for i in range(1200)})}
+    made.take(many, "many entries")
+    for i in range(40):
+        made.take({"s": StateDict(i=i, w=torch.arange(20) + i)}, f"runs/{i // 20}/{i}")
+    for name in ("runs/0/3", "runs/1/27"):
+        made.store.delete(name)
+        del made.states[name]
+    made.store.gc(grace=0, repack=1.0)
+    return made
+
+
+class _StopError(Exception):
+    pass
+
+
+def make_copied(folder: Path) -> Made:
+    """A mirror that got snapshots, of a run that another store goes on with; an unfinished copy."""
+    elsewhere = folder.with_name("elsewhere")
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    source = Store(elsewhere / "a", chunk_size=CHUNK, mirror=str(folder))
+    states = [{"m": StateDict(drifting(step))} for step in range(3)]
+    for step, state in enumerate(states):
+        source.take(state, f"run/{step}", metadata={"step": step})
+        source.wait_mirrored(60)
+        made.states[f"run/{step}"] = [state]
+    large = {"m": StateDict(w=torch.arange(6 * CHUNK // 8) % 83)}
+    plain = Store(elsewhere / "b", chunk_size=CHUNK).make()
+    plain.take(large, "large")
+    plain.copy("large", to=made.store, rename="copied/large")
+    made.states["copied/large"] = [large]
+    plain.take({"m": StateDict(w=torch.arange(6 * CHUNK // 8) % 89)}, "second")
+    _copy_a_part(plain, made.store, "second")
+    return made
+
+
+def _copy_a_part(source: Store, destination: Store, name: str) -> None:
+    """Begin to copy a snapshot, and stop behind the first part."""
+    sent = []
+
+    def stop(*progress: object) -> None:
+        sent.append(progress)
+        if len(sent) > 4:
+            raise _StopError
+
+    here, there = source.open_store, destination.open_store
+    rows = dict(snapshots_in(here.table(here.newest())))
+    job = CopyJob(name, name, rows[name])
+    with suppress(_StopError):
+        copy_snapshots(here, there, [job], CopyOptions(part_bytes=2 * CHUNK, part_seconds=0), stop)
+
+
+MAKERS: dict[str, Callable[[Path], Made]] = {
+    "kinds": make_kinds,
+    "codecs": make_codecs,
+    "ranks": make_ranks,
+    "many": make_many,
+    "copied": make_copied,
+}
+
+
+# --- what they hold -------------------------------------------------------------------------------
+
+
+def described(value: Any) -> Any:
+    """Return a value as JSON, alike in all versions of Python, numpy and torch."""
+    if isinstance(value, torch.Tensor):
+        return _described_tensor(value)
+    if isinstance(value, np.ndarray | np.generic):
+        text = blake3(np.asarray(value).tobytes()).hexdigest()
+        return [type(value).__name__, np.asarray(value).dtype.str, list(value.shape), text]
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return [name, _short([[described(key), described(each)] for key, each in value.items()])]
+    if isinstance(value, list | tuple | deque):
+        return [name, _short([described(each) for each in value])]
+    if isinstance(value, set | frozenset):
+        return [name, _short(sorted(json.dumps(described(each)) for each in value))]
+    if isinstance(value, enum.Enum):
+        return [name, value.value]
+    if isinstance(value, io.BytesIO):
+        return [name, value.tell(), value.getvalue().hex()]
+    return [name, _short(ascii(value))]
+
+
+def _short(value: Any) -> Any:
+    return value if len(value) < 100 else blake3(json.dumps(value).encode()).hexdigest()
+
+
+def _described_tensor(value: torch.Tensor) -> Any:
+    kind = [type(value).__name__, str(value.dtype), list(value.shape), value.requires_grad]
+    value = value.detach()
+    if value.layout is not torch.strided:
+        return [*kind, str(value.layout), _described_tensor(value.to_dense())]
+    if value.is_quantized:
+        integers = value.int_repr()
+        return [*kind, str(value.qscheme()), _described_tensor(integers), _of_dense(value)]
+    return [*kind, _of_dense(value)]
+
+
+def _of_dense(value: torch.Tensor) -> str:
+    if value.is_quantized:
+        value = value.dequantize()
+    plain = value.resolve_conj().contiguous().reshape(-1)
+    return blake3(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def document_of(made: Made) -> Any:
+    """Return what is expected of a store."""
+    snapshots = {}
+    for snapshot in made.store.snapshots():
+        states = made.states[snapshot.name]
+        snapshots[snapshot.name] = {
+            "commit": snapshot.commit_id,
+            "metadata": snapshot.metadata.user,
+            "ranks": [
+                {key: described(dict(_state_of(value))) for key, value in state.items()}
+                for state in states
+            ],
+            "tags": list(snapshot.tags),
+            "thinned": list(snapshot.thinned),
+            "rewound": snapshot.row.is_rewound,
+            "world_size": snapshot.world_size,
+        }
+    assert snapshots.keys() == made.states.keys()
+    return {"settings": made.store.settings, "snapshots": snapshots}
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+# --- archives -------------------------------------------------------------------------------------
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the store in a folder as an archive. Its bytes depend on the store alone."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tmp")
+    with lzma.open(archive, "wb", preset=9) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for path in paths:
+            info = tarfile.TarInfo(str(path.relative_to(folder)))
+            info.size, info.mode = path.stat().st_size, 0o644
+            tar.addfile(info, io.BytesIO(path.read_bytes()))
+
+
+def unpack(name: str, folder: Path, golden: Path = GOLDEN) -> dict[str, Any]:
+    """Put a golden store into a folder; return what is expected of it."""
+    with tarfile.open(golden / f"{name}.tar.xz") as tar:
+        tar.extractall(folder, filter="data")
+    document: dict[str, Any] = json.loads((golden / f"{name}.json").read_text())
+    return document
+
+
+def make(folder: Path, work: Path) -> None:
+    """Make all golden stores, with what is expected of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, maker in MAKERS.items():
+        place = work / name / "store"
+        made = maker(place)
+        pack(place, folder / f"{name}.tar.xz")
+        text = json.dumps(document_of(made), indent=1, sort_keys=True)
+        (folder / f"{name}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    from tempfile import TemporaryDirectory
+
+    if any(Path(sys.argv[1]).glob("*.tar.xz")):
+        sys.exit("there are golden stores, which are never made anew; name another folder")
+    with TemporaryDirectory() as work:
+        make(Path(sys.argv[1]), Path(work))
