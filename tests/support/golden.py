@@ -1,8 +1,7 @@
 """Golden stores: small stores that one version made, which every later one has to read.
 
-``python -m tests.support.golden FOLDER`` makes them: an archive of each, and what it holds as JSON.
-Those in ``tests/fixtures/golden`` were made once, and are never made anew: a later version of the
-format adds more of them. What they hold is told by the states that were taken, not by reading.
+``tools/make_golden_stores.py`` makes them: an archive of each, and what it holds as JSON. What they
+hold is told by the states that were taken, not by reading.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import io
 import json
 import lzma
 import pathlib
-import sys
+import re
 import tarfile
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,15 +41,6 @@ from tests.support.ranks import Pool
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
 CHUNK = 64 << 10
 State = dict[str, Any]
-
-
-class Color(enum.Enum):
-    RED = "r"
-
-
-class Mode(enum.Flag):
-    A = 1
-    B = 2
 
 
 class Pair(NamedTuple):
@@ -153,8 +144,8 @@ def values() -> State:
         "layout": torch.sparse_coo,
         "memory_format": torch.channels_last,
         "qscheme": torch.per_tensor_affine,
-        "enum": Color.RED,
-        "flag": Mode.A | Mode.B,
+        "enum": HTTPStatus.NOT_FOUND,
+        "flag": re.MULTILINE | re.DOTALL,
         "packed_list": [None, True, -1, 1.5, "a", b"b"] * 200,
         "packed_tuple": tuple(range(1001)),
         "packed_set": set(range(1001)),
@@ -232,7 +223,9 @@ def make_kinds(folder: Path) -> Made:
     """Entries of every kind, and the state of random generators."""
     made = Made(Store(folder, chunk_size=CHUNK).make(), {})
     made.take(kinds(), "kinds")
-    made.take({"random": RNGState(), "pickled": StateDict(x=Fraction(1, 3))}, "p", allow_pickle=True)
+    made.take(
+        {"random": RNGState(), "pickled": StateDict(x=Fraction(1, 3))}, "p", allow_pickle=True
+    )
     return made
 
 
@@ -291,7 +284,9 @@ def make_ranks(folder: Path) -> Made:
     store = Store(folder, chunk_size=CHUNK).make()
     with Pool() as pool:
         of_ranks = pool.world(2).run(take_sharded, str(folder))
-    made = Made(store, {f"run/{i}": list(states) for i, states in enumerate(zip(*of_ranks))})
+    made = Made(
+        store, {f"run/{i}": list(states) for i, states in enumerate(zip(*of_ranks, strict=True))}
+    )
     store.thin({"optimizer": 1, "loader": 1}, prefix="run")
     for state in made.states["run/0"] + made.states["run/1"]:
         del state["optimizer"], state["loader"]  # type: ignore[attr-defined]
@@ -301,7 +296,9 @@ def make_ranks(folder: Path) -> Made:
     large = {"text": "x" * 400, "nested": {"loss": [0.5, None, True]}}
     made.take({"model": StateDict(drifting(9))}, "run/3", metadata={"step": 3, **large})
     store.rewind("run/2")
-    made.states["run/rewound-" + store.snapshots()[-1].name.split("-")[-1]] = made.states.pop("run/3")
+    made.states["run/rewound-" + store.snapshots()[-1].name.split("-")[-1]] = made.states.pop(
+        "run/3"
+    )
     store.take({"model": StateDict(w=torch.arange(9000))}, "run/gone")
     store.delete("run/gone")
     store.gc(grace="1h")
@@ -362,7 +359,24 @@ def _copy_a_part(source: Store, destination: Store, name: str) -> None:
         copy_snapshots(here, there, [job], CopyOptions(part_bytes=2 * CHUNK, part_seconds=0), stop)
 
 
+def make_small(folder: Path) -> Made:
+    """The test vectors of docs/format.md: a little of most things."""
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    for step in range(4):
+        weight = (torch.arange(2000) % 61).to(torch.bfloat16).view(torch.int16) + step
+        ids = torch.arange(800) % 97
+        ids[:: 100 + step] += step
+        model = StateDict(
+            weight=weight.view(torch.bfloat16).reshape(40, 50), ids=ids, bias=torch.ones(3) * step
+        )
+        made.take({"model": model, "at": StateDict({"step": step, ("a", 1): "ü"})}, f"run/{step}")
+    made.store.tag("run/3", "best")
+    made.store.gc(grace=0)
+    return made
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
+    "small": make_small,
     "kinds": make_kinds,
     "codecs": make_codecs,
     "ranks": make_ranks,
@@ -447,7 +461,9 @@ def _state_of(value: Any) -> Any:
 
 def pack(folder: Path, archive: Path) -> None:
     """Write the store in a folder as an archive. Its bytes depend on the store alone."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tmp")
+    paths = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tmp"
+    )
     with lzma.open(archive, "wb", preset=9) as file, tarfile.open(fileobj=file, mode="w") as tar:
         for path in paths:
             info = tarfile.TarInfo(str(path.relative_to(folder)))
@@ -463,21 +479,11 @@ def unpack(name: str, folder: Path, golden: Path = GOLDEN) -> dict[str, Any]:
     return document
 
 
-def make(folder: Path, work: Path) -> None:
-    """Make all golden stores, with what is expected of them."""
+def make(name: str, folder: Path, work: Path) -> None:
+    """Make a golden store, with what is expected of it, in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, maker in MAKERS.items():
-        place = work / name / "store"
-        made = maker(place)
-        pack(place, folder / f"{name}.tar.xz")
-        text = json.dumps(document_of(made), indent=1, sort_keys=True)
-        (folder / f"{name}.json").write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    from tempfile import TemporaryDirectory
-
-    if any(Path(sys.argv[1]).glob("*.tar.xz")):
-        sys.exit("there are golden stores, which are never made anew; name another folder")
-    with TemporaryDirectory() as work:
-        make(Path(sys.argv[1]), Path(work))
+    place = work / name / "store"
+    made = MAKERS[name](place)
+    pack(place, folder / f"{name}.tar.xz")
+    text = json.dumps(document_of(made), sort_keys=True, separators=(",", ":"))
+    (folder / f"{name}.json").write_text(text + "\n")

@@ -1,0 +1,102 @@
+"""Stores that earlier versions made: each is read, checked, collected, copied and added to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+
+from casnap import StateDict, Store
+from casnap.format.names import component_of
+from tests.support.golden import GOLDEN, described, unpack
+from tests.support.read_alike import assert_read_alike
+
+MADE = {
+    # Of these none is ever changed, and none made anew. A later version may add some.
+}
+
+
+def restored(store: Store, name: str, rank: int, keys: list[str]) -> Any:
+    """Return what a rank gets, described as it was when it was taken."""
+    components = {key: component_of(key) for key in keys}
+    assert set(store[name].contents.trees(rank)) == set(components.values())
+    return {
+        key: described(store[name].read_object(f"{rank}/{component}", allow_pickle=True))
+        for key, component in components.items()
+    }
+
+
+def check_all(store: Store, document: dict[str, Any], prefix: str = "") -> None:
+    for name, expected in document["snapshots"].items():
+        snapshot = store[prefix + name]
+        assert snapshot.commit_id == expected["commit"]
+        assert snapshot.metadata.user == expected["metadata"]
+        assert list(snapshot.tags) == expected["tags"]
+        assert list(snapshot.thinned) == expected["thinned"]
+        assert snapshot.row.is_rewound == expected["rewound"]
+        assert snapshot.world_size == expected["world_size"]
+        for rank, keys in enumerate(expected["ranks"]):
+            assert restored(store, prefix + name, rank, list(keys)) == keys
+
+
+# Newer versions of torch say that these dtypes go; stores that hold them stay.
+pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+
+
+@pytest.fixture(params=sorted(path.name.split(".")[0] for path in GOLDEN.glob("*.tar.xz")))
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, dict[str, Any]]:
+    document = unpack(request.param, tmp_path / "store")
+    return Store(tmp_path / "store", create=False), document
+
+
+def test_none_was_made_anew() -> None:
+    found = {path.name: blake3(path.read_bytes()).hexdigest() for path in GOLDEN.iterdir()}
+    assert found == MADE
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 200_000
+
+
+def test_it_is_read(golden: tuple[Store, dict[str, Any]]) -> None:
+    store, document = golden
+    assert {s.name for s in store.snapshots()} == set(document["snapshots"])
+    assert store.settings == document["settings"]
+    check_all(store, document)
+    assert store.check(data=True).ok
+
+
+def test_it_is_collected(golden: tuple[Store, dict[str, Any]]) -> None:
+    store, document = golden
+    store.gc(grace=0, repack=1.0)
+    check_all(store, document)
+    report = store.check(data=True)
+    assert report.ok
+    assert report.unsupported == []
+
+
+def test_it_is_copied(golden: tuple[Store, dict[str, Any]], tmp_path: Path) -> None:
+    store, document = golden
+    copy = Store(tmp_path / "copy", chunk_size=store.chunk_size).make()
+    store.copy(to=copy, rename="of")
+    check_all(copy, document, "of/")
+    assert copy.check(data=True).ok
+
+
+def test_it_is_added_to(golden: tuple[Store, dict[str, Any]]) -> None:
+    store, document = golden
+    weight = torch.arange(30_000)
+    for step in range(3):
+        store.take({"m": StateDict(w=weight + step, x={("a", 1): step})}, f"new/{step}")
+    name = next(iter(document["snapshots"]))
+    store.tag(name, "later")
+    store.delete("new/1")
+    store.gc(grace=0)
+    document["snapshots"][name]["tags"] = sorted([*document["snapshots"][name]["tags"], "later"])
+    check_all(store, document)
+    assert torch.equal(store["new/2"].read_object("m/w"), weight + 2)
+    assert store.check(data=True).ok
+
+
+def test_it_is_read_without_casnap(golden: tuple[Store, dict[str, Any]], tmp_path: Path) -> None:
+    assert assert_read_alike(tmp_path / "store") > 20

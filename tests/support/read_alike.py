@@ -1,0 +1,66 @@
+"""A store as ``tools/read_store.py`` reads it, which uses nothing of casnap, and as casnap does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from casnap import Snapshot, Store
+from casnap.format.entries import Entry, TensorEntry, ValueEntry
+from casnap.state.values import encode_value
+from tools import read_store
+
+_WITHOUT_BYTES_OF_THEIR_OWN = ("object", "pickle")
+
+
+def assert_read_alike(path: Path) -> int:
+    """Check that both readers read the same from a store; return how many entries they read."""
+    store, other = Store(path, create=False), read_store.Store(path)
+    snapshots = store.snapshots()
+    assert {s.name: s.row.commit for s in snapshots} == {
+        name: row["commit"] for name, row in other.snapshots.items()
+    }
+    return sum(_compare(snapshot, other) for snapshot in snapshots)
+
+
+def _compare(snapshot: Snapshot, other: read_store.Store) -> int:
+    count = 0
+    # One rank more than there were: it sees what is global.
+    for rank in range(snapshot.world_size + 1):
+        entries, others = dict(snapshot.contents.entries(rank)), other.entries(snapshot.name, rank)
+        assert list(entries) == list(others)
+        for path, entry in entries.items():
+            _compare_entry(snapshot, f"{rank}/{path}", entry, other, others[path])
+        count += len(entries)
+    return count
+
+
+def _compare_entry(
+    snapshot: Snapshot, path: str, entry: Entry, other: read_store.Store, its_entry: list[Any]
+) -> None:
+    rank, _, bare = path.partition("/")
+    path = path if int(rank) < snapshot.world_size else bare
+    if isinstance(entry, TensorEntry):
+        tensor = other.tensor(its_entry)
+        assert tensor.shape == entry.shape
+        assert tensor.tobytes() == _bytes_of(snapshot.read_object(path))
+        return
+    content = other.content(its_entry)
+    if isinstance(entry, ValueEntry) and entry.kind not in _WITHOUT_BYTES_OF_THEIR_OWN:
+        value = snapshot.read_object(path)
+        assert encode_value(path, value, allow_pickle=False) == (entry.kind, content)
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, np.str_):
+        return value.encode("utf-32-le", "surrogatepass")
+    if isinstance(value, np.bytes_):
+        return bytes(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return bytes(value.tobytes())
+    tensor = value.detach()
+    plain = tensor.int_repr() if tensor.is_quantized else tensor
+    return bytes(plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
