@@ -20,6 +20,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -46,16 +47,16 @@ NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,4}(\[[0-9A-Za-z/]{1,24}
 TORCH_KINDS, NUMPY_KINDS = ("tensor", "parameter", "buffer"), ("ndarray", "numpy_scalar")
 
 
-class DamagedError(Exception):
-    """The bytes are not what the page says."""
+class DamagedError(Exception): ...  # the bytes are not what the page says
 
 
-class UnsupportedError(Exception):
-    """The bytes are of a later version of the format."""
+class UnsupportedError(Exception): ...  # the bytes are of a later version
 
 
 # What reading bytes raises if they are not what they should be.
 FAILURES = (DamagedError, OSError, ValueError, TypeError, LookupError, struct.error, ZstdError)
+# Keys of maps may be bytes.
+decode = partial(msgpack.unpackb, strict_map_key=False)
 
 
 def need(condition: bool, problem: str) -> None:
@@ -66,10 +67,6 @@ def need(condition: bool, problem: str) -> None:
 def know(condition: bool, what: str) -> None:
     if not condition:
         raise UnsupportedError(f"{what}: this store needs a later reader")
-
-
-def decode(content: bytes) -> Any:
-    return msgpack.unpackb(content, strict_map_key=False)
 
 
 def unseal(kind: bytes, content: bytes, what: str) -> bytes:
@@ -161,7 +158,7 @@ class Store:
             raise DamagedError(f"{key} cannot be read: {e}") from e
 
     def _numbers(self, folder: str) -> list[int]:
-        names = [path.name for path in (self._folder / folder).glob("*")]
+        names = (path.name for path in (self._folder / folder).glob("*"))
         return sorted(int(n) for n in names if re.fullmatch("0|[1-9][0-9]{0,14}", n))
 
     def _root(self, seq: int) -> dict[str, Any]:
@@ -178,8 +175,7 @@ class Store:
         folders = reversed(self._numbers("roots"))
         numbers = next(filter(None, (self._numbers(f"roots/{n}") for n in folders)), [])
         need(bool(numbers), f"{self._folder} is no store: it has no root")
-        copied = max(self._numbers("roots/copies"), default=-1)
-        if copied > numbers[-1]:
+        if (copied := max(self._numbers("roots/copies"), default=-1)) > numbers[-1]:
             copy = self._root(copied)
             # Without its segments it comes from copying a store during a write.
             if all((self._folder / "index" / ref[0].hex()).exists() for ref in copy["segments"]):
@@ -213,9 +209,10 @@ class Store:
     def _fetch(self, digest: bytes, nbytes: int | None, failed: dict[bytes, str]) -> bytes:
         # Packs that are condemned last: they may be deleted. What is no delta first.
         condemned = self.root["condemned"]
-        places = sorted(self._places(digest), key=lambda p: (p[4] > 2, p[0] in condemned, p[4]))
         failed[digest] = "it is nowhere"
-        for place in places:
+        for place in sorted(
+            self._places(digest), key=lambda p: (p[4] > 2, p[0] in condemned, p[4])
+        ):
             try:
                 raw = self._fetch_at(place, nbytes, failed)
                 need(blake3(raw).digest() == digest, "its bytes are not those of its digest")
@@ -253,9 +250,8 @@ class Store:
         sort, entries, *_ = decode(self.fetch(digest))
         know(sort in ("l", "b"), f"a node of the sort {sort!r}")
         need(len(entries) <= most and depth <= MOST_LISTS, "a node has too much, or lies too deep")
-        items = entries
+        items = entries if sort == "l" else []
         if sort == "b":
-            items = []
             for first, child, count, *_ in entries:
                 below = self._items(child, most, depth + 1)
                 need(len(below) == count > 0 and below[0][0] == first, "a node is not as listed")
@@ -334,20 +330,17 @@ def main() -> None:
     store = Store(args.store)
     if args.snapshot is None:
         print(*(line_of_row(*item) for item in store.snapshots.items()), sep="\n")
-        return
-    entries = store.entries(args.snapshot, args.rank)
-    if args.out is None:
-        print(*(line_of_entry(*item) for item in entries.items()), sep="\n")
-        return
-    entry = entries[args.entry]
-    if entry[0] != "t":
+    elif args.out is None:
+        entries = store.entries(args.snapshot, args.rank).items()
+        print(*(line_of_entry(*item) for item in entries), sep="\n")
+    elif (entry := store.entries(args.snapshot, args.rank)[args.entry])[0] != "t":
         args.out.write_bytes(store.content(entry))
-        return
-    tensor = store.tensor(entry)
-    with args.out.open("wb") as file:
-        np.save(file, tensor, allow_pickle=False)
-    if entry[2] in RAW:
-        print(f"numpy has no {entry[2]}: {args.out} holds {tensor.dtype} of the same bytes")
+    else:
+        tensor = store.tensor(entry)
+        with args.out.open("wb") as file:
+            np.save(file, tensor, allow_pickle=False)
+        if entry[2] in RAW:
+            print(f"numpy has no {entry[2]}: {args.out} holds {tensor.dtype} of the same bytes")
 
 
 if __name__ == "__main__":
