@@ -45,6 +45,7 @@ from tests.support.faults import (
     memory_folder,
 )
 from tests.support.faulty import Crash, Fault, FaultyBackend, Gate, crash
+from tests.support.read_alike import assert_read_alike
 from tests.support.store_model import (
     LATE,
     NAMES,
@@ -503,6 +504,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.gc(grace=0)
         assert_no_orphans(self.path)
         self._assert_all_holds()
+        assert_read_alike(self.path)
 
     def _assert_all_holds(self) -> None:
         assert self._seen() == self._would_be_seen(self.model)

@@ -37,6 +37,7 @@ from casnap.storage.catalog.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.ranks import Pool
+from tools import read_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
 CHUNK = 64 << 10
@@ -362,16 +363,16 @@ def _copy_a_part(source: Store, destination: Store, name: str) -> None:
 def make_small(folder: Path) -> Made:
     """The test vectors of docs/format.md: a little of most things."""
     made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    for step in range(4):
-        weight = (torch.arange(2000) % 61).to(torch.bfloat16).view(torch.int16) + step
-        ids = torch.arange(800) % 97
-        ids[:: 100 + step] += step
+    for step in range(3):
+        weight = (torch.arange(2100) % 61).to(torch.bfloat16).view(torch.int16) + step
+        ids = torch.arange(520) % 97
+        ids[:: 50 + step] += step
         model = StateDict(
-            weight=weight.view(torch.bfloat16).reshape(40, 50), ids=ids, bias=torch.ones(3) * step
+            weight=weight.view(torch.bfloat16).reshape(70, 30), ids=ids, bias=torch.ones(3) * step
         )
         made.take({"model": model, "at": StateDict({"step": step, ("a", 1): "ü"})}, f"run/{step}")
-    made.store.tag("run/3", "best")
-    made.store.gc(grace=0)
+    made.store.tag("run/2", "best")
+    made.store.gc(grace=0, recode_after=1, repack=1.0)
     return made
 
 
@@ -459,13 +460,15 @@ def _state_of(value: Any) -> Any:
 # --- archives -------------------------------------------------------------------------------------
 
 
+def _files(folder: Path) -> list[Path]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path.parent.name != "tmp")
+
+
 def pack(folder: Path, archive: Path) -> None:
     """Write the store in a folder as an archive. Its bytes depend on the store alone."""
-    paths = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tmp"
-    )
     with lzma.open(archive, "wb", preset=9) as file, tarfile.open(fileobj=file, mode="w") as tar:
-        for path in paths:
+        for path in _files(folder):
             info = tarfile.TarInfo(str(path.relative_to(folder)))
             info.size, info.mode = path.stat().st_size, 0o644
             tar.addfile(info, io.BytesIO(path.read_bytes()))
@@ -487,3 +490,42 @@ def make(name: str, folder: Path, work: Path) -> None:
     pack(place, folder / f"{name}.tar.xz")
     text = json.dumps(document_of(made), sort_keys=True, separators=(",", ":"))
     (folder / f"{name}.json").write_text(text + "\n")
+
+
+# --- test vectors ---------------------------------------------------------------------------------
+
+_BYTES_A_LINE = 32
+_HEAD = "# A small store in hex: the test vectors of format.md, which says what these lines are.\n"
+
+
+def as_text(folder: Path) -> str:
+    """Return a store as the text of docs/format-store.txt."""
+    lines = []
+    for path in _files(folder):
+        content = path.read_bytes()
+        digest = blake3(content).hexdigest()
+        lines.append(f"file {path.relative_to(folder)} {len(content)} {digest}")
+        for at in range(0, len(content), _BYTES_A_LINE):
+            if any(part := content[at : at + _BYTES_A_LINE]):
+                lines.append(f"{at:x} {part.hex()}")
+    store = read_store.Store(folder)
+    for name in store.snapshots:
+        for path, entry in store.entries(name).items():
+            content = store.tensor(entry).tobytes() if entry[0] == "t" else store.content(entry)
+            lines.append(f"entry {name} {path} {entry[0]} {blake3(content).hexdigest()}")
+    return _HEAD + "".join(f"{line}\n" for line in lines)
+
+
+def from_text(text: str, folder: Path) -> None:
+    """Put the store of such a text into a folder."""
+    files: dict[str, bytearray] = {}
+    for line in text.splitlines():
+        sort, *words = line.split(" ")
+        if sort == "file":
+            content = files[words[0]] = bytearray(int(words[1]))
+        elif sort not in ("#", "entry"):
+            part = bytes.fromhex(words[0])
+            content[int(sort, 16) : int(sort, 16) + len(part)] = part
+    for key, content in files.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(content)
