@@ -1,6 +1,6 @@
 """The bytes of a fixed take: what is equal is stored as the same bytes by every version.
 
-If a digest here has to change, equal states no longer share their chunks and nodes between versions.
+If a digest here has to change, versions no longer share the chunks and nodes of equal states.
 """
 
 from __future__ import annotations

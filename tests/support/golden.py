@@ -505,9 +505,10 @@ def as_text(folder: Path) -> str:
         content = path.read_bytes()
         digest = blake3(content).hexdigest()
         lines.append(f"file {path.relative_to(folder)} {len(content)} {digest}")
-        for at in range(0, len(content), _BYTES_A_LINE):
-            if any(part := content[at : at + _BYTES_A_LINE]):
-                lines.append(f"{at:x} {part.hex()}")
+        parts = (
+            (at, content[at : at + _BYTES_A_LINE]) for at in range(0, len(content), _BYTES_A_LINE)
+        )
+        lines += [f"{at:x} {part.hex()}" for at, part in parts if any(part)]
     store = read_store.Store(folder)
     for name in store.snapshots:
         for path, entry in store.entries(name).items():
