@@ -13,15 +13,15 @@ verified before it is written. Needs Python 3.10, blake3, msgpack, numpy and zst
 from __future__ import annotations
 
 import argparse
-import datetime
 import re
 import struct
 import sys
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ NUMPY_LACKS = """bfloat16:<u2 complex32:<u4 float8_e4m3fn:|u1 float8_e4m3fnuz:|u
     float8_e5m2fnuz:|u1 float8_e8m0fnu:|u1 float4_e2m1fn_x2:|u1"""
 RAW = dict(pair.split(":") for pair in NUMPY_LACKS.split())
 TYPESTRS = RAW | dict(pair.split(":") for pair in NUMPY_HAS.split())
-NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,4}(\[[0-9A-Za-z/]{1,24}\])?")
+NUMPY_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[\w+\])?|[SUV][1-9][0-9]{0,4})")
+SHOWN = ("world_size", "tags", "notes", "features", "metadata")
 TORCH_KINDS, NUMPY_KINDS = ("tensor", "parameter", "buffer"), ("ndarray", "numpy_scalar")
 
 
@@ -55,8 +56,7 @@ class UnsupportedError(Exception): ...  # the bytes are of a later version
 
 # What reading bytes raises if they are not what they should be.
 FAILURES = (DamagedError, OSError, ValueError, TypeError, LookupError, struct.error, ZstdError)
-# Keys of maps may be bytes.
-decode = partial(msgpack.unpackb, strict_map_key=False)
+decode = partial(msgpack.unpackb, strict_map_key=False)  # keys of maps may be bytes
 
 
 def need(condition: bool, problem: str) -> None:
@@ -94,6 +94,13 @@ def grid(shape: list[int], itemsize: int, chunk_size: int) -> tuple[int, int, in
     rows = -(-shape[axis] // step)
     last = shape[axis] - step * (rows - 1)
     return rows * prod(shape[:axis]), rows, step * slices[axis], last * slices[axis]
+
+
+def known(entry: list[Any], sorts: str) -> list[Any]:
+    """Return an entry of one of these sorts, if it has no elements of a later version."""
+    more = entry[{"t": 7, "v": 3, "c": 4}.get(entry[0], 0) :] + entry[1][4:]
+    know(entry[0] in sorts and more == [None] * len(more), f"an entry {entry[0]!r} with {more}")
+    return entry
 
 
 def join_planes(stored: bytes, nbytes: int) -> tuple[np.ndarray, int]:
@@ -163,8 +170,7 @@ class Store:
 
     def _root(self, seq: int) -> dict[str, Any]:
         """Return a root, or its copy if it is damaged."""
-        keys = [f"roots/{seq // 1000}/{seq}", f"roots/copies/{seq}"]
-        for key in filter(lambda key: (self._folder / key).exists(), keys):
+        for key in (f"roots/{seq // 1000}/{seq}", f"roots/copies/{seq}"):
             with suppress(DamagedError):
                 root = decode(unseal(b"r", self._read(key), key))
                 need(root["seq"] == seq, f"{key} is of another root")
@@ -272,22 +278,18 @@ class Store:
 
     def content(self, entry: list[Any]) -> bytes:
         """Return the bytes of a value or container."""
-        know(entry[0] in ("v", "c"), f"an entry of the sort {entry[0]!r}")
+        known(entry, "vc")
         return self._payload(entry[1], [entry[1][0]], 1)
 
     def tensor(self, entry: list[Any]) -> np.ndarray:
         """Return a tensor; one whose dtype numpy lacks as integers of the same bytes."""
-        sort, payload, dtype, shape, kind, _, _, *more = entry
-        know(sort == "t" and not any(more), f"an entry {sort!r}, with {more}")
-        if kind in TORCH_KINDS:
-            know(dtype in TYPESTRS, f"the dtype {dtype!r}")
-            dtype = TYPESTRS[dtype]
-        else:
-            know(kind in NUMPY_KINDS, f"a tensor of the kind {kind!r}")
-            is_known = NUMPY_DTYPE.fullmatch(dtype) and dtype[1:] not in ("f16", "c32")
-            know(bool(is_known), f"the dtype {dtype!r}")
-        content = self._payload(payload, shape, np.dtype(dtype).itemsize)
-        return np.frombuffer(content, dtype).reshape(shape)
+        _, payload, dtype, shape, kind, *_ = known(entry, "t")
+        know(kind in TORCH_KINDS + NUMPY_KINDS, f"a tensor of the kind {kind!r}")
+        its_own = dtype if NUMPY_DTYPE.fullmatch(dtype) else None
+        typestr = its_own if kind in NUMPY_KINDS else TYPESTRS.get(dtype)
+        know(typestr is not None, f"the dtype {dtype!r}")
+        content = self._payload(payload, shape, np.dtype(typestr).itemsize)
+        return np.frombuffer(content, typestr).reshape(shape)
 
     def _payload(self, payload: list[Any], shape: list[int], itemsize: int) -> bytes:
         nbytes, inline, digests, depth, *_ = payload
@@ -307,10 +309,9 @@ class Store:
 
 
 def line_of_row(name: str, row: dict[str, Any]) -> str:
-    time = datetime.datetime.fromtimestamp(row["time"], datetime.timezone.utc)
-    facts = [f"{f}: {row[f]}" for f in ("tags", "notes", "features", "metadata") if row.get(f)]
-    facts.append(f"ranks: {row['world_size']}, commit: {row['commit'].hex()}")
-    return f"{name}  {time:%Y-%m-%d %H:%M:%S}Z  {row['stats'][0]:,} bytes  {'  '.join(facts)}"
+    taken = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(row["time"]))
+    facts = [f"{k}: {row[k]}" for k in SHOWN if k in row]
+    return f"{name}  {taken}  {row['stats'][0]:,} bytes  {row['commit'].hex()}  {'  '.join(facts)}"
 
 
 def line_of_entry(path: str, entry: list[Any]) -> str:
@@ -329,10 +330,9 @@ def main() -> None:
     args = parser.parse_args()
     store = Store(args.store)
     if args.snapshot is None:
-        print(*(line_of_row(*item) for item in store.snapshots.items()), sep="\n")
+        print(*starmap(line_of_row, store.snapshots.items()), sep="\n")
     elif args.out is None:
-        entries = store.entries(args.snapshot, args.rank).items()
-        print(*(line_of_entry(*item) for item in entries), sep="\n")
+        print(*starmap(line_of_entry, store.entries(args.snapshot, args.rank).items()), sep="\n")
     elif (entry := store.entries(args.snapshot, args.rank)[args.entry])[0] != "t":
         args.out.write_bytes(store.content(entry))
     else:
