@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 MANIFEST = ""
 PACK = ""
 ROOT = [
-    *("seq", "commit", "time", "writer", "store", "fence", "table", "segments", "condemned"),
-    *("lost", "copies", "read_features", "write_features", "settings"),
+    *("seq", "commit", "time", "fence", "table", "segments", "condemned", "lost"),
+    *("read_features", "write_features", "settings", "store", "writer", "copies"),
 ]
 ROW = ["commit", "manifest", "seq", "time", "world_size", "stats", "metadata", "tags"]
 

@@ -14,6 +14,7 @@ from casnap.format.names import component_of
 from tests.support.golden import GOLDEN, described, unpack
 from tests.support.read_alike import assert_read_alike
 
+NOTES = {"recoded", "rewound", "thinned", "thin", "unmirrored", "succeeded", "follows", "from"}
 MADE = {
     # Of these none is ever changed, and none made anew. A later version may add some.
 }
@@ -29,14 +30,16 @@ def restored(store: Store, name: str, rank: int, keys: list[str]) -> Any:
     }
 
 
-def check_all(store: Store, document: dict[str, Any], prefix: str = "") -> None:
+def check_all(
+    store: Store, document: dict[str, Any], prefix: str = "", *, is_copy: bool = False
+) -> None:
     for name, expected in document["snapshots"].items():
         snapshot = store[prefix + name]
         assert snapshot.commit_id == expected["commit"]
         assert snapshot.metadata.user == expected["metadata"]
         assert list(snapshot.tags) == expected["tags"]
+        assert is_copy or described(snapshot.row.notes) == expected["notes"]
         assert list(snapshot.thinned) == expected["thinned"]
-        assert snapshot.row.is_rewound == expected["rewound"]
         assert snapshot.world_size == expected["world_size"]
         for rank, keys in enumerate(expected["ranks"]):
             assert restored(store, prefix + name, rank, list(keys)) == keys
@@ -56,6 +59,26 @@ def test_none_was_made_anew() -> None:
     found = {path.name: blake3(path.read_bytes()).hexdigest() for path in GOLDEN.iterdir()}
     assert found == MADE
     assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 200_000
+
+
+def test_what_they_have(tmp_path: Path) -> None:
+    codecs: set[int] = set()
+    notes: set[str] = set()
+    copies = condemned = 0
+    for archive in GOLDEN.glob("*.tar.xz"):
+        name = archive.name.split(".")[0]
+        unpack(name, tmp_path / name)
+        store = Store(tmp_path / name, create=False)
+        root = store.open_store.newest()
+        segments = [store.open_store.index.segment(ref) for ref in root.segments]
+        codecs |= {place.codec for segment in segments for _, place in segment.records}
+        notes |= {note for snapshot in store.snapshots() for note in snapshot.row.notes}
+        copies += len(root.copies)
+        condemned += len(root.condemned)
+    assert codecs == {0, 1, 2}
+    assert notes >= NOTES
+    assert copies == 1
+    assert condemned >= 1
 
 
 def test_it_is_read(golden: tuple[Store, dict[str, Any]]) -> None:
@@ -79,7 +102,7 @@ def test_it_is_copied(golden: tuple[Store, dict[str, Any]], tmp_path: Path) -> N
     store, document = golden
     copy = Store(tmp_path / "copy", chunk_size=store.chunk_size).make()
     store.copy(to=copy, rename="of")
-    check_all(copy, document, "of/")
+    check_all(copy, document, "of/", is_copy=True)
     assert copy.check(data=True).ok
 
 

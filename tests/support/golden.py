@@ -33,7 +33,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.torch_version import TorchVersion
 
 from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.catalog.table import change_table, row_edit, snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.ranks import Pool
@@ -341,7 +341,16 @@ def make_copied(folder: Path) -> Made:
     made.states["copied/large"] = [large]
     plain.take({"m": StateDict(w=torch.arange(6 * CHUNK // 8) % 89)}, "second")
     _copy_a_part(plain, made.store, "second")
+    _note(made.store, "copied/large", succeeded=True, thin=["optimizer*"], later={"x": [1, b"y"]})
+    _note(made.store, "run/0", unmirrored=True, follows=["f" * 32, 3])
     return made
+
+
+def _note(store: Store, name: str, **notes: Any) -> None:
+    """Give a snapshot notes, also such as a version after this one may make."""
+    row = store.row(name)
+    edit = row_edit(name, row.commit.hex(), lambda row: row.with_notes(notes), store.uri)
+    change_table(store.open_store, edit)
 
 
 def _copy_a_part(source: Store, destination: Store, name: str) -> None:
@@ -440,13 +449,13 @@ def document_of(made: Made) -> Any:
         snapshots[snapshot.name] = {
             "commit": snapshot.commit_id,
             "metadata": snapshot.metadata.user,
+            "notes": described(snapshot.row.notes),
             "ranks": [
                 {key: described(dict(_state_of(value))) for key, value in state.items()}
                 for state in states
             ],
             "tags": list(snapshot.tags),
             "thinned": list(snapshot.thinned),
-            "rewound": snapshot.row.is_rewound,
             "world_size": snapshot.world_size,
         }
     assert snapshots.keys() == made.states.keys()
