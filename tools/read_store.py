@@ -44,6 +44,7 @@ NUMPY_LACKS = """bfloat16:<u2 complex32:<u4 float8_e4m3fn:|u1 float8_e4m3fnuz:|u
 RAW = dict(pair.split(":") for pair in NUMPY_LACKS.split())
 TYPESTRS = RAW | dict(pair.split(":") for pair in NUMPY_HAS.split())
 NUMPY_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[\w+\])?|[SUV][1-9][0-9]{0,4})")
+EMPTY_ROOT = {"table": None, "segments": [], "condemned": {}, "read_features": []}
 SHOWN = ("world_size", "tags", "notes", "features", "metadata")
 TORCH_KINDS, NUMPY_KINDS = ("tensor", "parameter", "buffer"), ("ndarray", "numpy_scalar")
 
@@ -147,7 +148,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._folder = path / "casnap-store"
-        self.root = root = self._newest_root()
+        self.root = root = {**EMPTY_ROOT, **self._newest_root()}
         know(not root["read_features"], f"the features {root['read_features']}")
         store = root.get("store")
         know(isinstance(store, dict) and "digest" in store, "a store of casnap before 1.0")
@@ -216,9 +217,8 @@ class Store:
         # Packs that are condemned last: they may be deleted. What is no delta first.
         condemned = self.root["condemned"]
         failed[digest] = "it is nowhere"
-        for place in sorted(
-            self._places(digest), key=lambda p: (p[4] > 2, p[0] in condemned, p[4])
-        ):
+        places = self._places(digest)
+        for place in sorted(places, key=lambda p: (p[4] > 2, p[0] in condemned, p[4])):
             try:
                 raw = self._fetch_at(place, nbytes, failed)
                 need(blake3(raw).digest() == digest, "its bytes are not those of its digest")
