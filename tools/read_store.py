@@ -13,6 +13,7 @@ verified before it is written. Needs Python 3.10, blake3, msgpack, numpy and zst
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import struct
 import sys
@@ -150,9 +151,8 @@ class Store:
         self._folder = path / "casnap-store"
         self.root = root = {**EMPTY_ROOT, **self._newest_root()}
         know(not root["read_features"], f"the features {root['read_features']}")
-        store = root.get("store")
-        know(isinstance(store, dict) and "digest" in store, "a store of casnap before 1.0")
-        know(store["format"] == 1 and store["digest"] == "blake3", f"a store of {store}")
+        store = root.get("store") or json.loads(self._read("casnap.json"))
+        know((store["format"], store.get("digest")) == (1, "blake3"), f"{store}")
         self.chunk_size = store["chunk_size"]
         need(self.chunk_size in [1 << n for n in range(16, 27)], "an impossible chunk size")
         self._segments = [self._segment(*ref[:3]) for ref in root["segments"]]

@@ -85,9 +85,9 @@ def tensors() -> State:
             "empty": torch.empty(0, 7, dtype=torch.int16),
             "inline": torch.arange(16, dtype=torch.float32),
             "one chunk": numbers,
-            "four chunks": torch.arange(4 * CHUNK // 8).reshape(4, -1),
+            "four chunks": torch.arange(4 * CHUNK // 8).reshape(4, -1) % 1021,
             "a list of chunks": torch.arange(9 * CHUNK // 8).reshape(9, 32, 256) % 251,
-            "rest": torch.arange(33_000, dtype=torch.int32) // 7,
+            "rest": torch.arange(33_000, dtype=torch.int32) // 500,
             "quint8": torch.quantize_per_tensor(numbers[:3], 0.5, 10, torch.quint8),
             "qint8": torch.quantize_per_channel(numbers[:2], *channels, 0, torch.qint8),
             "qint32": torch.quantize_per_tensor(numbers[:1], 0.125, -2, torch.qint32),
@@ -113,7 +113,7 @@ def arrays() -> State:
         "scalar": np.float32(2.5),
         "str_": np.str_("ü\0"),
         "bytes_": np.bytes_(b"ab\0"),
-        "large": np.arange(20_000, dtype="<u2"),
+        "large": np.arange(20_000, dtype="<u2") // 99,
     }
 
 
@@ -309,11 +309,11 @@ def make_ranks(folder: Path) -> Made:
 def make_many(folder: Path) -> Made:
     """Trees with lists: of many snapshots, and of many entries; merged segments, moved packs."""
     made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    many = {"entries": StateDict({f"{i:05}": i for i in range(1200)})}
+    many = {"entries": StateDict({f"{i:05}": i for i in range(700)})}
     made.take(many, "many entries")
-    for i in range(40):
-        made.take({"s": StateDict(i=i, w=torch.arange(20) + i)}, f"runs/{i // 20}/{i}")
-    for name in ("runs/0/3", "runs/1/27"):
+    for i in range(28):
+        made.take({"s": StateDict(i=i, w=torch.arange(20) + i)}, f"runs/{i // 14}/{i}")
+    for name in ("runs/0/3", "runs/1/20"):
         made.store.delete(name)
         del made.states[name]
     made.store.gc(grace=0, repack=1.0)
