@@ -290,7 +290,7 @@ def make_ranks(folder: Path) -> Made:
     )
     store.thin({"optimizer": 1, "loader": 1}, prefix="run")
     for state in made.states["run/0"] + made.states["run/1"]:
-        del state["optimizer"], state["loader"]  # type: ignore[attr-defined]
+        del state["optimizer"], state["loader"]
     store.tag("run/0", "best", "ü")
     store.publish("stable", "run/0")
     store.publish("stable", "run/1")
@@ -524,9 +524,9 @@ def as_text(folder: Path) -> str:
         lines += [f"{at:x} {part.hex()}" for at, part in parts if any(part)]
     store = read_store.Store(folder)
     for name in store.snapshots:
-        for path, entry in store.entries(name).items():
+        for entry_path, entry in store.entries(name).items():
             content = store.tensor(entry).tobytes() if entry[0] == "t" else store.content(entry)
-            lines.append(f"entry {name} {path} {entry[0]} {blake3(content).hexdigest()}")
+            lines.append(f"entry {name} {entry_path} {entry[0]} {blake3(content).hexdigest()}")
     return _HEAD + "".join(f"{line}\n" for line in lines)
 
 
