@@ -167,14 +167,14 @@ class Store:
 
     def _numbers(self, folder: str) -> list[int]:
         names = (path.name for path in (self._folder / folder).glob("*"))
-        return sorted(int(n) for n in names if re.fullmatch("0|[1-9][0-9]{0,14}", n))
+        return sorted(int(n) for n in names if re.fullmatch("0|[1-9][0-9]*", n))
 
     def _root(self, seq: int) -> dict[str, Any]:
         """Return a root, or its copy if it is damaged."""
         for key in (f"roots/{seq // 1000}/{seq}", f"roots/copies/{seq}"):
             with suppress(DamagedError):
                 root = decode(unseal(b"r", self._read(key), key))
-                need(root["seq"] == seq, f"{key} is of another root")
+                need(root["seq"] == seq < 1 << 48, f"{key} is of another root")
                 return root
         raise DamagedError(f"root {seq} is damaged or lost, and has no whole copy")
 
