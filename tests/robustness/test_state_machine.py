@@ -35,6 +35,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
 )
 from casnap.snapshot import PendingSnapshot
+from casnap.take.attempts import unclear_commits
 from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,
@@ -216,6 +217,8 @@ class StoreMachine(RuleBasedStateMachine):
         self._choose(after)
 
     def _choose(self, after: Model) -> None:
+        # They were known to the process that died. Here the next one is the same.
+        unclear_commits.clear()
         seen = self._seen()
         assert seen in (self._would_be_seen(self.model), self._would_be_seen(after))
         if seen == self._would_be_seen(after):
