@@ -42,6 +42,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     store = fill(tmp / "ckpts")
     one = store / "run1/step_1"
     later = forged(tmp / "later", leaf_with(lambda payload: ["z", payload]))
+    Store(tmp / "keys").take({"s": StateDict(best={(1, "a"): 0.5})}, "step_0")
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
     result: dict[str, list[dict[str, Any]]] = {
         "init": [document("init", tmp / "new")],
@@ -52,6 +53,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("show", one, "progress"),
             document("show", one, "progress/step"),
             document("show", later / LATER, "s/x"),
+            document("show", tmp / "keys/step_0", "s/best"),
         ],
         "diff": [document("diff", store / "run1/step_2", store / "run2/step_0")],
         "du": [document("du", store)],

@@ -351,8 +351,8 @@ def test_one_damage_to_a_small_chunk_hurts_no_snapshot(
         store = Store(tmp_path / "copy")
     path = Path(store.uri)
     entry = store["step_2"].get_manifest()["0/optim/param_groups/0"]
-    assert len(entry.spec.digests) == 32
-    places = [p for d, p in all_places_of(path) if d == entry.spec.digests]
+    assert len(entry.payload.digests) == 32
+    places = [p for d, p in all_places_of(path) if d == entry.payload.digests]
     newest = max(places, key=lambda place: place.pack).pack
     pages = {(p.offset // 4096, (p.offset + p.stored_size - 1) // 4096) for p in places}
     assert len([p for p in places if p.pack == newest]) == len(pages) == 2

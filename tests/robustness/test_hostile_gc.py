@@ -17,6 +17,7 @@ import pytest
 from casnap import Retention, Store
 from casnap.format.entries import LIST_DIGESTS
 from casnap.format.records import MAX_NODE_BYTES, encode
+from casnap.format.tree import TABLE_FANOUT, most_in_node
 from tests.support.assault import CHANGES, LOOKS, Forge, assail, good_is_whole
 from tests.support.cli_calls import invoke
 from tests.support.faults import in_child, memory_folder
@@ -419,10 +420,14 @@ def test_very_many_rows(folder: Path, count: int) -> None:
     good = forger.rows["good"]
     row = good | {"manifest": [manifest, None], "seq": 0}
     children = []
-    for start in range(0, count, 4096):
-        items = [[f"a/{i:06}", row] for i in range(start, min(start + 4096, count))]
+    most = most_in_node(TABLE_FANOUT)
+    for start in range(0, count, most):
+        items = [[f"a/{i:06}", row] for i in range(start, min(start + most, count))]
         children.append([items[0][0], forger.tree(*items), len(items)])
     children.append(["good", forger.tree(["good", good]), 1])
+    while len(children) > most:
+        runs = [children[i : i + most] for i in range(0, len(children), most)]
+        children = [[run[0][0], branch(forger, *run), sum(n for *_, n in run)] for run in runs]
     forger.table = branch(forger, *children)
     forger.publish({"s": tree})
 
