@@ -19,8 +19,8 @@ from tests.support.golden import CHUNK, kinds
 # Newer versions of torch say that some dtypes go; stores that hold them stay.
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 
-MANIFEST = ""
-PACK = ""
+MANIFEST = "210b3cb4564c26030500884320c9bdd0d9ca4b075261689697dc98708e4d39cc"
+PACK = "2fa556ac2af8cbd21479b493275483269722c3e7bfde10a148460b91da8a81bb"
 ROOT = [
     *("seq", "commit", "time", "fence", "table", "segments", "condemned", "lost"),
     *("read_features", "write_features", "settings", "store", "writer", "copies"),

@@ -33,10 +33,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.torch_version import TorchVersion
 
 from casnap import RNGState, Snapshot, StateDict, Store
+from casnap.format.names import STORE_FOLDER
 from casnap.storage.catalog.table import change_table, row_edit, snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.ranks import Pool
+from tests.support.remote import RemoteDouble
 from tools import read_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
@@ -90,6 +92,9 @@ def tensors() -> State:
             "rest": torch.arange(33_000, dtype=torch.int32) // 500,
             "quint8": torch.quantize_per_tensor(numbers[:3], 0.5, 10, torch.quint8),
             "qint8": torch.quantize_per_channel(numbers[:2], *channels, 0, torch.qint8),
+            "float qparams": torch.quantize_per_channel(
+                numbers[:2], channels[0], channels[0] - 1, 0, torch.quint8
+            ),
             "qint32": torch.quantize_per_tensor(numbers[:1], 0.125, -2, torch.qint32),
             "coo": dense.to_sparse(),
             "csr": dense.to_sparse_csr(),
@@ -385,7 +390,20 @@ def make_small(folder: Path) -> Made:
     return made
 
 
+def make_remote(folder: Path) -> Made:
+    """What a bucket holds, with the hints that spare requests there; put into a folder."""
+    bucket = RemoteDouble(f"golden {folder}")
+    made = Made(Store(bucket, chunk_size=CHUNK).make(), {})
+    for step in range(4):
+        made.take({"m": StateDict(drifting(step))}, f"run/{step}")
+    for key in bucket.sizes(""):
+        (folder / STORE_FOLDER / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / STORE_FOLDER / key).write_bytes(bucket.read(key))
+    return Made(Store(folder, create=False), made.states)
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
+    "remote": make_remote,
     "small": make_small,
     "kinds": make_kinds,
     "codecs": make_codecs,
