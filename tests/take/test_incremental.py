@@ -71,7 +71,7 @@ def test_one_changed_row_costs_one_chunk(store):
     assert CHUNK <= snapshot.stats.new_bytes < CHUNK + TREE
     a, b = (
         store[n].contents.digests(
-            store[n].get_manifest()["0/backbone/w"].data, grid_of_backbone(), "w"
+            store[n].get_manifest()["0/backbone/w"].payload, grid_of_backbone(), "w"
         )
         for n in ("step_0", "step_1")
     )
