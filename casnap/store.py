@@ -188,7 +188,7 @@ class Store:
             markers=markers,
         )
         self._begin(
-            place.backend if isinstance(uri, Backend) else str(uri),
+            place.backend if isinstance(uri, Backend) else os.fspath(uri),
             place,
             opening,
             create,

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -87,6 +88,7 @@ class ServedFolder:
 
         Raises:
             CasnapError: Another process has locked it, or it cannot be looked at.
+            FileFormatError: Something that no pull made stands in its place.
             OSError: It cannot be made.
         """
         path = self.versions / _LOCK
@@ -95,8 +97,12 @@ class ServedFolder:
             if there is not None and os.path.samestat(there, os.fstat(self._fd)):
                 return
             self._free()
+        if is_link(self.versions):
+            raise FileFormatError(
+                f"{self.versions} is a link, and no pull made it; remove it, or name another folder"
+            )
         self.versions.mkdir(exist_ok=True)
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fd = _open_lock(path)
         self._lock.enter_context(locked_file(fd))
         if lock(fd) is False:
             owner = os.read(fd, 20).decode("ascii", "replace").strip()
@@ -254,3 +260,21 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         if is_taken(path):
             raise
+
+
+def _open_lock(path: Path) -> int:
+    """Open the file that is locked, made if it is not there.
+
+    The pull writes to it, so it must not be a file of somebody's that a link leads to.
+    """
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as e:
+        if not is_link(path):
+            raise
+        raise FileFormatError(f"{path} is a link, and no pull made it; remove it") from e
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    raise FileFormatError(f"{path} is no file of its own, and no pull made it; remove it")

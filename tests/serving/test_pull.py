@@ -303,6 +303,27 @@ def test_nothing_else_is_replaced(store: Store, tmp_path: Path) -> None:
     assert beside.exists()
 
 
+@pytest.mark.parametrize("plant", ["link to a folder", "link to a file", "hard link"])
+def test_a_link_that_was_planted_leads_nowhere(store: Store, tmp_path: Path, plant: str) -> None:
+    """Who may write beside the folder cannot have a file written, or deleted, elsewhere."""
+    theirs, versions = tmp_path / "theirs", tmp_path / "live.versions"
+    theirs.mkdir()
+    for name in ("letter", ".mine.partial"):
+        (theirs / name).write_text("dear all")
+    if plant == "link to a folder":
+        versions.symlink_to(theirs)
+    else:
+        versions.mkdir()
+        if plant == "hard link":
+            (versions / ".lock").hardlink_to(theirs / "letter")
+        else:
+            (versions / ".lock").symlink_to(theirs / "letter")
+    with pytest.raises(FileFormatError, match="no pull made it"):
+        store.pull(tmp_path / "live")
+    assert {path.name for path in theirs.iterdir()} == {"letter", ".mine.partial"}
+    assert {path.read_text() for path in theirs.iterdir()} == {"dear all"}
+
+
 def test_a_second_process_is_refused(store: Store, live: Path) -> None:
     events = store.follow(live)
     assert next(events).event == "switched"

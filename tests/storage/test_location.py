@@ -601,3 +601,12 @@ def test_the_folder_of_a_snapshot_that_is_copied_alone(tmp_path: Path) -> None:
         with pytest.raises(NotAStoreError, match=rf"only a marker.*{tmp_path}/ckpts.*casnap cp"):
             use()
     assert "only a marker" in CliRunner().invoke(cli, ["ls", str(tmp_path / "there/step_1")]).output
+
+
+def test_a_path_that_has_no_text_of_its_own(tmp_path: Path) -> None:
+    class Place:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "store")
+
+    Store(Place()).make()
+    assert (tmp_path / "store/casnap-store").is_dir()
