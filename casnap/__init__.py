@@ -11,8 +11,8 @@ from casnap.preemption import Preemption, on_preemption
 from casnap.runtime.buffers import release_memory
 from casnap.snapshot import EntriesByPath, PendingSnapshot, Snapshot, SnapshotMetadata, TakeStats
 from casnap.state.stateful import RNGState, StateDict, Stateful
-from casnap.storage.catalog.published import TagMove
-from casnap.storage.catalog.retention import PruneReport, Retention
+from casnap.storage.snapshots.published import TagMove
+from casnap.storage.snapshots.retention import PruneReport, Retention
 from casnap.store import Store
 from casnap.version import __version__ as __version__
 

@@ -23,12 +23,12 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.typing import TypeVar
 from casnap.runtime.units import Size, bytes_if_given
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.location import READS, TAKES, Use, locate_snapshot, locate_store
-from casnap.storage.catalog.mirror_notes import note_restored
-from casnap.storage.catalog.opening import open_at
-from casnap.storage.catalog.table import only_marker_error
-from casnap.storage.catalog.uris import joined, name_below
+from casnap.storage.places.location import READS, TAKES, Use, locate_snapshot, locate_store
+from casnap.storage.places.uris import joined, name_below
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.mirror_notes import note_restored
+from casnap.storage.snapshots.opening import open_at
+from casnap.storage.snapshots.table import only_marker_error
 from casnap.store import Store, store_of
 from casnap.version import __version__
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from casnap.restore.renaming import Rename
     from casnap.restore.restore_report import RestoreReport
     from casnap.state.stateful import AppState
-    from casnap.storage.catalog.retention import Retention
+    from casnap.storage.snapshots.retention import Retention
     from casnap.take.attempts import OnError
     from casnap.take.options import AsyncTakeArguments, TakeArguments
     from casnap.take.pending import PendingTake
@@ -956,7 +956,7 @@ def store_above(
         storage_options: How a remote store is reached.
         create: Make the store if there is none; what is returned is then to be changed.
         use: What the store is looked for; by default to take or to read, as ``create`` says.
-        options: Further arguments of :func:`casnap.storage.catalog.opening.open_at`, which also
+        options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which also
             says what is raised.
     """
     place = locate_snapshot(path, storage_options, use or (TAKES if create else READS))

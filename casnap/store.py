@@ -34,25 +34,33 @@ from casnap.runtime.units import (
     seconds_if_given,
     seconds_of,
 )
-from casnap.storage.catalog.creation import chunk_size_of
-from casnap.storage.catalog.location import Location, Use, has_object
-from casnap.storage.catalog.mirror_notes import (
+from casnap.storage.log.settings import (
+    CODEC,
+    check_codec,
+    gc_settings,
+    settings_of,
+)
+from casnap.storage.places.creation import chunk_size_of
+from casnap.storage.places.location import Location, Use, has_object
+from casnap.storage.places.other_formats import hint_in
+from casnap.storage.places.uris import joined, name_below
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.mirror_notes import (
     detach_mirror,
     in_commit_order,
     is_newer_here,
 )
-from casnap.storage.catalog.missing_folders import MissingFoldersChange
-from casnap.storage.catalog.opening import locate, open_at
-from casnap.storage.catalog.other_formats import hint_in
-from casnap.storage.catalog.published import SETTING as PUBLISHED
-from casnap.storage.catalog.published import (
+from casnap.storage.snapshots.missing_folders import MissingFoldersChange
+from casnap.storage.snapshots.opening import locate, open_at
+from casnap.storage.snapshots.published import SETTING as PUBLISHED
+from casnap.storage.snapshots.published import (
     TagMove,
     check_movable,
     publish_tag,
     tag_moves,
     tagged_row,
 )
-from casnap.storage.catalog.retention import (
+from casnap.storage.snapshots.retention import (
     PruneChange,
     PruneReport,
     Retention,
@@ -61,16 +69,10 @@ from casnap.storage.catalog.retention import (
     prune,
     unmark_pruned,
 )
-from casnap.storage.catalog.rewinding import all_rewound_error, rewind
-from casnap.storage.catalog.settings import (
-    CODEC,
-    change_settings,
-    check_codec,
-    gc_settings,
-    settings_of,
-)
-from casnap.storage.catalog.table import (
+from casnap.storage.snapshots.rewinding import all_rewound_error, rewind
+from casnap.storage.snapshots.table import (
     Table,
+    change_settings,
     change_table,
     row_edit,
     row_of,
@@ -79,10 +81,8 @@ from casnap.storage.catalog.table import (
     with_tags,
     without_tags,
 )
-from casnap.storage.catalog.thinning import all_thinned_error, check_keys, check_rules, thin
-from casnap.storage.catalog.uris import joined, name_below
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.hooks import CommitHooks
+from casnap.storage.snapshots.thinning import all_thinned_error, check_keys, check_rules, thin
+from casnap.storage.writing.hooks import CommitHooks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -206,7 +206,7 @@ class Store:
         self,
         uri: str | Backend,
         place: Location,
-        opening: partial[tuple[OpenStore, bool]],
+        opening: partial[tuple[Repository, bool]],
         create: bool,
         threads: int | None,
         mirror_options: MirrorOptions | None,
@@ -218,11 +218,11 @@ class Store:
         self._create = create
         self._threads = threads
         self._mirror_options = mirror_options
-        self._open_store: OpenStore | None = None
+        self._open_store: Repository | None = None
         self._mirror: Mirror | None = None
         self.is_new = False
 
-    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> OpenStore:
+    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> Repository:
         """Open the store, or make it."""
         open_store, self.is_new = self._opening(place, create=create)
         options = self._mirror_options
@@ -241,7 +241,7 @@ class Store:
         place = locate(self._uri, None, Use(may_take=self._create))
         return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
 
-    def _look(self) -> OpenStore | None:
+    def _look(self) -> Repository | None:
         """Open the store; return None if there is none yet, and it may be made."""
         if self._open_store is None:
             place = self._locate()
@@ -288,7 +288,7 @@ class Store:
         return self
 
     @property
-    def open_store(self) -> OpenStore:
+    def open_store(self) -> Repository:
         """The open store, for the modules that do the work.
 
         Raises:
@@ -1422,7 +1422,7 @@ class Store:
 
 
 def store_of(
-    open_store: OpenStore, prefix: str = "", *, is_new: bool = False, threads: int | None = None
+    open_store: Repository, prefix: str = "", *, is_new: bool = False, threads: int | None = None
 ) -> Store:
     """Return a Store that is open, or a view of the snapshots below a prefix."""
     store = Store.__new__(Store)
@@ -1442,7 +1442,7 @@ def _unpickled(beginning: tuple[Any, ...], is_open: bool) -> Store:
     return store
 
 
-def _disk_hooks(open_store: OpenStore) -> CommitHooks:
+def _disk_hooks(open_store: Repository) -> CommitHooks:
     """Return what keeps the garbage of a store small."""
     from casnap.maintenance.automatic import automatic_collector
 
@@ -1472,7 +1472,7 @@ def _mirror_options(
     return MirrorOptions(mirror, options, retention)
 
 
-def _mirror_of(open_store: OpenStore, prefix: str, options: MirrorOptions) -> Mirror:
+def _mirror_of(open_store: Repository, prefix: str, options: MirrorOptions) -> Mirror:
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
 

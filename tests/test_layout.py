@@ -142,9 +142,9 @@ _LOOKS_ITSELF = {
     "casnap.backends.places",
     "casnap.backends.safe_paths",
     "casnap.backends.gcs_credentials",
-    "casnap.storage.chunks.chunk_cache",
-    "casnap.storage.chunks.index_cache",
-    "casnap.storage.chunks.lmdb_files",
+    "casnap.storage.reading.chunk_cache",
+    "casnap.storage.lookup.index_cache",
+    "casnap.storage.lookup.lmdb_files",
 }
 
 

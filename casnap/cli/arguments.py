@@ -22,10 +22,10 @@ from casnap.errors import (
 from casnap.format.names import check_name
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot, store_above
-from casnap.storage.catalog.location import TYPED, TYPED_TO_TAKE
-from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.catalog.opening import locate, open_at
-from casnap.storage.catalog.uris import joined, snapshot_uri, store_uri
+from casnap.storage.places.location import TYPED, TYPED_TO_TAKE
+from casnap.storage.places.uris import joined, snapshot_uri, store_uri
+from casnap.storage.snapshots.mirror_notes import is_unmirrored
+from casnap.storage.snapshots.opening import locate, open_at
 from casnap.store import Store, store_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])

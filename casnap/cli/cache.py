@@ -23,8 +23,8 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, local_path, why_refused
-from casnap.storage.chunks.chunk_cache import FOLDER, URI, CachedPack, cached_packs
-from casnap.storage.chunks.index_cache import CachedIndex, cached_indexes
+from casnap.storage.lookup.index_cache import CachedIndex, cached_indexes
+from casnap.storage.reading.chunk_cache import FOLDER, URI, CachedPack, cached_packs
 
 
 @click.command()

@@ -24,7 +24,7 @@ from casnap.errors import NotAStoreError, nearest
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage, Hurt
-from casnap.storage.catalog.uris import store_uri
+from casnap.storage.places.uris import store_uri
 from casnap.store import Store
 
 MOST_DAMAGES = 20

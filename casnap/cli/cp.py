@@ -31,8 +31,8 @@ from casnap.cli.output import (
 )
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
-from casnap.storage.catalog.opening import locate
-from casnap.storage.catalog.uris import snapshot_uri, store_uri
+from casnap.storage.places.uris import snapshot_uri, store_uri
+from casnap.storage.snapshots.opening import locate
 from casnap.store import Store
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.copy_selection import check_pair, choose

@@ -10,9 +10,9 @@ from casnap.maintenance.automatic import automatic_collector
 from casnap.maintenance.gc import DAY
 from casnap.maintenance.usage import DiskUsage
 from casnap.runtime.environment import collects_by_itself
-from casnap.storage.catalog.settings import collects_unasked, grace_of
-from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import read_root
+from casnap.storage.log.settings import collects_unasked, grace_of
+from casnap.storage.reading.repository import Repository
 from casnap.store import Store
 
 
@@ -33,7 +33,7 @@ def show_what_waits(place: Store) -> None:
         say(freed)
 
 
-def what_frees(open_store: OpenStore, waiting: str, *, condemned: bool) -> str:
+def what_frees(open_store: Repository, waiting: str, *, condemned: bool) -> str:
     """Return what frees bytes that no snapshot needs.
 
     Args:
@@ -57,13 +57,13 @@ def what_frees(open_store: OpenStore, waiting: str, *, condemned: bool) -> str:
     return f"{waiting} wait for {event}; {by_hand} frees them now"
 
 
-def disk_fields(open_store: OpenStore, disk: DiskUsage) -> dict[str, Any]:
+def disk_fields(open_store: Repository, disk: DiskUsage) -> dict[str, Any]:
     """Return, for --json, what a store takes up, and what of that is garbage."""
     until = json_time(waiting_until(open_store))
     return {"stored_bytes": disk.nbytes, **asdict(disk), "waiting_until_time": until}
 
 
-def waiting_until(open_store: OpenStore) -> float | None:
+def waiting_until(open_store: Repository) -> float | None:
     """Return when the grace of all condemned packs is over, in seconds since the epoch.
 
     None if nothing is condemned, or if the next collection that a process begins by itself frees
@@ -77,7 +77,7 @@ def waiting_until(open_store: OpenStore) -> float | None:
     return condemned_at + (DAY if grace is None else grace)
 
 
-def _has_grace(open_store: OpenStore) -> bool:
+def _has_grace(open_store: Repository) -> bool:
     """Whether processes that collect by themselves wait for a grace, or would if they did."""
     root = open_store.newest()
     collects = collects_by_itself() and collects_unasked(root)

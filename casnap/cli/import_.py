@@ -10,7 +10,7 @@ from casnap.cli.arguments import identity, is_exclusive, options_for, writing_op
 from casnap.cli.output import amount, emit, progress_bars, say, size
 from casnap.files.file_reports import ImportReport
 from casnap.snapshot import store_above
-from casnap.storage.catalog.location import TYPED_TO_TAKE, locate_snapshot
+from casnap.storage.places.location import TYPED_TO_TAKE, locate_snapshot
 from casnap.store import Store, import_snapshot
 
 EXAMPLES = """\

@@ -7,10 +7,11 @@ import click
 from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
-from casnap.storage.catalog.creation import chunk_size_of
-from casnap.storage.catalog.location import locate_store
-from casnap.storage.catalog.settings import CODEC, CODECS, change_settings
 from casnap.storage.log.put_if_absent import check_put_if_absent
+from casnap.storage.log.settings import CODEC, CODECS
+from casnap.storage.places.creation import chunk_size_of
+from casnap.storage.places.location import locate_store
+from casnap.storage.snapshots.table import change_settings
 
 
 def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:

@@ -13,8 +13,8 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import amount, emit, moment, say, size, summary, table
-from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.catalog.other_formats import hint_in
+from casnap.storage.places.other_formats import hint_in
+from casnap.storage.snapshots.mirror_notes import is_unmirrored
 
 
 @click.command()

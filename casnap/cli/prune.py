@@ -29,7 +29,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
-from casnap.storage.catalog.retention import Best, PruneReport, Retention
+from casnap.storage.snapshots.retention import Best, PruneReport, Retention
 from casnap.store import Store
 
 EXAMPLES = """\

@@ -28,8 +28,8 @@ from casnap.maintenance.config_repair import copied_config, restore_config
 from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
 from casnap.runtime.environment import local_path
-from casnap.storage.catalog.uris import store_uri
 from casnap.storage.log.config import read_config
+from casnap.storage.places.uris import store_uri
 from casnap.store import Store
 
 

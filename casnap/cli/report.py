@@ -26,7 +26,7 @@ from casnap.cli.output import (
 from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 
 
 @click.command()
@@ -70,7 +70,7 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     print_requests(place.requests)
 
 
-def _document(open_store: OpenStore, facts: Facts) -> dict[str, Any]:
+def _document(open_store: Repository, facts: Facts) -> dict[str, Any]:
     return {
         "chunk_size_bytes": facts.chunk_size,
         "snapshot_count": facts.snapshots,

@@ -31,7 +31,7 @@ from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry
 from casnap.format.names import is_hashed
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
-from casnap.storage.catalog.contents import Contents, Entries
+from casnap.storage.snapshots.contents import Contents, Entries
 
 Facts = dict[str, Any]
 

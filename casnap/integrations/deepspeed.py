@@ -45,7 +45,7 @@ from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
 from casnap.state.flatten import flatten
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe
-from casnap.storage.catalog.retention import Retention
+from casnap.storage.snapshots.retention import Retention
 from casnap.store import Store
 from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 from casnap.take.options import TakeOptions

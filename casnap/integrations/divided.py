@@ -23,7 +23,7 @@ from casnap.snapshot import Snapshot
 from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, describe_shards
-from casnap.storage.catalog.contents import Entries
+from casnap.storage.snapshots.contents import Entries
 
 Part: TypeAlias = tuple[Region, torch.Tensor]
 """A box of a tensor, and the memory of its elements, of the same shape."""

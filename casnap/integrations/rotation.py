@@ -22,10 +22,10 @@ from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.runtime.typing import override
 from casnap.snapshot import find_store
-from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.catalog.missing_folders import MissingFoldersChange, marked_commit
-from casnap.storage.catalog.retention import PruneChange, Verdict, prune
-from casnap.storage.catalog.table import Table, snapshots_in
+from casnap.storage.snapshots.mirror_notes import is_unmirrored
+from casnap.storage.snapshots.missing_folders import MissingFoldersChange, marked_commit
+from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
+from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.store import Store
 
 _log = logging.getLogger("casnap")

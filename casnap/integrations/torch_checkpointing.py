@@ -37,8 +37,8 @@ from casnap.integrations.trainers import (
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage.catalog.other_formats import TORCH_CHECKPOINTING, check_no_other_form
-from casnap.storage.catalog.retention import Retention
+from casnap.storage.places.other_formats import TORCH_CHECKPOINTING, check_no_other_form
+from casnap.storage.snapshots.retention import Retention
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
 

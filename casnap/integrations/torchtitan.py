@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.trainers import check_version, snapshot_at
 from casnap.runtime.environment import local_path
-from casnap.storage.catalog.other_formats import hint_in
+from casnap.storage.places.other_formats import hint_in
 
 check_version("torchtitan", "0.3", "0.4")
 

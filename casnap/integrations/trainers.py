@@ -22,7 +22,7 @@ from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store
 from casnap.state.containers import live_components
 from casnap.state.stateful import Stateful
-from casnap.storage.catalog.other_formats import hint_at, hint_in
+from casnap.storage.places.other_formats import hint_at, hint_in
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 

@@ -32,7 +32,7 @@ from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
-from casnap.storage.catalog.other_formats import hint_at
+from casnap.storage.places.other_formats import hint_at
 from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")

@@ -30,8 +30,8 @@ from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
-from casnap.storage.catalog.settings import collects_unasked, grace_of
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.log.settings import collects_unasked, grace_of
+from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
 # A process uses so many times the processor time that its collections do. What it has used before
@@ -100,7 +100,7 @@ class AutomaticCollector:
         # before this process took anything.
         self._condemned_until: int | None = None
 
-    def note(self, store: OpenStore, rows: Iterable[Row]) -> None:
+    def note(self, store: Repository, rows: Iterable[Row]) -> None:
         """Note that snapshots were let go; collect in the background once that is worth it.
 
         Args:
@@ -137,7 +137,7 @@ class AutomaticCollector:
         while worker is not None and not worker.ended and time.monotonic() < until:
             time.sleep(_LOOK)
 
-    def make_room(self, store: OpenStore, count_bytes: Callable[[], int]) -> None:
+    def make_room(self, store: Repository, count_bytes: Callable[[], int]) -> None:
         """Collect all that nobody needs, now, if a state may not fit on the disk.
 
         Args:
@@ -157,7 +157,7 @@ class AutomaticCollector:
             _log.warning("%s: its garbage is not collected: %s", store.backend.uri, e)
 
     def meet_full_disk(
-        self, store: OpenStore, error: StorageFullError, count_bytes: Callable[[], int]
+        self, store: Repository, error: StorageFullError, count_bytes: Callable[[], int]
     ) -> None:
         """Collect all that nobody needs, so that what found no space can start again.
 
@@ -185,7 +185,7 @@ class AutomaticCollector:
             error.__cause__ or error
         )
 
-    def _may_not_fit(self, store: OpenStore, count_bytes: Callable[[], int]) -> bool:
+    def _may_not_fit(self, store: Repository, count_bytes: Callable[[], int]) -> bool:
         free = store.backend.free_bytes()
         # To count takes long for many tensors, and states hardly ever grow by so much.
         if free is None or (self._counted and free > 4 * self._counted):
@@ -193,7 +193,7 @@ class AutomaticCollector:
         self._counted = count_bytes()
         return free <= self._counted + self._counted // 10
 
-    def _sweep(self, store: OpenStore) -> GcReport | None:
+    def _sweep(self, store: Repository) -> GcReport | None:
         """Collect without any grace; return None if the store's garbage is left to the user."""
         with self._collecting:
             if not collects_by_itself() or not collects_unasked(store.newest()):
@@ -204,13 +204,13 @@ class AutomaticCollector:
         _log.info("%s: the disk is full, or nearly; %d bytes freed", uri, freed)
         return report
 
-    def _start(self, store: OpenStore) -> None:
+    def _start(self, store: Repository) -> None:
         with self._lock:
             if self._worker is None or self._worker.ended:
                 self._worker = Worker(partial(self._run, store), "casnap-gc", in_background=True)
                 self._worker.start()
 
-    def _run(self, store: OpenStore) -> None:
+    def _run(self, store: Repository) -> None:
         patience = 0.0 if store.backend.costly_requests else _LAST_SECONDS
         progress = _ending_with_process(patience)
         while self._collect_in_background(store, progress):
@@ -220,7 +220,7 @@ class AutomaticCollector:
                     self._worker = None
                     return
 
-    def _collect_in_background(self, store: OpenStore, progress: Progress) -> bool:
+    def _collect_in_background(self, store: Repository, progress: Progress) -> bool:
         """Collect once; return whether that succeeded."""
         backend = store.backend
         rest = _REMOTE_REST if backend.costly_requests else 0.0
@@ -257,7 +257,7 @@ class AutomaticCollector:
         )
         return True
 
-    def _is_due(self, store: OpenStore) -> bool:
+    def _is_due(self, store: Repository) -> bool:
         """Whether a collection is worth it, and the process has done enough else since the last."""
         # What waits counts too: of packs that were copied it may be as much as what is kept.
         worth = min(self._state, self._needed / 4)
@@ -277,7 +277,7 @@ class AutomaticCollector:
         return is_urgent or time.process_time() >= self._processor_ready_at
 
     def _collect(
-        self, store: OpenStore, options: GcOptions, progress: Progress | None = None
+        self, store: Repository, options: GcOptions, progress: Progress | None = None
     ) -> GcReport:
         with self._lock:
             released, self._released = self._released, 0.0
@@ -362,7 +362,7 @@ def _forget_inherited() -> None:
     _recent.clear()
 
 
-def automatic_collector(store: OpenStore) -> AutomaticCollector:
+def automatic_collector(store: Repository) -> AutomaticCollector:
     """Return the collector of a store, the same for the whole process while it is of use."""
     name = f"{store.config.store_id} {store.backend.identity}"
     with _collectors_lock:

@@ -19,9 +19,9 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.storage.catalog.missing_folders import unknown_markers
-from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.put_if_absent import put_if_absent_warnings
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.missing_folders import unknown_markers
 
 
 @dataclass
@@ -84,7 +84,7 @@ class CheckReport:
 
 
 def check(
-    store: OpenStore,
+    store: Repository,
     *,
     data: bool = False,
     sample: float | None = None,
@@ -162,7 +162,7 @@ def _of_one(
     )
 
 
-def lost_commits(store: OpenStore) -> list[str]:
+def lost_commits(store: Repository) -> list[str]:
     """Return warnings of commits that markers tell of, and the newest root does not."""
     return [
         f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "

@@ -6,13 +6,13 @@ from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, Root, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
-from casnap.storage.catalog.location import has_object
-from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.config import config_content, config_in, read_config
 from casnap.storage.log.roots import read_root
+from casnap.storage.places.location import has_object
+from casnap.storage.reading.repository import Repository
 
 
-def check_config(store: OpenStore, root: Root) -> None:
+def check_config(store: Repository, root: Root) -> None:
     """Check that a store was opened by the record that its newest root has a copy of.
 
     Raises:
@@ -26,7 +26,7 @@ def check_config(store: OpenStore, root: Root) -> None:
         )
 
 
-def config_damages(store: OpenStore, root: Root | None) -> list[Damage]:
+def config_damages(store: Repository, root: Root | None) -> list[Damage]:
     """Return what is wrong with the ``casnap.json`` of an open store.
 
     Args:

@@ -9,8 +9,8 @@ from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import root_key
 from casnap.runtime.threads import mapped
-from casnap.storage.chunks.chunk_reads import Reason
 from casnap.storage.log.roots import read_root
+from casnap.storage.packs.chunk_reads import Reason
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.abandoned_copies import drop_abandoned, without_abandoned
-from casnap.storage.catalog.settings import grace_of, recodes
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.segments import Rewriting, rewrite_segments
 from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
+from casnap.storage.log.settings import grace_of, recodes
+from casnap.storage.lookup.index import View
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned
+from casnap.storage.writing.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
@@ -149,7 +149,7 @@ class GcReport:
 
 
 def collect(
-    store: OpenStore,
+    store: Repository,
     options: GcOptions,
     progress: Progress | None = None,
     counts: ReferenceCounts | None = None,
@@ -196,7 +196,7 @@ def collect(
     return report
 
 
-def _advice(store: OpenStore, report: GcReport) -> str:
+def _advice(store: Repository, report: GcReport) -> str:
     done = "No more was deleted" if report.freed_bytes else "Nothing was deleted"
     uri = store.backend.uri
     return (
@@ -206,7 +206,7 @@ def _advice(store: OpenStore, report: GcReport) -> str:
     )
 
 
-def check_allowed(store: OpenStore, options: GcOptions) -> None:
+def check_allowed(store: Repository, options: GcOptions) -> None:
     """Check that the garbage of a store may be collected.
 
     Raises:
@@ -220,7 +220,7 @@ def check_allowed(store: OpenStore, options: GcOptions) -> None:
 class _Collector:
     def __init__(
         self,
-        store: OpenStore,
+        store: Repository,
         options: GcOptions,
         progress: Progress,
         counts: ReferenceCounts | None = None,

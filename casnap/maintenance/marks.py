@@ -10,7 +10,8 @@ from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.records import PackId, Root, SealedSegment
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
-from casnap.storage.catalog.references import (
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.references import (
     MANIFEST,
     digest_in,
     is_node,
@@ -18,7 +19,6 @@ from casnap.storage.catalog.references import (
     tops_of,
     walk,
 )
-from casnap.storage.chunks.open_store import OpenStore
 
 _DELTA = int(Codec.DELTA)
 _PART = 2 << 20
@@ -73,7 +73,7 @@ class Marks:
 
     def __init__(
         self,
-        store: OpenStore,
+        store: Repository,
         root: Root,
         progress: Progress,
         forgotten: Collection[str] = (),

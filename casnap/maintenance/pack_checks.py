@@ -15,8 +15,8 @@ from casnap.format.records import (
     pack_key,
     read_pack_footer,
 )
-from casnap.storage.chunks.chunk_reads import Failure, Reason, Want, is_possible
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.packs.chunk_reads import Failure, Reason, Want, is_possible
+from casnap.storage.reading.repository import Repository
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
@@ -50,7 +50,7 @@ def _tail(backend: Backend, pack: PackId, size: int, nbytes: int) -> bytes:
 
 
 def bad_records(
-    store: OpenStore, records: Iterable[Record], report: Callable[[int], None]
+    store: Repository, records: Iterable[Record], report: Callable[[int], None]
 ) -> Iterator[tuple[Record, Failure]]:
     """Read chunks and nodes; yield those that are not whole, and why.
 
@@ -75,7 +75,7 @@ def bad_records(
 
 
 def _bad_of(
-    store: OpenStore, window: list[tuple[Place, list[Want]]]
+    store: Repository, window: list[tuple[Place, list[Want]]]
 ) -> Iterator[tuple[Record, Failure]]:
     for place, wants, _ in store.read_places(window):
         # Each alone: one unreadable chunk makes a read with its neighbours fail.

@@ -13,9 +13,9 @@ from casnap.maintenance.marks import PackUse, Placed
 from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
-from casnap.storage.chunks.index import PackSet, View
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.pack_lengths import GONE
+from casnap.storage.lookup.index import PackSet, View
+from casnap.storage.lookup.pack_lengths import GONE
+from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
 # To read a footer takes as long as so many records of a segment.
@@ -45,7 +45,7 @@ class RecentMarks:
     """
 
     def __init__(
-        self, store: OpenStore, view: View, counts: ReferenceCounts, progress: Progress
+        self, store: Repository, view: View, counts: ReferenceCounts, progress: Progress
     ) -> None:
         self._progress = progress
         self._store = store

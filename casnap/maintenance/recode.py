@@ -18,16 +18,16 @@ from casnap.format.records import Root, Row, SegmentRef
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
-from casnap.storage.catalog.cell_pairs import CellPair, cell_pairs, runs_of, snapshot_before
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.references import MANIFEST, is_node, walk
-from casnap.storage.catalog.table import Table, snapshots_in
-from casnap.storage.chunks.chunk_forms import ChunkForms
-from casnap.storage.chunks.copying import ChunkBuffer, one_at_a_time
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.lookup.index import View
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, runs_of, snapshot_before
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.references import MANIFEST, is_node, walk
+from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.writing.chunk_forms import ChunkForms
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.copying import ChunkBuffer, one_at_a_time
+from casnap.storage.writing.transaction import Transaction
 
 RECODED = "recoded"
 """The note of a snapshot whose chunks were recoded."""
@@ -60,7 +60,7 @@ class Recoding:
     after_bytes: int = 0
 
 
-def recode(store: OpenStore, root: Root, newest: int, progress: Progress) -> Recoding:
+def recode(store: Repository, root: Root, newest: int, progress: Progress) -> Recoding:
     """Recode what older snapshots of a store hold.
 
     What was done stays done if it is interrupted.
@@ -109,7 +109,7 @@ class _Recoder:
         recoding: What was recoded so far.
     """
 
-    def __init__(self, store: OpenStore, spared: set[bytes], recoding: Recoding) -> None:
+    def __init__(self, store: Repository, spared: set[bytes], recoding: Recoding) -> None:
         self._store = store
         self._spared = spared
         self._recoding = recoding

@@ -17,7 +17,8 @@ from itertools import groupby, pairwise
 from casnap.format.entries import MAX_LIST_DEPTH
 from casnap.format.records import PackId, Root, SegmentId
 from casnap.runtime.progress import Progress
-from casnap.storage.catalog.references import (
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.references import (
     DATA,
     MANIFEST,
     TABLE,
@@ -27,7 +28,6 @@ from casnap.storage.catalog.references import (
     references,
     tops_of,
 )
-from casnap.storage.chunks.open_store import OpenStore
 
 _KINDS = (TABLE, MANIFEST, TREE, DATA, *(bytes([n + 1]) for n in range(MAX_LIST_DEPTH)))
 _TOGETHER = 64
@@ -64,7 +64,7 @@ class ReferenceCounts:
         self._tally.note([digest_in(node), *(c for c in children if not is_node(c))])
         self._nodes.update(c for c in children if is_node(c))
 
-    def complete(self, store: OpenStore, root: Root, live_bytes: int) -> None:
+    def complete(self, store: Repository, root: Root, live_bytes: int) -> None:
         """Note of which root these were all nodes, and how many bytes that needs."""
         self._tally.sort()
         self.live_bytes = live_bytes
@@ -73,7 +73,7 @@ class ReferenceCounts:
         self._count_bases(store, root)
         self.is_known = True
 
-    def advance(self, store: OpenStore, root: Root, progress: Progress) -> set[bytes]:
+    def advance(self, store: Repository, root: Root, progress: Progress) -> set[bytes]:
         """Count for a newer root; return the digests that it refers to more often.
 
         Args:
@@ -106,7 +106,7 @@ class ReferenceCounts:
         return any(kind + digest in self._nodes for kind in _KINDS)
 
     def _count_what_came(
-        self, store: OpenStore, tops: Iterable[bytes], progress: Progress
+        self, store: Repository, tops: Iterable[bytes], progress: Progress
     ) -> set[bytes]:
         new: set[bytes] = set()
         pending = list(tops)
@@ -129,7 +129,7 @@ class ReferenceCounts:
         return new
 
     def _discount_what_went(
-        self, store: OpenStore, tops: Iterable[bytes], progress: Progress
+        self, store: Repository, tops: Iterable[bytes], progress: Progress
     ) -> None:
         pending = list(tops)
         while pending:
@@ -145,7 +145,7 @@ class ReferenceCounts:
             counts = self._tally.change(went, -1)
             self.dead.update(d for d, count in zip(went, counts, strict=True) if not count)
 
-    def _count_bases(self, store: OpenStore, root: Root) -> set[bytes]:
+    def _count_bases(self, store: Repository, root: Root) -> set[bytes]:
         """Count the bases of all deltas in segments that were not read; they are not discounted."""
         new: set[bytes] = set()
         for ref in root.segments:

@@ -13,11 +13,11 @@ from casnap.maintenance.marks import Marks
 from casnap.maintenance.recent_marks import RecentMarks
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
-from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.lookup.index import View
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
+from casnap.storage.writing.transaction import Transaction
 
 _log = logging.getLogger("casnap")
 _BATCH_BYTES = 1 << 30
@@ -46,7 +46,7 @@ def sparse_packs(marks: Marks | RecentMarks, view: View, share: float) -> list[P
 
 
 def repack(
-    store: OpenStore, marks: Marks | RecentMarks, view: View, packs: list[PackId], report: Report
+    store: Repository, marks: Marks | RecentMarks, view: View, packs: list[PackId], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
     """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
 
@@ -79,7 +79,7 @@ def repack(
 
 
 def _proven_elsewhere(
-    store: OpenStore, view: View, digests: Iterable[bytes], packs: list[PackId]
+    store: Repository, view: View, digests: Iterable[bytes], packs: list[PackId]
 ) -> dict[bytes, PackId]:
     """Return the newest live pack of each digest, if it holds that whole and is not one of these.
 
@@ -110,7 +110,7 @@ def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> boo
     return transaction.reused.reuse([base])[0] is not None
 
 
-def _copy(store: OpenStore, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
+def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
     sizes: list[int] = []
 
     def count(_digest: Digest, nbytes: int) -> None:

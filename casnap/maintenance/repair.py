@@ -42,16 +42,16 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.location import READS, locate_store
-from casnap.storage.catalog.table import change_table
-from casnap.storage.chunks.chunk_reads import ReadOptions, Reason, Want
-from casnap.storage.chunks.copying import one_at_a_time
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.new_packs import NewPacks
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.pack import moved_place, new_id
-from casnap.storage.chunks.segments import add_segment, drop_packs
 from casnap.storage.log.roots import put_next_root
+from casnap.storage.lookup.index import View
+from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
+from casnap.storage.packs.pack import moved_place, new_id
+from casnap.storage.places.location import READS, locate_store
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import change_table
+from casnap.storage.writing.copying import one_at_a_time
+from casnap.storage.writing.new_packs import NewPacks
+from casnap.storage.writing.segments import add_segment, drop_packs
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -100,7 +100,7 @@ class RepairReport:
 
 
 def repair(
-    store: OpenStore,
+    store: Repository,
     *,
     sources: Sequence[str | os.PathLike[str] | Backend] = (),
     progress: Progress | None = None,
@@ -126,7 +126,7 @@ def repair(
 class _Repair:
     def __init__(
         self,
-        store: OpenStore,
+        store: Repository,
         sources: Sequence[str | os.PathLike[str] | Backend],
         dry_run: bool,
         crew: Crew,
@@ -436,7 +436,7 @@ class _Repair:
             name = source.uri if isinstance(source, Backend) else os.fspath(source)
             try:
                 place = source if isinstance(source, Backend) else _store_at(name)
-                self._heal_from(OpenStore(place))
+                self._heal_from(Repository(place))
             except CasnapError as e:
                 self._skip(f"{name}: {e}")
 
@@ -447,7 +447,7 @@ class _Repair:
         self._keep(digest, raw)
         self._healed.add(digest)
 
-    def _heal_from(self, source: OpenStore) -> None:
+    def _heal_from(self, source: Repository) -> None:
         places = Survey(source).index
         places_to_read: list[tuple[Place, list[Want]]] = []
         for digest in self._still_lost():

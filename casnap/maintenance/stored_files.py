@@ -10,10 +10,10 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.pack_lengths import listed_packs
 from casnap.storage.log.roots import read_root
+from casnap.storage.lookup.index import View
+from casnap.storage.lookup.pack_lengths import listed_packs
+from casnap.storage.reading.repository import Repository
 
 _DELETERS = 4
 # An object store deletes so many objects by one request.
@@ -41,7 +41,7 @@ class StoredFiles:
         segments: The ids of the segments.
     """
 
-    def __init__(self, store: OpenStore, root: Root, *, lists_packs: bool = True) -> None:
+    def __init__(self, store: Repository, root: Root, *, lists_packs: bool = True) -> None:
         self._backend = backend = store.backend
         is_large = (
             backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS

@@ -46,11 +46,11 @@ from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.chunk_reads import Failure, Reason, Want
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.pack_lengths import listed_packs
+from casnap.storage.lookup.index import View
+from casnap.storage.lookup.pack_lengths import listed_packs
+from casnap.storage.packs.chunk_reads import Failure, Reason, Want
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
 
 T = TypeVar("T")
 _LOOKS = 5
@@ -85,7 +85,7 @@ def _wrong_length(size: int, records: Sequence[Record]) -> str:
     return f"the pack has {size:,} bytes, not the {_length_of(records):,} it was written with"
 
 
-class _UncachedStore(OpenStore):
+class _UncachedStore(Repository):
     """A store whose nodes are read from packs only, at places that are not known to be bad."""
 
     def __init__(self, survey: Survey) -> None:
@@ -201,7 +201,7 @@ class Survey:
 
     root: Root
 
-    def __init__(self, store: OpenStore, progress: Progress | None = None) -> None:
+    def __init__(self, store: Repository, progress: Progress | None = None) -> None:
         self.store = store
         self.read_bytes = 0
         # Places that were read and are not whole. This stays true for newer roots.

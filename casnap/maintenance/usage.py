@@ -16,11 +16,11 @@ from casnap.format.entries import Entry
 from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.references import MANIFEST, digest_in, is_node, references, walk
-from casnap.storage.catalog.table import snapshots_in
-from casnap.storage.chunks.index import View
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.lookup.index import View
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.storage.snapshots.table import snapshots_in
 
 _NO_OWNER, _SHARED = -1, -2
 
@@ -44,7 +44,7 @@ class Usage:
 
 
 def usage(
-    snapshots: list[Contents], store: OpenStore, progress: Progress | None = None
+    snapshots: list[Contents], store: Repository, progress: Progress | None = None
 ) -> list[Usage]:
     """Return how many bytes each of some snapshots takes up.
 
@@ -103,7 +103,7 @@ class DiskUsage:
         return self.kept_bytes + self.waiting_bytes + self.orphaned_bytes + self.other_bytes
 
 
-def disk_usage(store: OpenStore) -> DiskUsage:
+def disk_usage(store: Repository) -> DiskUsage:
     """Return what a store takes up."""
     view = store.view()
     files = StoredFiles(store, view.root)
@@ -120,7 +120,7 @@ def disk_usage(store: OpenStore) -> DiskUsage:
     return DiskUsage(kept, waiting, orphaned, _saved_bytes(store, view), other)
 
 
-def _saved_bytes(store: OpenStore, view: View) -> int:
+def _saved_bytes(store: Repository, view: View) -> int:
     saved = 0
     for segment in view.root.segments:
         sealed = SealedSegment(*store.index.sealed_or_kept(segment))
@@ -166,7 +166,7 @@ def shared_bytes(
     return sum(nbytes for digest, nbytes in chunks if digest not in unseen)
 
 
-def _snapshots(store: OpenStore, view: View) -> list[Contents]:
+def _snapshots(store: Repository, view: View) -> list[Contents]:
     table = store.table(view.root)
     return [Contents(store, name, row) for name, row in snapshots_in(table)]
 
@@ -181,7 +181,7 @@ class _Walk:
         view: The view that gives the places.
     """
 
-    def __init__(self, store: OpenStore, view: View) -> None:
+    def __init__(self, store: Repository, view: View) -> None:
         self._store = store
         self._view = view
         self._numbers: dict[bytes, int] = {}

@@ -15,9 +15,9 @@ from casnap.maintenance.diff import diff
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.usage import DiskUsage, disk_usage, usage
 from casnap.runtime.progress import Progress
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.mirror_notes import is_unmirrored
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.mirror_notes import is_unmirrored
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -120,7 +120,7 @@ class Facts:
 
 
 def gather(
-    store: OpenStore, snapshots: Sequence[Contents], most: int, progress: Progress | None = None
+    store: Repository, snapshots: Sequence[Contents], most: int, progress: Progress | None = None
 ) -> Facts:
     """Gather what a report on some snapshots shows.
 

@@ -44,12 +44,12 @@ from casnap.state.tensors import (
     is_its_memory,
     itemsize_of,
 )
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.chunk_reads import ReadOptions, Want
+from casnap.storage.packs.chunk_reads import ReadOptions, Want
+from casnap.storage.snapshots.contents import Contents
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Has the contract of :meth:`casnap.storage.chunks.open_store.OpenStore.fetch`."""
+"""Has the contract of :meth:`casnap.storage.reading.repository.Repository.fetch`."""
 FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 

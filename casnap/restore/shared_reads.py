@@ -34,8 +34,8 @@ from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_read
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.chunks.chunk_reads import DEFAULT_READ, ReadOptions, Want
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.packs.chunk_reads import DEFAULT_READ, ReadOptions, Want
+from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
@@ -74,14 +74,14 @@ _Copies: TypeAlias = defaultdict[Digest, list[_Copy]]
 
 def fetch_shared(
     comm: Comm,
-    store: OpenStore,
+    store: Repository,
     wants: Iterable[Want],
     options: ReadOptions = DEFAULT_READ,
     *,
     window: int | None = None,
     only_in_memory: bool = False,
 ) -> None:
-    """Do what :meth:`OpenStore.fetch` does, on all ranks together.
+    """Do what :meth:`Repository.fetch` does, on all ranks together.
 
     Args:
         comm: The ranks; all call this.
@@ -129,7 +129,7 @@ class _SharedFetch:
     """What one rank does in one fetch."""
 
     def __init__(
-        self, comm: Comm, store: OpenStore, wants: Iterable[Want], options: ReadOptions
+        self, comm: Comm, store: Repository, wants: Iterable[Want], options: ReadOptions
     ) -> None:
         self._comm = comm
         self._store = store

@@ -15,8 +15,8 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.references import TREE, digest_in, is_node, walk
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.references import TREE, digest_in, is_node, walk
 
 _WINDOW_BYTES = 8 << 20
 """Bytes that are sent together."""

@@ -32,10 +32,10 @@ from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.location import READS
-from casnap.storage.catalog.opening import locate, open_at
-from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.places.location import READS
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.opening import locate, open_at
+from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.follow import Backoff
 
 _NONE = bytes(16)

@@ -30,8 +30,8 @@ from casnap.runtime.fork import cached_property
 from casnap.runtime.units import bytes_of
 from casnap.serving.options import FLOATS, PullOptions
 from casnap.serving.version import VersionTensor
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.chunk_reads import Want
+from casnap.storage.packs.chunk_reads import Want
+from casnap.storage.snapshots.contents import Contents
 
 # As PEFT names them; it knows no shards.
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -14,9 +14,9 @@ from casnap.runtime.progress import Progress
 from casnap.serving.folder import ServedFolder
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.writing import write_version
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.table import Table, snapshots_in
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.table import Table, snapshots_in
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Source:
         name: The full name of a snapshot, or of a folder of them; "" for all.
     """
 
-    store: OpenStore
+    store: Repository
     name: str = ""
 
     def newest(self, options: PullOptions) -> Contents:

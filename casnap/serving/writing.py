@@ -35,8 +35,8 @@ from casnap.serving.version import (
     VersionRecord,
     VersionTensor,
 )
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.chunk_reads import DEFAULT_READ, Want
+from casnap.storage.packs.chunk_reads import DEFAULT_READ, Want
+from casnap.storage.snapshots.contents import Contents
 
 # The request to share the blocks of another file.
 _FICLONE = 0x40049409

@@ -9,8 +9,8 @@ from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.chunks.pack import Raw, SelectNew
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.packs.pack import Raw, SelectNew
+from casnap.storage.writing.transaction import Transaction
 from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 

@@ -16,12 +16,12 @@ from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
-from casnap.storage.catalog.other_formats import check_no_other_form
-from casnap.storage.catalog.retention import Retention, check_retention
-from casnap.storage.catalog.settings import codec_of
-from casnap.storage.catalog.table import Table, check_free, check_path_is_free
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.hooks import CommitHooks
+from casnap.storage.log.settings import codec_of
+from casnap.storage.places.other_formats import check_no_other_form
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.retention import Retention, check_retention
+from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
+from casnap.storage.writing.hooks import CommitHooks
 from casnap.take.attempts import Attempt, unclear_commits
 
 
@@ -103,7 +103,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 def agree_on_request(
-    store: OpenStore,
+    store: Repository,
     name: str,
     keys: list[str],
     options: TakeOptions,
@@ -168,7 +168,7 @@ def check_take(table: Table, name: str, options: TakeOptions, uri: str) -> None:
     check_free(table, name, overwrite=options.overwrite or is_own, uri=uri)
 
 
-def _check_name_is_free(store: OpenStore, name: str, options: TakeOptions) -> Root:
+def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> Root:
     """Check it in the newest root, and return that."""
     check_path_is_free(store.backend, name)
     if store.backend.folder is not None:

@@ -18,14 +18,14 @@ from casnap.format.records import Row, Stats, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
-from casnap.storage.catalog.retention import RetentionChange, unknown_metrics
-from casnap.storage.catalog.table import Table, replace_markers, rows_of_run
-from casnap.storage.catalog.thinning import thin_run
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.reused_packs import COLLECTED
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.rank_parts import OtherRanks, RankPart, finish_rank_part
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.retention import RetentionChange, unknown_metrics
+from casnap.storage.snapshots.table import Table, replace_markers, rows_of_run
+from casnap.storage.snapshots.thinning import thin_run
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.rank_parts import OtherRanks, RankPart, finish_rank_part
+from casnap.storage.writing.reused_packs import COLLECTED
+from casnap.storage.writing.transaction import Transaction
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions, check_take
 from casnap.take.unchanged import note_weights
@@ -77,7 +77,7 @@ class TakeCommit:
         notes: The notes that its row gets.
     """
 
-    store: OpenStore
+    store: Repository
     name: str
     options: TakeOptions
     comm: Comm

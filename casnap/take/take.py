@@ -17,9 +17,9 @@ from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
-from casnap.storage.catalog.table import checked_metadata
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import checked_metadata
+from casnap.storage.writing.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.attempts import unclear_commits
 from casnap.take.capture import StateSource
@@ -37,7 +37,7 @@ _TRIES = 5
 
 
 def take(
-    open_store: OpenStore, name: str, source: StateSource, options: TakeOptions, comm: Comm
+    open_store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
@@ -58,7 +58,7 @@ def take(
 
 
 def async_take(
-    open_store: OpenStore, name: str, source: StateSource, options: TakeOptions, comm: Comm
+    open_store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
@@ -112,7 +112,7 @@ class _Take:
         comm: The ranks.
     """
 
-    def __init__(self, open_store: OpenStore, name: str, options: TakeOptions, comm: Comm) -> None:
+    def __init__(self, open_store: Repository, name: str, options: TakeOptions, comm: Comm) -> None:
         self._started = time.monotonic()
         self._open_store = open_store
         self._name = name

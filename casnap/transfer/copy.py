@@ -15,9 +15,9 @@ from itertools import count
 
 from casnap.errors import FencedError, SnapshotNotFoundError, StorageFullError
 from casnap.runtime.progress import Progress
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.table import Table
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.table import Table
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
@@ -30,8 +30,8 @@ _MOST_SEEN = 1 << 19
 
 
 def copy_snapshots(
-    source: OpenStore,
-    destination: OpenStore | None,
+    source: Repository,
+    destination: Repository | None,
     snapshots: Sequence[CopyJob],
     options: CopyOptions | None = None,
     progress: Progress | None = None,
@@ -71,8 +71,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: OpenStore,
-        destination: OpenStore | None,
+        source: Repository,
+        destination: Repository | None,
         options: CopyOptions,
         progress: Progress | None,
     ) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from casnap.format.records import Row
-from casnap.storage.catalog.table import Table, rows_of_run, run_of
-from casnap.storage.commits.hooks import CommitHooks
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.snapshots.table import Table, rows_of_run, run_of
+from casnap.storage.writing.hooks import CommitHooks
+from casnap.storage.writing.transaction import Transaction
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0

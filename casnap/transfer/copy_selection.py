@@ -6,13 +6,13 @@ from casnap.backends import Backend, LocalBackend
 from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
 from casnap.format.records import Row
-from casnap.storage.catalog.settings import codec_of
-from casnap.storage.catalog.table import Table, snapshots_in
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.log.settings import codec_of
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.transfer.copy_jobs import CopyJob
 
 
-def choose(source: OpenStore, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:
+def choose(source: Repository, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:
     """Return the snapshots that are meant, each with its full name and what it is called there.
 
     Args:
@@ -53,7 +53,7 @@ def _renamed(name: str, folder: str, rename: str | None) -> str:
     return check_name(check_name(rename) + suffix)
 
 
-def check_pair(source: OpenStore, destination: OpenStore) -> None:
+def check_pair(source: Repository, destination: Repository) -> None:
     """Check that snapshots of one store can be copied into another one.
 
     Raises:

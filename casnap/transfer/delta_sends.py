@@ -12,13 +12,13 @@ from casnap.format.digest import Digest
 from casnap.runtime.batches import batches
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped, works_in_background
-from casnap.storage.catalog.cell_pairs import cell_pairs, snapshot_before
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.table import snapshots_in
-from casnap.storage.chunks.chunk_forms import ChunkForms, Form
-from casnap.storage.chunks.copying import ChunkBuffer
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.cell_pairs import cell_pairs, snapshot_before
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.table import snapshots_in
+from casnap.storage.writing.chunk_forms import ChunkForms, Form
+from casnap.storage.writing.copying import ChunkBuffer
+from casnap.storage.writing.transaction import Transaction
 from casnap.transfer.copy_jobs import CopyJob
 
 # So many bytes of chunks are held by a thread while they are encoded, and as many of their bases:
@@ -45,7 +45,7 @@ class DeltaSender:
         job: The snapshot.
     """
 
-    def __init__(self, source: OpenStore, destination: OpenStore, job: CopyJob) -> None:
+    def __init__(self, source: Repository, destination: Repository, job: CopyJob) -> None:
         self._source = source
         self._job = job
         self._group_bytes = _GROUP_BYTES_FAR if source.backend.costly_requests else _GROUP_BYTES

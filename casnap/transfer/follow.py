@@ -22,7 +22,7 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.runtime.progress import Progress
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 
@@ -46,8 +46,8 @@ class Pair:
         options: How to copy.
     """
 
-    source: OpenStore
-    destination: OpenStore
+    source: Repository
+    destination: Repository
     choose: Callable[[], Iterable[CopyJob]]
     options: CopyOptions = field(default_factory=CopyOptions)
 

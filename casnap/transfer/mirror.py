@@ -1,7 +1,7 @@
 """The mirror of a store: another store that gets each snapshot, in the background.
 
 A take with a mirror commits its row with a note that the mirror lacks the snapshot
-(``storage/catalog/mirror_notes.py``). A **pass** copies all snapshots with such a note, in the
+(``storage/snapshots/mirror_notes.py``). A **pass** copies all snapshots with such a note, in the
 order of their commits, and removes the notes. It runs on a thread that the interpreter waits for at
 exit. A pass begins after each commit of this process, and a **watcher**, a daemon thread, begins
 others: after a failure, or for what other processes have committed. On each host one process at a
@@ -35,7 +35,10 @@ from casnap.errors import (
 from casnap.format.records import Row
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
-from casnap.storage.catalog.mirror_notes import (
+from casnap.storage.log.settings import CODEC, CODECS, settings_of
+from casnap.storage.lookup.lmdb_files import BusyError, locked
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.mirror_notes import (
     MirrorPlace,
     attach_mirror,
     follows_of,
@@ -48,12 +51,9 @@ from casnap.storage.catalog.mirror_notes import (
     unmirrored_in,
     wrong_mirror_error,
 )
-from casnap.storage.catalog.opening import locate, open_at
-from casnap.storage.catalog.settings import CODEC, CODECS, settings_of
-from casnap.storage.catalog.table import snapshots_in
-from casnap.storage.chunks.lmdb_files import BusyError, locked
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.hooks import CommitHooks
+from casnap.storage.snapshots.opening import locate, open_at
+from casnap.storage.snapshots.table import snapshots_in
+from casnap.storage.writing.hooks import CommitHooks
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
 from casnap.transfer.follow import Backoff, Follower, Pair
@@ -107,11 +107,11 @@ class Mirror:
 
     def __init__(
         self,
-        source: OpenStore,
+        source: Repository,
         prefix: str,
         options: MirrorOptions,
         *,
-        hooks_of: Callable[[OpenStore], CommitHooks],
+        hooks_of: Callable[[Repository], CommitHooks],
         is_taking: Callable[[], bool],
     ) -> None:
         if prefix:

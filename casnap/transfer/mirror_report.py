@@ -15,8 +15,8 @@ from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.runtime.environment import cache_folder, is_running
-from casnap.storage.catalog.retention import Retention
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.retention import Retention
 from casnap.transfer.copy_jobs import CopyOptions
 
 
@@ -29,7 +29,7 @@ class Destination(NamedTuple):
         options: How to copy to it.
     """
 
-    store: OpenStore
+    store: Repository
     prefix: str
     options: CopyOptions
 
@@ -97,7 +97,7 @@ class HostFiles:
         uri: The mirror.
     """
 
-    def __init__(self, source: OpenStore, uri: str) -> None:
+    def __init__(self, source: Repository, uri: str) -> None:
         pair = f"{source.config.store_id} {source.backend.identity} {uri}"
         self._name = f"mirror-{digest_of(pair.encode()).hex()[:32]}"
 

@@ -16,15 +16,15 @@ from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.catalog.references import digest_in
-from casnap.storage.catalog.settings import compresses_copies
-from casnap.storage.catalog.table import Table, check_free, check_path_is_free, replace_markers
-from casnap.storage.chunks.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.chunks.reused_packs import COLLECTED, ReusedPacks
-from casnap.storage.commits.commit import Change, publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.log.settings import compresses_copies
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.references import digest_in
+from casnap.storage.snapshots.table import Table, check_free, check_path_is_free, replace_markers
+from casnap.storage.writing.commit import Change, publish
+from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
+from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks
+from casnap.storage.writing.transaction import Transaction
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
 from casnap.transfer.delta_sends import DeltaSender
@@ -75,7 +75,7 @@ class SnapshotCopy:
 
     def __init__(
         self,
-        source: OpenStore,
+        source: Repository,
         job: CopyJob,
         tree: SourceTree,
         options: CopyOptions,
@@ -134,7 +134,7 @@ class SnapshotCopy:
                 self._tally.bytes.add(place.raw_size)
         return lacking
 
-    def look(self, destination: OpenStore | None) -> None:
+    def look(self, destination: Repository | None) -> None:
         """Report what would be sent.
 
         Args:
@@ -165,7 +165,7 @@ class SnapshotCopy:
 
     # --- sending ---
 
-    def copy(self, destination: OpenStore) -> bool:
+    def copy(self, destination: Repository) -> bool:
         """Copy the snapshot; return False if another process has copied it meanwhile.
 
         Raises:
@@ -181,7 +181,7 @@ class SnapshotCopy:
         self._options.hooks.on_commit()
         return True
 
-    def _part(self, destination: OpenStore, crew: Crew) -> Row | None:
+    def _part(self, destination: Repository, crew: Crew) -> Row | None:
         """Send a part, and commit it; return the row of the snapshot if that completes it."""
         with one_at_a_time():
             transaction = Transaction(destination, crew)
@@ -341,7 +341,7 @@ class SnapshotCopy:
             raise _CopiedMeanwhileError
         return placement
 
-    def _check_kept(self, store: OpenStore, root: Root) -> None:
+    def _check_kept(self, store: Repository, root: Root) -> None:
         """Check that a root still refers to what this does not rely on by itself.
 
         Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from casnap.format.digest import Digest
-from casnap.storage.catalog.references import MANIFEST, is_node, walk
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.references import MANIFEST, is_node, walk
 from casnap.transfer.copy_jobs import CopyJob
 
 
@@ -26,7 +26,7 @@ class SourceTree:
 
     def __init__(
         self,
-        source: OpenStore,
+        source: Repository,
         job: CopyJob,
         visited: set[bytes],
         owners: dict[bytes, CopyJob],

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from casnap.errors import MirrorError
 from casnap.format.records import Row
-from casnap.storage.catalog.mirror_notes import (
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.mirror_notes import (
     Life,
     copies_in,
     copy_notes,
@@ -21,11 +22,10 @@ from casnap.storage.catalog.mirror_notes import (
     life_of,
     origin_of,
 )
-from casnap.storage.catalog.retention import Retention, RetentionChange
-from casnap.storage.catalog.table import Table, run_of
-from casnap.storage.catalog.thinning import thin_run
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.snapshots.retention import Retention, RetentionChange
+from casnap.storage.snapshots.table import Table, run_of
+from casnap.storage.snapshots.thinning import thin_run
+from casnap.storage.writing.transaction import Transaction
 from casnap.transfer.copy_jobs import Placement
 
 
@@ -47,8 +47,8 @@ class Succession:
         replaced: The names of the copies of earlier lives that the last placement replaces.
     """
 
-    source: OpenStore
-    destination: OpenStore
+    source: Repository
+    destination: Repository
     new_name: str
     row: Row
     retention: Retention | None

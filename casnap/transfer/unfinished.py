@@ -14,8 +14,8 @@ from casnap.format.digest import Digest
 from casnap.format.entries import KnownEntry, Manifest, Payload, ValueEntry
 from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode_kept, encode
 from casnap.format.tree import build
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.transaction import Transaction
 from casnap.transfer.copy_jobs import CopyJob
 
 
@@ -36,7 +36,7 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
     return {transaction.commit_id.hex(): build(entries, transaction.put_node)}
 
 
-def parts_of(store: OpenStore, root: Root, job: CopyJob) -> dict[str, bytes]:
+def parts_of(store: Repository, root: Root, job: CopyJob) -> dict[str, bytes]:
     """Return the parts of a snapshot that a root refers to."""
     copy = root.copies.get(job.row.commit)
     if copy is None:

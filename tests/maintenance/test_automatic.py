@@ -31,7 +31,7 @@ from casnap.cli.garbage import show_what_waits
 from casnap.errors import BackendError, SnapshotNotFoundError, StorageFullError
 from casnap.format.records import pack_key
 from casnap.maintenance import automatic
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 from tests.support.cli_calls import document, invoke
 from tests.support.damaged import damage_everywhere, forget_cache
 from tests.support.faults import backend_faults, in_child, start, stop, wait, while_stopped
@@ -370,13 +370,13 @@ def test_beside_many_snapshots_of_another_run(
     store = Store(tmp_path / "store")
     for step in range(300):
         store.take({"s": StateDict(w=torch.tensor(step))}, f"other/step_{step}")
-    real, nodes = OpenStore.node, [0]
+    real, nodes = Repository.node, [0]
 
-    def count(self: OpenStore, *arguments: Any) -> bytes:
+    def count(self: Repository, *arguments: Any) -> bytes:
         nodes[-1] += 1
         return real(self, *arguments)
 
-    monkeypatch.setattr(OpenStore, "node", count)
+    monkeypatch.setattr(Repository, "node", count)
     for step in range(20):
         take(Store(tmp_path / "store/run"), step)
         wait_for_collectors()

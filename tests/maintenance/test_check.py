@@ -18,9 +18,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
 from casnap.runtime.threads import run_shielded
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log.roots import put_next_root
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.transaction import Transaction
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
     FROZEN,

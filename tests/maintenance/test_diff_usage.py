@@ -22,8 +22,8 @@ from casnap.format.entries import Payload, TensorEntry, ValueEntry
 from casnap.format.tree import Branch
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
-from casnap.storage.catalog.contents import Contents
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
 
 CHUNK = 64 << 10
 
@@ -37,13 +37,13 @@ def store() -> Store:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     """Count how often each node is asked for."""
     counted: Counter[bytes] = Counter()
-    node = OpenStore.node
+    node = Repository.node
 
-    def counting(self: OpenStore, digest: Digest, hint: Any = None) -> bytes:
+    def counting(self: Repository, digest: Digest, hint: Any = None) -> bytes:
         counted[digest] += 1
         return node(self, digest, hint)
 
-    monkeypatch.setattr(OpenStore, "node", counting)
+    monkeypatch.setattr(Repository, "node", counting)
     return counted
 
 
@@ -406,12 +406,12 @@ def test_a_list_of_digests_that_is_none_is_damaged(
 ) -> None:
     contents = take(store, "a", t=chunks_of_floats(6))
     (listed,) = split_digests(contents.entry("s/t")[1].payload.digests)
-    node = OpenStore.node
+    node = Repository.node
 
-    def cut_short(self: OpenStore, digest: Digest, hint: Any = None) -> bytes:
+    def cut_short(self: Repository, digest: Digest, hint: Any = None) -> bytes:
         return node(self, digest, hint)[: -1 if digest == listed else None]
 
-    monkeypatch.setattr(OpenStore, "node", cut_short)
+    monkeypatch.setattr(Repository, "node", cut_short)
     with pytest.raises(DamagedError, match="list of digests"):
         store.usage()
 

@@ -21,7 +21,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import pack_key, segment_key
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 from tests.support.cli_calls import failure
 from tests.support.damaged import drop_from_index
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
@@ -114,7 +114,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     hidden = Fault(flip(), ["read"], keys=fence_root)
     with backend.during(lost, hidden), contextlib.suppress(CasnapError):
         store.gc(grace=0)
-    view = OpenStore(LocalBackend(path)).view()
+    view = Repository(LocalBackend(path)).view()
     assert all((path / "casnap-store" / segment_key(ident)).exists() for ident in view.segments)
     assert_store(path, {3})
     Store(path).gc(grace=0)

@@ -17,10 +17,10 @@ from casnap.format.digest import Digest
 from casnap.format.records import DeltaPlace, Place, pack_key
 from casnap.maintenance.usage import disk_usage
 from casnap.runtime.threads import Crew
-from casnap.storage.chunks.chunk_reads import Want
-from casnap.storage.chunks.copying import ChunkBuffer
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.packs.chunk_reads import Want
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.copying import ChunkBuffer
+from casnap.storage.writing.transaction import Transaction
 from tests.support.ranks import World
 from tests.support.servers import Bucket
 

@@ -15,7 +15,7 @@ from casnap.maintenance import recent_marks, reference_counts
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.reference_counts import ReferenceCounts
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 from tests.support.copies import interrupted
 from tests.support.damaged import forget_cache
 from tests.support.faults import backend_faults, held, littered_store
@@ -150,7 +150,7 @@ def test_counts_that_were_cut_off_are_forgotten(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpenStore, "cache_nodes", interrupt)
+        patch.setattr(Repository, "cache_nodes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             gc(store, counts)
     assert not counts.is_known

@@ -27,11 +27,11 @@ from casnap.ranks import joining
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.chunks.chunk_reads import DEFAULT_READ, ReadOptions, Want
-from casnap.storage.chunks.index import Index
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.lookup.index import Index
+from casnap.storage.packs.chunk_reads import DEFAULT_READ, ReadOptions, Want
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.transaction import Transaction
 from tests.support.examples import FEW
 from tests.support.links import forget_links
 from tests.support.ranks import World
@@ -112,7 +112,7 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> tuple[list[Any], list[Th
 # --- stores, and what is wanted of them -------------------------------------------------------
 
 
-class Watched(OpenStore):
+class Watched(Repository):
     """A store that notes which chunks were asked of it, by all ranks."""
 
     def __init__(self, backend: Backend, fetched: list[Digest]) -> None:
@@ -125,7 +125,7 @@ class Watched(OpenStore):
         super().fetch(wants, how)
 
 
-def put(open_store: OpenStore, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
+def put(open_store: Repository, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
 
     def commit(crew: Crew) -> None:
@@ -158,9 +158,9 @@ class Chunks:
         for i in range(3):
             put(store.open_store, self.raws[10 * i : 10 * i + 10], codec)
 
-    def open_store(self) -> OpenStore:
+    def open_store(self) -> Repository:
         """Open the store anew, as each rank does."""
-        return OpenStore(self.backend)
+        return Repository(self.backend)
 
     def places(self) -> dict[Digest, Any]:
         open_store = self.open_store()
@@ -426,7 +426,7 @@ class OtherPlaces(Index):
 def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
     put(own.open_store(), own.raws[5:15])
 
-    def open_store(rank: int) -> OpenStore:
+    def open_store(rank: int) -> Repository:
         opened = own.open_store()
         if rank:
             opened.index = OtherPlaces(opened.index, blind=rank == 2)
@@ -464,7 +464,7 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
 
     with joining.join(None, 30, "a test") as comm:
         wants = [Want(Digest(d), n, sink, "w") for d, n in numbers]
-        fetch_shared(comm, OpenStore(backend), wants, window=3 * CHUNK)
+        fetch_shared(comm, Repository(backend), wants, window=3 * CHUNK)
     shared = memory_of_others() - before
     forget_links()
     return (

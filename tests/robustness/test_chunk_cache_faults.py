@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from casnap.errors import DamagedError
-from casnap.storage.chunks.lmdb_files import locked
+from casnap.storage.lookup.lmdb_files import locked
 from tests.support.cached import (
     CHUNK,
     PLENTY,
@@ -271,7 +271,7 @@ def crowded(far: Path, bound: int, rounds: int, count: int = 8) -> int:
 
 
 def test_processes_that_push_each_other_out(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("casnap.storage.chunks.chunk_cache._YOUNG", 0.0)
+    monkeypatch.setattr("casnap.storage.reading.chunk_cache._YOUNG", 0.0)
     bound = 40 * CHUNK
     assert 0 < crowded(far, bound, rounds=4) <= bound
 
@@ -280,14 +280,14 @@ def test_processes_that_push_each_other_out(far: Path, monkeypatch: pytest.Monke
 def test_processes_that_push_each_other_out_for_long(
     far: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("casnap.storage.chunks.chunk_cache._YOUNG", 0.0)
+    monkeypatch.setattr("casnap.storage.reading.chunk_cache._YOUNG", 0.0)
     for bound in (CHUNK, 10 * CHUNK, 40 * CHUNK, 80 * CHUNK):
         assert 0 < crowded(far, bound, rounds=60) <= bound
 
 
 def test_a_writer_that_stands_still(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait for it a little, once, and read on."""
-    monkeypatch.setattr("casnap.storage.chunks.chunk_cache._PATIENCE", 0.05)
+    monkeypatch.setattr("casnap.storage.reading.chunk_cache._PATIENCE", 0.05)
     Reader(far).restore()
     with locked(kept() / "used", 60.0):
         assert Reader(far).restore(0).gets == 0
@@ -295,7 +295,7 @@ def test_a_writer_that_stands_still(far: Path, monkeypatch: pytest.MonkeyPatch) 
         assert waiting.gets > 0
         assert Reader(far).restore(1).gets > 0
     # From here on, threads of one reader wait for each other, however busy the machine is.
-    monkeypatch.setattr("casnap.storage.chunks.chunk_cache._PATIENCE", 60.0)
+    monkeypatch.setattr("casnap.storage.reading.chunk_cache._PATIENCE", 60.0)
     assert Reader(far).restore(1).gets > 0
     assert Reader(far).restore(1).gets == 0
 
@@ -310,8 +310,8 @@ def test_hosts_that_do_not_see_each_others_locks(
         path.touch()
         yield
 
-    monkeypatch.setattr("casnap.storage.chunks.chunk_cache._YOUNG", 0.0)
-    monkeypatch.setattr("casnap.storage.chunks.chunk_cache.locked", unlocked)
+    monkeypatch.setattr("casnap.storage.reading.chunk_cache._YOUNG", 0.0)
+    monkeypatch.setattr("casnap.storage.reading.chunk_cache.locked", unlocked)
     crowded(far, 40 * CHUNK, rounds=3, count=4)
 
 

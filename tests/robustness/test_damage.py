@@ -19,8 +19,8 @@ from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
 from casnap.runtime.threads import Crew
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.transaction import Transaction
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
     KEY,

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import casnap.storage.chunks.index
+import casnap.storage.lookup.index
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.names import MARKER
 from casnap.format.records import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.maintenance.survey import Survey
-from casnap.storage.chunks.index_cache import MemoryCache
 from casnap.storage.log.roots import COPIES
+from casnap.storage.lookup.index_cache import MemoryCache
 from tests.support.faults import CHUNK, assert_equal, files, memory_folder
 from tests.support.layouts import (
     Layout,
@@ -115,7 +115,7 @@ class Sample:
         self.survey = survey
 
     def open(self, **options: bool) -> Store:
-        casnap.storage.chunks.index._damaged.clear()
+        casnap.storage.lookup.index._damaged.clear()
         return Store(self.folder, create=False, **options)
 
     def layouts(self, kind: str) -> list[Layout]:
@@ -191,7 +191,7 @@ QUESTIONS: dict[str, Callable[[Store], object]] = {
 def sample(_cache_dir: Path) -> Iterator[Sample]:
     """Return a store under a cache that is cold each time: it is kept in memory, and forgotten."""
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casnap.storage.chunks.index, "open_cache", lambda *_: MemoryCache())
+        patch.setattr(casnap.storage.lookup.index, "open_cache", lambda *_: MemoryCache())
         yield Sample(folder / "store")
 
 

@@ -12,7 +12,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.runtime import threads
 from casnap.runtime.threads import Worker
-from casnap.storage.chunks import chunk_reads
+from casnap.storage.packs import chunk_reads
 from tests.support.faults import system_faults
 from tests.support.sweep import spread
 

@@ -16,7 +16,7 @@ from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
 from casnap.format.delta import MOST_LINKS, encode_delta
 from casnap.format.digest import digest_of
 from casnap.maintenance.survey import Survey
-from casnap.storage.chunks.chunk_reads import Want
+from casnap.storage.packs.chunk_reads import Want
 from tests.support.faults import in_child
 from tests.support.forger import (
     STATE,

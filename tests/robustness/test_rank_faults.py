@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import casnap.storage.commits.rank_parts
+import casnap.storage.writing.rank_parts
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from tests.support.faults import CHUNK, assert_no_orphans, memory_folder
@@ -240,7 +240,7 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
         backend.faults.append(Fault(have_collected, "sync"))
     if rank == 1 and how == "one gone":
         backend.faults.append(Fault(own_packs, "sync"))
-    handover = casnap.storage.commits.rank_parts
+    handover = casnap.storage.writing.rank_parts
     before, handover._MOST_RECORDS = handover._MOST_RECORDS, handed_over
     try:
         if verb == "take":

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-import casnap.storage.chunks.index_cache
+import casnap.storage.lookup.index_cache
 from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
@@ -517,8 +517,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 def _close_caches(below: Path) -> None:
     """Close what no store uses any more: thousands of maps would fill the address space."""
-    for folder in [f for f in casnap.storage.chunks.index_cache._open if f.is_relative_to(below)]:
-        casnap.storage.chunks.index_cache._open.pop(folder)._env.close()
+    for folder in [f for f in casnap.storage.lookup.index_cache._open if f.is_relative_to(below)]:
+        casnap.storage.lookup.index_cache._open.pop(folder)._env.close()
 
 
 MANY = settings.default.max_examples if settings.default else 50

@@ -10,7 +10,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.serving import PullOptions, PullReport, verify
-from casnap.storage.chunks import open_store
+from casnap.storage.reading import repository as open_store
 from tests.support.remote import RemoteDouble
 from tests.support.served import tensors_in
 

@@ -18,9 +18,9 @@ import pytest
 
 from casnap import Retention, StateDict, Store
 from casnap.runtime.environment import boot_id
-from casnap.storage.chunks import lmdb_files
-from casnap.storage.chunks.index_cache import LmdbCache
-from casnap.storage.chunks.lmdb_files import locked, open_environment
+from casnap.storage.lookup import lmdb_files
+from casnap.storage.lookup.index_cache import LmdbCache
+from casnap.storage.lookup.lmdb_files import locked, open_environment
 from tests.support.far import FarFolder
 from tests.support.faults import (
     CHUNK,
@@ -173,8 +173,8 @@ def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
         with cache._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr("casnap.storage.chunks.index_cache._PATIENCE", 0.1)
-    monkeypatch.setattr("casnap.storage.chunks.index_cache._LITTLE", 0.1)
+    monkeypatch.setattr("casnap.storage.lookup.index_cache._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.storage.lookup.index_cache._LITTLE", 0.1)
     stopped = start(stand_still)
     os.waitpid(stopped, os.WUNTRACED)
     use(store, 3)
@@ -191,8 +191,8 @@ def test_a_cache_that_has_outgrown_its_store_is_made_anew(
     sign.touch()
     use(store, 3)
     assert sign.exists()
-    monkeypatch.setattr("casnap.storage.chunks.index._CACHE_BYTES", 0)
-    monkeypatch.setattr("casnap.storage.chunks.index._BYTES_A_RECORD", 100)
+    monkeypatch.setattr("casnap.storage.lookup.index._CACHE_BYTES", 0)
+    monkeypatch.setattr("casnap.storage.lookup.index._BYTES_A_RECORD", 100)
     use(store, 4)
     assert not sign.exists()
     use(store, 5)
@@ -201,7 +201,7 @@ def test_a_cache_that_has_outgrown_its_store_is_made_anew(
 def test_the_cache_of_a_long_run_levels_off(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("casnap.storage.chunks.index._SMALL_CACHE_BYTES", 64 << 10)
+    monkeypatch.setattr("casnap.storage.lookup.index._SMALL_CACHE_BYTES", 64 << 10)
     store = Store(tmp_path / "store").make()
     sizes: list[int] = []
     for step in range(160):

@@ -136,7 +136,7 @@ def test_hints_are_not_believed(
         moved = [(d, msgspec.structs.replace(p, offset=p.offset + 8)) for d, p in places]
         return encode_hints(moved, [b"no node", *nodes], pack)[: 99 if are_damaged else None]
 
-    monkeypatch.setattr("casnap.storage.chunks.new_packs.encode_hints", lie)
+    monkeypatch.setattr("casnap.storage.writing.new_packs.encode_hints", lie)
     assert take_many(name, 3).check(data=True).ok
     with_large_index(name)
     new_host()
@@ -160,7 +160,7 @@ def test_hints_that_make_no_sense(
             [(d, msgspec.structs.replace(p, **change)) for d, p in places], nodes, pack
         )
 
-    monkeypatch.setattr("casnap.storage.chunks.new_packs.encode_hints", lie)
+    monkeypatch.setattr("casnap.storage.writing.new_packs.encode_hints", lie)
     take_many(name, 3)
     with_large_index(name)
     new_host()

@@ -16,9 +16,9 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, id_from_name, pack_key
 from casnap.runtime.threads import Crew
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log.roots import put_next_root
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.transaction import Transaction
 from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, assert_holds, content, files, in_child, take
 from tests.support.faulty import Call, Fault, FaultyBackend

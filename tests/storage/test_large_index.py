@@ -22,9 +22,9 @@ from casnap.format.records import (
     decode_segment,
     segment_key,
 )
-from casnap.storage.chunks.segment_search import search
-from casnap.storage.chunks.segments import write_segments
 from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.lookup.segment_search import search
+from casnap.storage.writing.segments import write_segments
 from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
 
@@ -118,7 +118,7 @@ def test_a_segment_of_another_length_is_passed_over(tmp_path: Path, length: int)
 @pytest.fixture(autouse=True)
 def without_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write no hints that say where to look."""
-    monkeypatch.setattr("casnap.storage.chunks.new_packs.encode_hints", lambda *_: b"")
+    monkeypatch.setattr("casnap.storage.writing.new_packs.encode_hints", lambda *_: b"")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import casnap.storage.catalog.location
+import casnap.storage.places.location
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, CasnapError, SnapshotNotFoundError, StoreError
 from tests.support.faults import files, in_child
@@ -27,7 +27,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a store of ours that a group shares."""
     needs_root()
     # It is said once for a place, and these places have names that were used before.
-    casnap.storage.catalog.location._warn.cache_clear()
+    casnap.storage.places.location._warn.cache_clear()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "shared"
     folder.mkdir()

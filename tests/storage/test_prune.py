@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-import casnap.storage.catalog.table
+import casnap.storage.snapshots.table
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.option_types import duration, duration_or_none
@@ -190,14 +190,14 @@ def test_a_prune_starts_again_where_a_collector_went_past_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [FencedError("x")]
-    real = casnap.storage.catalog.table.publish
+    real = casnap.storage.snapshots.table.publish
 
     def fenced(*args: Any, **options: Any) -> Any:
         if left:
             raise left.pop()
         return real(*args, **options)
 
-    monkeypatch.setattr(casnap.storage.catalog.table, "publish", fenced)
+    monkeypatch.setattr(casnap.storage.snapshots.table, "publish", fenced)
     Store(path).prune(Retention(keep_last=1))
     assert names(path) == ["step_5"]
 

@@ -11,8 +11,8 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import Root, pack_key
-from casnap.storage.chunks.open_store import OpenStore
 from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.reading.repository import Repository
 from tests.support.remote import RemoteDouble
 
 
@@ -289,7 +289,7 @@ def test_an_open_that_finds_nothing(tmp_path: Path) -> None:
         Store(backend, create=False).make()
     assert not backend.sizes("")
     Store(backend).make()
-    assert OpenStore(backend).newest().seq == 0
+    assert Repository(backend).newest().seq == 0
 
 
 def test_a_snapshot_is_opened_and_read_in_few_round_trips(
@@ -303,7 +303,7 @@ def test_a_snapshot_is_opened_and_read_in_few_round_trips(
         backend = RemoteDouble(name)
         # Long enough for a busy machine to begin all that belong to one trip.
         backend.latency = 0.25
-        monkeypatch.setattr("casnap.storage.catalog.location.backend_at", lambda *_: backend)
+        monkeypatch.setattr("casnap.storage.places.location.backend_at", lambda *_: backend)
         tensor = Snapshot("double://store/first").read_object("m/a")
         assert torch.equal(tensor, torch.arange(1000.0))
         return backend
@@ -317,7 +317,7 @@ def test_a_snapshot_is_opened_and_read_in_few_round_trips(
 
 def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process commits after it is seen, whatever the first use was."""
-    monkeypatch.setattr("casnap.storage.catalog.location.backend_at", lambda *_: RemoteDouble(name))
+    monkeypatch.setattr("casnap.storage.places.location.backend_at", lambda *_: RemoteDouble(name))
     other = Store(RemoteDouble(name)).make()
     taken = Snapshot.take("double://store/a", state_of(1))
     other.take(state_of(1), "b")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from casnap import Retention, StateDict, Store
 from casnap.format.records import NodeRef, Row, Stats
-from casnap.storage.catalog.retention import judge_runs
+from casnap.storage.snapshots.retention import judge_runs
 
 NOW = 1e9
 

@@ -21,11 +21,11 @@ from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Segment, pack_key
 from casnap.runtime.threads import Crew
 from casnap.runtime.typing import override
-from casnap.storage.chunks.copying import copy_verified, one_at_a_time
-from casnap.storage.chunks.open_store import OpenStore
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
 from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.copying import copy_verified, one_at_a_time
+from casnap.storage.writing.transaction import Transaction
 from tests.support.random_segments import put_segment
 
 HALF = 512 << 10
@@ -73,7 +73,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
         transaction = Transaction(there.open_store, crew)
         try:
             wanted = [(digest, False), (other, False)]
-            copy_verified(OpenStore(backend), wanted, transaction.new_packs, lambda *_: None)
+            copy_verified(Repository(backend), wanted, transaction.new_packs, lambda *_: None)
             publish(transaction, lambda table, seq: {})
         finally:
             transaction.close()

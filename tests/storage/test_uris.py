@@ -11,7 +11,7 @@ import pytest
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import CasnapError, InvalidNameError, NotAStoreError, StoreError
-from casnap.storage.catalog.uris import snapshot_uri, store_uri
+from casnap.storage.places.uris import snapshot_uri, store_uri
 from tests.support.remote import RemoteDouble
 
 TINY = {"s": StateDict(x=1)}

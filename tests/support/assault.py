@@ -22,7 +22,7 @@ import casnap.take.take  # noqa: F401
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.records import PackId, read_pack_footer
-from casnap.storage.catalog.references import MANIFEST, digest_in, walk
+from casnap.storage.snapshots.references import MANIFEST, digest_in, walk
 from tests.support.faults import files, in_child
 from tests.support.forger import Forger, limit_memory
 

@@ -11,7 +11,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.runtime.environment import cache_folder
-from casnap.storage.chunks.chunk_cache import FOLDER, cached_packs
+from casnap.storage.reading.chunk_cache import FOLDER, cached_packs
 from tests.support.far import FarFolder
 
 CHUNK = 64 << 10

@@ -10,7 +10,7 @@ import pytest
 
 from casnap import Store
 from casnap.backends import Backend
-from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from tests.support.faults import CHUNK, app_state, assert_equal, content, take

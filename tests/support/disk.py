@@ -10,7 +10,7 @@ import torch
 
 from casnap import Store
 from casnap.maintenance import automatic
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 
 SAVES = 10
 WIDTH = 512
@@ -41,7 +41,7 @@ def assert_bounded(
     automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
     start = automatic.AutomaticCollector._start
 
-    def start_and_wait(self: automatic.AutomaticCollector, store: OpenStore) -> None:
+    def start_and_wait(self: automatic.AutomaticCollector, store: Repository) -> None:
         # However busy the machine is, as between the steps of a training.
         start(self, store)
         if (worker := self._worker) is not None:

@@ -27,7 +27,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
 from casnap.runtime.buffers import SLOTS, shared_pool
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 from casnap.take import staging
 
 CHUNK = 64 << 10
@@ -110,7 +110,7 @@ def files(folder: Path | str, under: str = "") -> set[str]:
 
 def assert_no_orphans(path: Path | str) -> None:
     """Check that a store has just the packs and segments that its newest root names."""
-    view = OpenStore(LocalBackend(Path(path))).view()
+    view = Repository(LocalBackend(Path(path))).view()
     assert files(path, "packs") == set(map(pack_key, view.packs))
     assert files(path, "index") == set(map(segment_key, view.segments))
     assert files(path, "tmp") == set()
@@ -118,7 +118,7 @@ def assert_no_orphans(path: Path | str) -> None:
 
 def assert_packs_are_there(path: Path | str) -> None:
     """Check that a store has the packs and segments that its newest root names, condemned too."""
-    view = OpenStore(LocalBackend(Path(path))).view()
+    view = Repository(LocalBackend(Path(path))).view()
     assert files(path, "packs") >= set(map(pack_key, view.packs))
     assert files(path, "index") >= set(map(segment_key, view.segments))
 

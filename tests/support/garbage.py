@@ -12,7 +12,7 @@ from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
 from casnap.maintenance import automatic
-from casnap.storage.chunks.open_store import OpenStore
+from casnap.storage.reading.repository import Repository
 from tests.support.faults import files
 
 
@@ -48,7 +48,7 @@ def collecting(store: Store) -> Iterator[None]:
 
 def assert_tidy(path: Path) -> None:
     """Check that no file is there that the newest root does not name, and none is missing."""
-    view = OpenStore(LocalBackend(path)).view()
+    view = Repository(LocalBackend(path)).view()
     named = {*map(pack_key, view.packs), *map(segment_key, view.segments)}
     assert files(path, "packs") | files(path, "index") | files(path, "tmp") == named
 

@@ -34,7 +34,7 @@ from torch.torch_version import TorchVersion
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.format.names import STORE_FOLDER
-from casnap.storage.catalog.table import change_table, row_edit, snapshots_in
+from casnap.storage.snapshots.table import change_table, row_edit, snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.ranks import Pool

@@ -29,7 +29,7 @@ from casnap.preemption import Preemption
 from casnap.restore.handle import Handle
 from casnap.restore.restore_report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
-from casnap.storage.catalog.retention import PruneReport
+from casnap.storage.snapshots.retention import PruneReport
 from casnap.transfer.copy_jobs import CopyReport
 from casnap.transfer.mirror_report import MirrorStatus
 from tests.support.stand_ins import trainers_stood_in

@@ -29,8 +29,8 @@ from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
-from casnap.storage.commits import commit
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.writing import commit
+from casnap.storage.writing.transaction import Transaction
 
 State = Mapping[str, Mapping[str, Any]]
 

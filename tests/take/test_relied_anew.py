@@ -13,10 +13,10 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
 from casnap.runtime.threads import Crew
-from casnap.storage.chunks.index import Index
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.rank_parts import OtherRanks, finish_rank_part
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.lookup.index import Index
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.rank_parts import OtherRanks, finish_rank_part
+from casnap.storage.writing.transaction import Transaction
 from tests.support.faults import CHUNK
 
 pytestmark = pytest.mark.usefixtures("unannounced")

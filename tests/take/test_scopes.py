@@ -393,7 +393,7 @@ def reads_of(
     backend.reads.clear()
     with pytest.MonkeyPatch.context() as patch:
         # Over a gap of one of these small chunks a rank would read what another one reads.
-        patch.setattr("casnap.storage.chunks.chunk_reads.max_gap", lambda _: 0)
+        patch.setattr("casnap.storage.packs.chunk_reads.max_gap", lambda _: 0)
         if hosts:
             # As if each rank were on a host of its own.
             patch.setattr("casnap.restore.restore.boot_id", lambda: str(os.getpid()))

@@ -11,7 +11,7 @@ import torch
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StoreError
-from casnap.storage.chunks import pack
+from casnap.storage.packs import pack
 from casnap.take import hashing, staging
 
 CORES = 4

@@ -25,8 +25,8 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import NodeRef, UnfinishedCopy, pack_key, root_key
-from casnap.storage.chunks.copying import ChunkBuffer
 from casnap.storage.log.roots import put_next_root
+from casnap.storage.writing.copying import ChunkBuffer
 from casnap.transfer import delta_sends
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions

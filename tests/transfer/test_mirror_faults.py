@@ -23,7 +23,7 @@ import torch.distributed as dist
 from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
-from casnap.storage.catalog.table import snapshots_in
+from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from tests.support.cli_calls import COMMAND

@@ -16,9 +16,9 @@ from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.format.tree import build
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.catalog.table import Table
-from casnap.storage.commits.commit import publish
-from casnap.storage.commits.transaction import Transaction
+from casnap.storage.snapshots.table import Table
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.transaction import Transaction
 
 _CHUNK = 1 << 20
 _TENSORS = 100

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from casnap.errors import StateError
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
-from casnap.storage.catalog.location import as_written
-from casnap.storage.catalog.uris import joined
+from casnap.storage.places.location import as_written
+from casnap.storage.places.uris import joined
 from casnap.store import Store
 
 CheckpointId = str | os.PathLike[str]

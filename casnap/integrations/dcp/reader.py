@@ -28,7 +28,7 @@ from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.environment import local_path
 from casnap.snapshot import find_store
-from casnap.storage.catalog.contents import Contents
+from casnap.storage.snapshots.contents import Contents
 from casnap.store import Store
 
 _log = logging.getLogger("casnap")

@@ -28,7 +28,7 @@ from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, find_store_together
-from casnap.storage.catalog.retention import Retention
+from casnap.storage.snapshots.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
 

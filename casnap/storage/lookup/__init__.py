@@ -1,0 +1,4 @@
+"""In which packs a chunk lies: the index of a store, and what this host and process remember.
+
+Imports ``log`` and ``packs``. Begin with ``index.py``.
+"""

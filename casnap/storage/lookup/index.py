@@ -1,0 +1,462 @@
+"""Where every chunk and node lies: the index segments of a store, as one root sees them.
+
+The records of the segments are kept in a cache (``index_cache.py``) and stay true. Whether a record
+*counts* depends on the root alone: the pack of the record must be live in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import lmdb
+
+from casnap.backends.base import Backend
+from casnap.backends.system_errors import EXHAUSTED
+from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.codec import KNOWN_CODECS, Codec
+from casnap.format.delta import MOST_LINKS
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import (
+    SEGMENT_RECORD_SIZE,
+    DeltaPlace,
+    PackId,
+    Place,
+    Record,
+    Root,
+    SealedSegment,
+    Segment,
+    SegmentId,
+    SegmentRef,
+    decode_segment,
+    max_segment_bytes,
+    segment_counts,
+    segment_key,
+)
+from casnap.runtime.fork import new_lock
+from casnap.runtime.threads import mapped
+from casnap.storage.lookup.index_cache import IndexCache, LmdbCache, MemoryCache, open_cache
+from casnap.storage.lookup.pack_lengths import PackLengths
+from casnap.storage.lookup.segment_search import search, window_bytes
+
+_log = logging.getLogger("casnap")
+T = TypeVar("T")
+# A cache has some 220 bytes a record, tree nodes included.
+_CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
+# A larger cache is made anew once it has so many times the records of the store.
+_SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
+# Segments of together so many records are read at a time; a record has 61 bytes.
+_TOGETHER_RECORDS = 1 << 20
+SMALL_RECORDS = 10_000
+"""On a remote store, each commit writes a segment of up to so many records again."""
+# A smaller index is read whole even for one digest.
+_WHOLE_BYTES = 8 << 20
+_LAST_SMALL = b"last small segment"
+
+
+def _listed(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
+    """Return the packs of a segment, if it is cached."""
+    ident = SegmentId(ref.id)
+    listed = cache.listed.get(ident)
+    if listed is None and (packs := cache.packs_of(ident)) is not None:
+        listed = frozenset(packs)
+    return listed
+
+
+# What this process found damaged, by the name of the cache; it stays when the cache is deleted.
+_damaged: defaultdict[str, set[Record]] = defaultdict(set)
+
+
+class PackSet:
+    """The union of some sets of packs, without a few packs.
+
+    A store may have very many packs, and each commit adds few. So the sets are shared between the
+    views of an index, and no question asked here takes time in proportion to their size.
+
+    Args:
+        parts: The sets.
+        without: Packs that are not in it.
+    """
+
+    __slots__ = ("_parts", "_without")
+
+    def __init__(
+        self, parts: Iterable[frozenset[PackId]], without: Collection[PackId | bytes] = ()
+    ) -> None:
+        # The largest set first, since most packs are in it.
+        self._parts = sorted(parts, key=len, reverse=True)
+        self._without = frozenset(without)
+
+    def __contains__(self, pack: object) -> bool:
+        return pack not in self._without and any(pack in part for part in self._parts)
+
+    def __iter__(self) -> Iterator[PackId]:
+        return iter(frozenset[PackId]().union(*self._parts) - self._without)
+
+    def __bool__(self) -> bool:
+        return any(pack not in self._without for part in self._parts for pack in part)
+
+    @property
+    def at_most(self) -> int:
+        """As many packs as it has, or more: a pack that lies in several sets counts for each."""
+        return sum(map(len, self._parts))
+
+    def issuperset(self, packs: Iterable[PackId]) -> bool:
+        """Whether it has all of these packs."""
+        return all(pack in self for pack in packs)
+
+    def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
+        """Return those of these packs that it lacks."""
+        return {pack for pack in packs if pack not in self}
+
+    def without(self, packs: Collection[PackId | bytes]) -> PackSet:
+        """Return the set without some packs."""
+        return PackSet(self._parts, self._without.union(packs))
+
+
+@dataclass(frozen=True)
+class View:
+    """The index as one root sees it.
+
+    Attributes:
+        root: The root.
+        segments: The packs that each segment of the root lists.
+        packs: All of these packs. They can be read.
+        live: The packs that a take may rely on: all but the condemned ones.
+        cache: The cache, which holds all segments of the root.
+    """
+
+    root: Root
+    segments: dict[SegmentId, frozenset[PackId]]
+    packs: PackSet
+    live: PackSet
+    cache: IndexCache
+
+
+class Index:
+    """Finds the places of digests among the live packs of a root.
+
+    Attributes:
+        pack_lengths: The lengths of the packs themselves.
+    """
+
+    def __init__(self, backend: Backend, store_id: str) -> None:
+        self._backend = backend
+        self._store_id = store_id
+        # The name of the cache: the store's id, and its place.
+        self._name = ""
+        self._cache: IndexCache | None = None
+        self.pack_lengths = PackLengths(backend)
+        self._lengths: dict[SegmentId, int] = {}
+        self._replacing = new_lock()
+        self._looked_at_size = False
+
+    @property
+    def cache(self) -> IndexCache:
+        """The cache; it is opened at the first use."""
+        cache = self._cache
+        if cache is None or (isinstance(cache, LmdbCache) and not cache.usable()):
+            if not self._name:
+                self._look_where_it_is()
+            cache = self._cache = open_cache(self._name, self._backend.uri)
+        return cache
+
+    def _look_where_it_is(self) -> None:
+        """Drop the cache if another store lies at this URI by now."""
+        place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
+        name = f"{self._store_id}-{place}"
+        if name != self._name:
+            self._name, self._cache, self._looked_at_size = name, None, False
+
+    def view(self, root: Root) -> View:
+        """Return the index as ``root`` sees it; read the segments that are not cached.
+
+        Raises:
+            DamagedError: A segment is missing or damaged.
+            BackendError: The store is gone.
+        """
+        self._look_where_it_is()
+        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_once(cache, root))
+        self._shed(cache, root)
+        packs = PackSet(segments.values())
+        return View(root, segments, packs, packs.without(root.condemned.keys()), cache)
+
+    def refresh(self, root: Root) -> View:
+        """Make the cache anew, since it may be wrong; return the view of a root."""
+        with self._replacing:
+            if isinstance(self._cache, LmdbCache):
+                self._cache.delete()
+            self._cache = None
+        return self.view(root)
+
+    def _shed(self, cache: IndexCache, root: Root) -> None:
+        """Delete a cache that is mostly about collected packs.
+
+        Single records are never removed. Views that have the cache open go on with it; the next
+        one makes it anew.
+        """
+        if not isinstance(cache, LmdbCache):
+            return
+        records = sum(ref.count for ref in root.segments)
+        # Nodes may be larger than is usual, so the size alone is looked at only once for a store.
+        most = math.inf if self._looked_at_size else _CACHE_BYTES + _BYTES_A_RECORD * records
+        self._looked_at_size = True
+        size = cache.nbytes()
+        is_stale = size > _SMALL_CACHE_BYTES and cache.count() > _MOST_TIMES * records
+        if size > most or is_stale:
+            _log.info("the cache %s has outgrown its store, and is made anew", cache.folder)
+            with self._replacing:
+                cache.delete()
+                if self._cache is cache:
+                    self._cache = None
+
+    def _learn_once(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache all segments of a root; of a remote store one process of this host reads them."""
+        idents = [SegmentId(ref.id) for ref in root.segments]
+        are_cached = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
+        if not self._backend.costly_requests or all(are_cached):
+            return self._learn_all(cache, root)
+        with cache.learning():
+            return self._learn_all(cache, root)
+
+    def _learn_all(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache all segments of a root; return their packs."""
+        packs = self._learn(cache, root.segments)
+        # For the next view, which differs in few segments.
+        cache.listed = packs
+        return packs
+
+    def _learn(
+        self, cache: IndexCache, segments: Collection[SegmentRef]
+    ) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache some segments; return their packs."""
+        packs = {SegmentId(ref.id): _listed(cache, ref) for ref in segments}
+        uncached = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
+        while uncached:
+            for ref, sealed in self._read_some(uncached):
+                content = decode_segment(*sealed)
+                self.keep_small(SegmentId(ref.id), sealed[0])
+                cache.learn(SegmentId(ref.id), content.packs, content.records)
+                packs[SegmentId(ref.id)] = frozenset(content.packs)
+        return {ident: listed or frozenset() for ident, listed in packs.items()}
+
+    def knows(self, root: Root) -> bool:
+        """Whether this host has cached all segments of a root."""
+        cache = self.cache
+        return all(_listed(cache, ref) is not None for ref in root.segments)
+
+    def find_few(self, root: Root, digests: list[Digest]) -> list[Place | None]:
+        """Find some digests without reading a large index, where that is a remote one.
+
+        Returns:
+            For each digest a place, or None where it was not found so. A place may be wrong.
+        """
+        try:
+            return self._find_few(self.cache, root, digests)
+        except (UnavailableError, TimeoutError):
+            # TimeoutError is none of the file system: the alarm of a user raises it.
+            raise
+        except (lmdb.Error, OSError, BackendError, DamagedError) as e:
+            _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
+            return [None] * len(digests)
+
+    def _find_few(self, cache: IndexCache, root: Root, digests: list[Digest]) -> list[Place | None]:
+        unknown = [ref for ref in root.segments if _listed(cache, ref) is None]
+        large = [ref for ref in unknown if ref.weight > SMALL_RECORDS]
+        nbytes = sum(ref.weight for ref in unknown) * SEGMENT_RECORD_SIZE
+        windows = [window_bytes(ref.count) for ref in large]
+        # Most of the digests are looked for where the first one is.
+        expected = sum(windows) + max(windows, default=0) * len(digests)
+        if nbytes < _WHOLE_BYTES or expected * 4 > nbytes:
+            return [None] * len(digests)
+        listed = self._learn(cache, [ref for ref in root.segments if ref not in large])
+        places = cache.place(digests, PackSet(listed.values()))
+        by_digest = {
+            d: place for d, place in zip(digests, places, strict=True) if place is not None
+        }
+        remaining = [d for d in digests if d not in by_digest]
+        if remaining:
+            searched = search(self._backend, large, self._segment_lengths(large), remaining)
+            by_digest |= {
+                digest: record_list[0][1] for digest, record_list in searched.items() if record_list
+            }
+        return [by_digest.get(digest) for digest in digests]
+
+    def _segment_lengths(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
+        """Return the lengths of some segments, which never change."""
+        unseen = [ref for ref in refs if SegmentId(ref.id) not in self._lengths]
+        if len(unseen) == 1:
+            self._lengths[SegmentId(unseen[0].id)] = self._backend.size(segment_key(unseen[0].id))
+        elif unseen:
+            sizes = self._backend.sizes("index")
+            self._lengths |= {SegmentId(r.id): sizes.get(segment_key(r.id), 0) for r in unseen}
+        return self._lengths
+
+    def _read_some(self, segments: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
+        """Take some segments off a list, and read them: on a remote store several at a time."""
+        refs = [segments.pop(0)]
+        while segments and len(refs) < self._backend.in_flight:
+            if sum(ref.weight for ref in refs) + segments[0].weight > _TOGETHER_RECORDS:
+                break
+            refs.append(segments.pop(0))
+        return list(mapped(self.sealed, refs, len(refs)))
+
+    def _ask(
+        self, cache: IndexCache, root: Root, ask: Callable[[IndexCache], T]
+    ) -> tuple[IndexCache, T]:
+        """Ask a cache; if it fails, ask a new one; return the one that answered too."""
+        try:
+            return cache, ask(cache)
+        except (lmdb.Error, OSError) as e:
+            if not isinstance(cache, LmdbCache) or isinstance(e, TimeoutError):
+                raise
+            if cache.is_deleted():
+                # By another thread or process, since it had outgrown the store, say.
+                return self._ask(self._reopen(cache), root, partial(self._learn_and_ask, root, ask))
+            _log.warning("the cache %s failed (%s); the index is kept in memory", cache.folder, e)
+            # Out of file descriptors or memory, or busy: that says nothing about the cache.
+            if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {errno.EWOULDBLOCK}:
+                cache.delete()
+        cache = self._replace(cache, root)
+        return cache, ask(cache)
+
+    def _learn_and_ask(self, root: Root, ask: Callable[[IndexCache], T], cache: IndexCache) -> T:
+        self._learn_all(cache, root)
+        return ask(cache)
+
+    def _reopen(self, deleted: IndexCache) -> IndexCache:
+        """Return a cache in place of a deleted one. It may hold nothing yet."""
+        with self._replacing:
+            if self._cache is deleted:
+                self._cache = None
+        return self.cache
+
+    def _replace(self, failed: IndexCache, root: Root) -> IndexCache:
+        """Return a cache in memory that holds all segments of a root."""
+        with self._replacing:
+            if self._cache is failed or self._cache is None:
+                fresh: IndexCache = MemoryCache()
+            else:
+                fresh = self._cache
+            self._learn_all(fresh, root)
+            # Only now, since other threads rely on finding all segments there.
+            self._cache = fresh
+            return fresh
+
+    def segment(self, ref: SegmentRef) -> Segment:
+        """Read a segment from the store.
+
+        Raises:
+            DamagedError: It is missing or damaged.
+        """
+        return decode_segment(*self.sealed(ref))
+
+    def sealed(self, ref: SegmentRef) -> tuple[bytes, str]:
+        """Read the bytes of a segment from the store; return them, and its name for messages.
+
+        Raises:
+            DamagedError: It is missing, or has not as many records and deltas as the root says.
+        """
+        key = segment_key(ref.id)
+        name = self._backend.where(key)
+        try:
+            data = self._backend.read(key, max_segment_bytes(ref))
+        except FileNotFoundError:
+            raise DamagedError(f"the index segment {name} is missing; see `casnap check`") from None
+        counts = segment_counts(data)
+        if counts != (ref.count, ref.deltas):
+            raise DamagedError(
+                f"the index segment {name} has {counts[0]} records, {counts[1]} of them of deltas, "
+                f"not {ref.count} and {ref.deltas}; see `casnap check`"
+            )
+        return data, name
+
+    def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
+        """Yield the bases of the deltas in a segment, once for each delta.
+
+        A segment without deltas is not read.
+
+        Raises:
+            DamagedError: The segment is missing or damaged.
+        """
+        return SealedSegment(*self.sealed(ref)).bases() if ref.deltas else iter(())
+
+    def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
+        """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
+
+        Only those of one are kept: each commit replaces the one before.
+        """
+        if self._backend.costly_requests and sum(segment_counts(sealed)) <= SMALL_RECORDS:
+            self.cache.keep_notes({_LAST_SMALL: ident + sealed})
+
+    def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
+        """Return what :meth:`sealed` does, from this host's cache if it is kept there."""
+        if self._backend.costly_requests:
+            note = self.cache.note(_LAST_SMALL) or b""
+            ident, data = note[: len(ref.id)], note[len(ref.id) :]
+            if ident == ref.id and segment_counts(data) == (ref.count, ref.deltas):
+                return data, f"the cached segment {ref.id.hex()}"
+        return self.sealed(ref)
+
+    def find(
+        self, view: View, digests: list[Digest], *, only_live: bool = False
+    ) -> list[Place | None]:
+        """Return, for each digest, a place where it can be read, or None.
+
+        Args:
+            view: The index as a root sees it.
+            digests: What to find.
+            only_live: Return only places that a take may rely on. Condemned packs do not count:
+                they can be read for some time, then they are deleted. Nor do damaged places, nor
+                those of a codec that this version does not know: a snapshot that needs one says so
+                in its row, and this version could not.
+        """
+        packs = view.live if only_live else view.packs
+        if not packs:
+            return [None] * len(digests)
+        places = self._ask(view.cache, view.root, lambda cache: cache.place(digests, packs))[1]
+        damaged = _damaged[self._name]
+        for i, digest in enumerate(digests) if only_live and damaged else ():
+            if (digest, places[i]) in damaged:
+                others = [p for p in self.find_all(view, digest) if p.pack in packs]
+                places[i] = next((p for p in others if (digest, p) not in damaged), None)
+        if only_live:
+            return [p if p is None or p.codec in KNOWN_CODECS else None for p in places]
+        return places
+
+    def find_all(self, view: View, digest: Digest) -> list[Place]:
+        """Return all places where a digest can be read."""
+        places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
+        return [place for place in places if place.pack in view.packs]
+
+    def newest_chain(self, view: View, digest: Digest) -> list[Record]:
+        """Return a chunk and all bases below it, each at its newest live place.
+
+        Older places may be about to be collected.
+
+        Returns:
+            The chain, of which only the last one is no delta; nothing if one is nowhere, or the
+            chain has no end.
+        """
+        chain: list[Record] = []
+        while len(chain) <= MOST_LINKS:
+            places = [p for p in self.find_all(view, digest) if p.pack in view.live]
+            if not places:
+                return []
+            place = max(places, key=lambda p: p.pack)
+            chain.append((digest, place))
+            if not isinstance(place, DeltaPlace):
+                return chain if place.codec != Codec.DELTA else []
+            digest = Digest(place.base)
+        return []
+
+    def note_damaged(self, records: Iterable[Record]) -> None:
+        """Note damaged places, for all takes of this process: they store anew what lies there."""
+        _damaged[self._name].update(records)

@@ -1,0 +1,558 @@
+"""The cache of this host for a store, in LMDB: places of digests, tree nodes, and notes.
+
+A cached record (this digest lies at this place of this pack) stays true: packs never change and ids
+are never used again. So a cache may be stale, be shared between processes and between the branches
+of a store after a roll-back, or be deleted; that costs only time. Each place where a store is met
+has a cache of its own, since a copy of a store may hold other bytes under the same ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import struct
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+import lmdb
+
+from casnap.format.codec import Codec
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.names import STORE_FOLDER
+from casnap.format.records import (
+    CONFIG_KEY,
+    ID_SIZE,
+    DeltaPlace,
+    PackId,
+    Place,
+    Record,
+    SegmentId,
+)
+from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
+from casnap.runtime.fork import in_child, new_lock
+from casnap.runtime.typing import override
+from casnap.storage.lookup.lmdb_files import (
+    WRITING,
+    BusyError,
+    inode,
+    locked,
+    nbytes,
+    open_environment,
+    put_text,
+    remove,
+)
+
+_log = logging.getLogger("casnap")
+C = TypeVar("C", bound="IndexCache")
+P = ParamSpec("P")
+R = TypeVar("R")
+# To read a member of an enum takes as long as to copy a small chunk.
+_WHOLE, _DELTA = frozenset({int(Codec.RAW), int(Codec.PLANES)}), int(Codec.DELTA)
+# LMDB sorts the places of a digest by these bytes: of a chunk that stands twice in a pack, all
+# processes find the first place, which hints name too, and a cache of chunks has.
+_BARE_PLACE = struct.Struct(">16sQIIB")
+# Named by a store id and a place, or by a place.
+_FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
+_URI = "uri"
+MOST_FOLDERS = 64
+"""So many caches are kept. A host that uses more stores loses time."""
+_UNUSED_SECONDS = 30 * 86400.0
+# Seconds to wait for other writers: to cache segments, and to cache what only saves time.
+_PATIENCE, _LITTLE = 30.0, 1.0
+# Seconds to wait for a process that learns the same segments, before this one reads them too.
+_LEARNING = 60.0
+_NODES_BYTES = 64 << 20
+
+
+def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
+    """Have a method that only saves time return None where the cache fails."""
+
+    @wraps(method)
+    def try_it(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except (lmdb.Error, OSError) as e:
+            # The next caller that needs an answer replaces the cache.
+            _log.debug("the cache failed: %s", e)
+            return None
+
+    return try_it
+
+
+class IndexCache(ABC):
+    """Cached records and tree nodes.
+
+    Attributes:
+        listed: The packs of each segment of the root that was looked at last.
+        identity: What tells this cache from every other, also from those of other hosts.
+    """
+
+    def __init__(self) -> None:
+        self.listed: dict[SegmentId, frozenset[PackId]] = {}
+        self.identity = os.urandom(16)
+
+    # --- the index: if one of these fails, the caller makes another cache ---
+
+    @abstractmethod
+    def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
+        """Return the packs that a segment covers; None if the segment is not cached."""
+
+    @abstractmethod
+    def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
+        """Cache a segment."""
+
+    def learning(self) -> AbstractContextManager[object]:
+        """Wait while another process of this host learns segments, then keep others waiting.
+
+        Then the caller finds in the cache what that process has learned. Nothing rests on it.
+        """
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
+        """Return a place in a live pack, or None, for each digest."""
+
+    @abstractmethod
+    def places(self, digest: Digest) -> list[Place]:
+        """Return all known places of a digest."""
+
+    # --- what only saves time: none of these raises if the cache fails ---
+
+    @_if_possible
+    def keep_segment(
+        self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]
+    ) -> None:
+        """Cache a segment that this process wrote, so that it need not be read."""
+        self.learn(segment, packs, records)
+
+    @abstractmethod
+    def node(self, digest: Digest) -> bytes | None:
+        """Return a tree node, verified, or None."""
+
+    @abstractmethod
+    def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
+        """Cache tree nodes."""
+
+    @abstractmethod
+    def note(self, key: bytes) -> bytes | None:
+        """Return a note, or None."""
+
+    @abstractmethod
+    def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
+        """Cache notes. They must do no harm if they are lost, or out of date."""
+
+
+class MemoryCache(IndexCache):
+    """A cache in dicts, where there is no place for LMDB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments: dict[SegmentId, tuple[PackId, ...]] = {}
+        self._places: dict[Digest, list[Place]] = {}
+        self._nodes: dict[Digest, bytes] = {}
+        self._nodes_bytes = 0
+        self._notes: dict[bytes, bytes] = {}
+
+    @override
+    def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
+        return self._segments.get(segment)
+
+    @override
+    def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
+        for digest, place in records:
+            places = self._places.setdefault(digest, [])
+            if place not in places:
+                places.append(place)
+        self._segments[segment] = tuple(packs)
+
+    @override
+    def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
+        return [preferred(p for p in self.places(d) if p.pack in live) for d in digests]
+
+    @override
+    def places(self, digest: Digest) -> list[Place]:
+        return self._places.get(digest, [])
+
+    @override
+    def node(self, digest: Digest) -> bytes | None:
+        return self._nodes.get(digest)
+
+    @override
+    def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
+        for digest, node in nodes:
+            if digest not in self._nodes:
+                self._nodes[digest] = node
+                self._nodes_bytes += len(node)
+        while self._nodes_bytes > _NODES_BYTES:
+            self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes)), b""))
+
+    @override
+    def note(self, key: bytes) -> bytes | None:
+        return self._notes.get(key)
+
+    @override
+    def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
+        self._notes.update(notes)
+
+
+class LmdbCache(IndexCache):
+    """A cache in an LMDB environment.
+
+    Every record carries a checksum and every node is verified, since a take believes the cache.
+    LMDB's commits are not synced. So after a crash of the machine, which the boot id tells, the
+    cache is made anew. The same goes for a process that died while it wrote: LMDB aborts the
+    process if it finds its own pages in disorder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._pid = os.getpid()
+        self._busy = False
+        self._env = open_environment(folder)
+        self._inode = inode(folder)
+        self.identity = f"{boot_id()} {folder.stat().st_dev} {self._inode}".encode()
+        with self._turn(_PATIENCE), self._write_mark():
+            # Without "sorted-", older versions keep places in another form.
+            self._segments = self._env.open_db(b"sorted-segments")
+            self._places = self._env.open_db(b"sorted-places", dupsort=True)
+            self._nodes = self._env.open_db(b"nodes")
+            self._notes = self._env.open_db(b"notes")
+
+    def usable(self) -> bool:
+        """Whether this is the process that opened it: LMDB does not survive a fork."""
+        return self._pid == os.getpid()
+
+    def nbytes(self) -> int:
+        """Return how many bytes it takes up."""
+        return nbytes(self._env)
+
+    def count(self) -> int:
+        """Return how many records it has."""
+        with self._env.begin(db=self._places) as txn:
+            return int(txn.stat(self._places)["entries"])
+
+    def delete(self) -> None:
+        """Delete the files. Processes that have them open can go on.
+
+        Files that another process has made in their place since are left alone.
+        """
+        with contextlib.suppress(ValueError):
+            _recent.remove(self)
+        if not self.is_deleted():
+            remove(self.folder)
+
+    def is_deleted(self) -> bool:
+        """Whether its files are gone, or those of a later cache."""
+        return inode(self.folder) != self._inode
+
+    @override
+    def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
+        with self._env.begin(db=self._segments) as txn:
+            packs = txn.get(segment)
+        if packs is None or len(packs) < 4 or zlib.crc32(segment + packs[4:]) != _u32(packs):
+            return None
+        return tuple(PackId(packs[i : i + ID_SIZE]) for i in range(4, len(packs), ID_SIZE))
+
+    @override
+    def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
+        joined = b"".join(packs)
+        # Joined: so many tuples at a time would keep Python's cycle collector busy.
+        places = sorted(d + _encode_place(d, p) for d, p in records)
+        with self._writing(_PATIENCE) as txn:
+            with txn.cursor(self._places) as cursor:
+                pairs = ((each[:DIGEST_SIZE], each[DIGEST_SIZE:]) for each in places)
+                cursor.putmulti(pairs, dupdata=False)
+            txn.put(
+                segment, struct.pack("<I", zlib.crc32(segment + joined)) + joined, db=self._segments
+            )
+
+    @override
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(locked(self.folder / "learning", _LEARNING))
+            yield
+
+    @override
+    def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
+        places: list[Place | None] = []
+        is_live: dict[bytes, bool] = {}
+        with self._env.begin(db=self._places) as txn:
+            for digest in digests:
+                value = txn.get(digest)
+                place = None if value is None else _decode_place(digest, bytes(value))
+                if place is not None and place.pack not in is_live:
+                    is_live[place.pack] = place.pack in live
+                is_best = place is not None and is_live[place.pack] and place.codec in _WHOLE
+                if value is not None and not is_best:
+                    place = preferred(p for p in _all_places(txn, digest) if p.pack in live)
+                places.append(place)
+        return places
+
+    @override
+    def places(self, digest: Digest) -> list[Place]:
+        with self._env.begin(db=self._places) as txn:
+            return _all_places(txn, digest)
+
+    @override
+    @_if_possible
+    def node(self, digest: Digest) -> bytes | None:
+        with self._env.begin(db=self._nodes) as txn:
+            node: bytes | None = txn.get(digest)
+        return node if node is not None and digest_of(node) == digest else None
+
+    @override
+    @_if_possible
+    def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
+        with self._writing(_LITTLE) as txn, txn.cursor(self._nodes) as cursor:
+            cursor.putmulti(sorted(nodes))
+
+    @override
+    @_if_possible
+    def note(self, key: bytes) -> bytes | None:
+        with self._env.begin(db=self._notes) as txn:
+            value: bytes | None = txn.get(key)
+        if value is None or len(value) < 4 or zlib.crc32(key + value[4:]) != _u32(value):
+            return None
+        return value[4:]
+
+    @override
+    @_if_possible
+    def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
+        with self._writing(_LITTLE) as txn:
+            for key, text in notes.items():
+                txn.put(key, struct.pack("<I", zlib.crc32(key + text)) + text, db=self._notes)
+
+    @contextlib.contextmanager
+    def _writing(self, patience: float) -> Iterator[lmdb.Transaction]:
+        turn = self._turn(0 if self._busy else patience)
+        with turn, self._write_mark(), self._env.begin(write=True) as txn:
+            yield txn
+
+    @contextlib.contextmanager
+    def _write_mark(self) -> Iterator[None]:
+        """Leave a mark while LMDB writes. If it aborts, the next process finds the mark."""
+        mark = self.folder / f"{WRITING}{os.getpid()}"
+        try:
+            mark.touch()
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self, patience: float) -> Iterator[None]:
+        """Wait for the write lock and hold it. LMDB's own lock has no timeout.
+
+        Raises:
+            BusyError: Another process has held it for so many seconds.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.folder / "turn", patience))
+            except BusyError:
+                self._busy = True
+                raise
+            self._busy = False
+            yield
+
+
+def preferred(places: Iterable[Place]) -> Place | None:
+    """Return the first of some places where a chunk is stored as it is, or in planes.
+
+    Else the first one of a delta; else the first one of a form that this version does not know.
+    """
+    return min(places, key=_rank, default=None)
+
+
+def _rank(place: Place) -> int:
+    return 0 if place.codec in _WHOLE else 1 if place.codec == _DELTA else 2
+
+
+def _u32(data: bytes) -> int:
+    return int.from_bytes(data[:4], "little")
+
+
+def _encode_place(digest: Digest, place: Place) -> bytes:
+    p = place
+    bare = _BARE_PLACE.pack(p.pack, p.offset, p.stored_size, p.raw_size, p.codec)
+    if isinstance(p, DeltaPlace):
+        bare += p.base
+    return bare + zlib.crc32(digest + bare).to_bytes(4, "little")
+
+
+def _decode_place(digest: Digest, value: bytes) -> Place | None:
+    bare, base = value[: _BARE_PLACE.size], value[_BARE_PLACE.size : -4]
+    if len(base) not in (0, DIGEST_SIZE) or len(bare) != _BARE_PLACE.size:
+        return None
+    if zlib.crc32(digest + value[:-4]) != int.from_bytes(value[-4:], "little"):
+        return None
+    pack, offset, stored_form, raw, codec = _BARE_PLACE.unpack(bare)
+    if base:
+        return DeltaPlace(pack, offset, stored_form, raw, codec, base)
+    return Place(pack, offset, stored_form, raw, codec)
+
+
+def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
+    with txn.cursor() as cursor:
+        if not cursor.set_key(digest):
+            return []
+        values = map(bytes, cursor.iternext_dup())
+        return [p for v in values if (p := _decode_place(digest, v)) is not None]
+
+
+# A process must not open an LMDB file twice, so all open caches are listed here. The last few stay
+# open, since opening takes a while. The others are closed when nothing refers to them any more.
+_open: WeakValueDictionary[Path, LmdbCache] = WeakValueDictionary()
+_recent: deque[LmdbCache] = deque(maxlen=8)
+_inherited: list[LmdbCache] = []
+_open_lock = new_lock()
+
+
+@in_child
+def _forget_inherited() -> None:
+    # None may be closed: after a fork LMDB cannot even do that.
+    _inherited.extend(_open.values())
+    _open.clear()
+    _recent.clear()
+
+
+class CachedIndex(NamedTuple):
+    """A cache of this host.
+
+    Attributes:
+        used: When a process opened it last, in seconds since the epoch.
+        nbytes: How many bytes it takes up on the disk.
+        folder: Its folder.
+        uri: Where the store is, or was; empty if that is not known.
+    """
+
+    last_use: float
+    nbytes: int
+    folder: Path
+    uri: str
+
+    @property
+    def store_id(self) -> str | None:
+        """The id of the store; None for what is known of a place alone."""
+        ident, _, place = self.folder.name.partition("-")
+        return ident if place else None
+
+    def is_needless(self) -> bool:
+        """Whether its boot is over, its local store is gone, or nobody used it for a month."""
+        if time.time() - self.last_use > _UNUSED_SECONDS:
+            return True
+        boot = (self.folder / "boot").read_bytes()
+        return boot != boot_id().encode() or _is_gone(self.uri)
+
+    def delete(self) -> None:
+        """Delete the files. Processes that have them open can go on."""
+        remove(self.folder)
+
+
+def _is_gone(uri: str) -> bool:
+    """Whether a store on a disk of this host is not there any more."""
+    if not uri.startswith("/") or is_on_network(uri):
+        return False
+    try:
+        os.lstat(f"{uri}/{STORE_FOLDER}/{CONFIG_KEY}")
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def cached_indexes(base: Path) -> Iterator[CachedIndex]:
+    """Yield the caches in a folder; one that vanishes meanwhile is skipped."""
+    for folder in base.iterdir():
+        if not _FOLDER.fullmatch(folder.name):
+            continue
+        # Without this file, the cache is just being made.
+        with contextlib.suppress(OSError):
+            last_use = (folder / "boot").stat().st_mtime
+            nbytes = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+            uri = ""
+            with contextlib.suppress(FileNotFoundError):
+                uri = (folder / _URI).read_text("utf-8", "surrogateescape")
+            yield CachedIndex(last_use, nbytes, folder, uri)
+
+
+def _make_room(base: Path) -> None:
+    """Remove needless caches and, if there are many, the least recently used ones.
+
+    Processes that have one of these open can go on.
+    """
+    caches: list[CachedIndex] = []
+    for cache in cached_indexes(base):
+        with contextlib.suppress(OSError):
+            if cache.is_needless():
+                cache.delete()
+            else:
+                caches.append(cache)
+    caches.sort()
+    for cache in caches[: max(0, len(caches) - MOST_FOLDERS + 1)]:
+        cache.delete()
+
+
+def _folder_of(base: Path, name: str) -> Path:
+    """Return the folder of a cache. A fork of a process that has it open uses another one.
+
+    In the fork, LMDB takes the inherited file for open, and would not open it again.
+    """
+    inherited = {cache.folder for cache in _inherited}
+    while base / name in inherited:
+        name = f"{name[:32]}-{digest_of(name.encode()).hex()[:32]}"
+    return base / name
+
+
+def open_cache(name: str, uri: str) -> IndexCache:
+    """Return the cache of this name, the same for the whole process; in memory if LMDB fails.
+
+    Args:
+        name: The name, made of a store's id and its place.
+        uri: Where the store is.
+    """
+    base = cache_folder()
+    if base is None:
+        _log.warning("no folder for the cache can be written; the index is kept in memory")
+        return MemoryCache()
+    folder = _folder_of(base, name)
+    with _open_lock:
+        cache = _open.get(folder)
+        # A cache whose files were deleted stays open, since other threads may be using it.
+        if cache is None or cache.is_deleted():
+            try:
+                cache = _open_folder(base, folder, uri)
+            except (lmdb.Error, OSError) as e:
+                _log.warning(
+                    "the cache %s cannot be used (%s); the index is kept in memory", folder, e
+                )
+                return MemoryCache()
+            _open[folder] = cache
+        if cache not in _recent:
+            _recent.append(cache)
+        return cache
+
+
+def _open_folder(base: Path, folder: Path, uri: str) -> LmdbCache:
+    if not folder.exists():
+        _make_room(base)
+    elif refusal := why_refused(folder):
+        raise lmdb.Error(f"it {refusal}")
+    cache = LmdbCache(folder)
+    # It is told to people, and says whether the store is still there.
+    if not (folder / _URI).exists():
+        put_text(folder / _URI, uri)
+    return cache

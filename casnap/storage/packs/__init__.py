@@ -1,0 +1,4 @@
+"""Packs: immutable files of many chunks, how they are filled and how they are read.
+
+Imports no other room of ``storage``. Begin with ``pack.py`` (writes), ``chunk_reads.py`` (reads).
+"""

@@ -1,0 +1,258 @@
+"""Making stores: the first objects, and the places where no store is made."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from casnap.backends import Backend, LocalBackend
+from casnap.backends.base import TEMPORARY
+from casnap.backends.places import exists, is_folder, status
+from casnap.errors import BackendError, NotAStoreError, StoreError
+from casnap.format.names import MARKER, STORE_FOLDER
+from casnap.format.records import (
+    CONFIG_KEY,
+    DEFAULT_CHUNK_SIZE,
+    DIGEST_NAME,
+    FOLDER_ONLY,
+    MAX_CHUNK_SIZE,
+    MIN_CHUNK_SIZE,
+    Root,
+    StoreConfig,
+    root_key,
+)
+from casnap.runtime.environment import crowded_folders
+from casnap.runtime.units import parsed_size
+from casnap.storage.log.config import (
+    config_content,
+    config_in,
+    object_error,
+    read_config,
+)
+from casnap.storage.log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
+from casnap.storage.log.roots import WRITER, read_root, sealed_root
+from casnap.storage.log.settings import CODEC
+from casnap.storage.places.location import has_object, is_ours
+from casnap.storage.places.uris import store_uri
+
+_log = logging.getLogger("casnap")
+# Seconds after which another process has put what it was about to put, where all puts win.
+_SETTLED = 1.0
+
+
+class CreatedStore(NamedTuple):
+    """A store that is complete.
+
+    Attributes:
+        is_new: Whether there was no store yet.
+        config: Its record.
+        root: Its first root, if that was put just now.
+    """
+
+    is_new: bool
+    config: StoreConfig
+    root: Root | None
+
+
+def create_store(
+    backend: Backend,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    is_explicit: bool,
+    codec: str | None = None,
+) -> CreatedStore:
+    """Make a store, or finish making one; do nothing if it is complete.
+
+    Args:
+        backend: Where to make it.
+        chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
+        is_explicit: Whether the user named this very place as a store.
+        codec: The setting of a new store that says how chunks are stored.
+
+    Raises:
+        StoreError: No store can be made here.
+        ValueError: The chunk size is not possible.
+    """
+    chunk_size = chunk_size_of(chunk_size)
+    if isinstance(backend, LocalBackend):
+        _check_folder(backend.folder, is_explicit=is_explicit)
+    backend.make()
+    ours: StoreConfig | None = None
+    # A list of a remote place shows more, and its objects are few folders.
+    names = set(backend.names("")) if backend.costly_requests else None
+    is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
+    if is_new:
+        names = set(backend.names("")) if names is None else names
+        ours = _put_config(backend, names, chunk_size, is_explicit=is_explicit)
+    config = ours or read_config(backend)  # raises if a newer version began to make it
+    if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):
+        config = _adopted_config(backend, is_ours=ours is not None)
+        ours = config if config == ours else None
+    # If the creation was cut off, folders may be there already. Beside our record there were none.
+    is_complete = ours is None and (
+        has_object(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+    )
+    root: Root | None = None
+    if not is_complete:
+        root = _first_root(config, _first_settings(backend, codec, is_explicit=is_explicit))
+        if not backend.put_if_absent(root_key(0), sealed_root(root)):
+            root = None
+    backend.sync()
+    if is_new:
+        _warn_of_rules(backend)
+    return CreatedStore(is_new, config, root)
+
+
+def chunk_size_of(size: object) -> int:
+    """Return the bytes of a chunk size that a user gave. ``64k`` can only mean 64 KiB here.
+
+    Raises:
+        TypeError: It is neither a number nor a text.
+        ValueError: No store has chunks of this size.
+    """
+    nbytes = parsed_size(size, 1024) if isinstance(size, str) else size
+    sizes = (1 << n for n in range(MIN_CHUNK_SIZE.bit_length() - 1, MAX_CHUNK_SIZE.bit_length()))
+    if isinstance(nbytes, int) and nbytes in sizes:
+        return nbytes
+    error = ValueError if isinstance(size, str | int | float) else TypeError
+    raise error(
+        "chunk_size is a power of two from 64 KiB to 64 MiB, such as 1_048_576 or '1MiB'; got "
+        f"{size!r:.80}"
+    )
+
+
+def _first_settings(backend: Backend, codec: str | None, *, is_explicit: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {} if codec is None else {CODEC: codec}
+    if not is_explicit and backend.folder is not None:
+        settings[FOLDER_ONLY] = True
+    return settings
+
+
+def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
+    commit, store = bytes.fromhex(config.store_id), msgspec.to_builtins(config)
+    return Root(0, commit, time=0.0, settings=settings, store=store, writer=WRITER)
+
+
+def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
+    """Return the record that all processes adopt that make a store at once, where all puts win.
+
+    It is the one that was put last; or the one that root 0 holds, if that is there.
+    """
+    time.sleep(_SETTLED)
+    config = read_config(backend)
+    if not has_object(backend, root_key(0)):
+        return config
+    config_of_root = config_in(read_root(backend, 0)) or config
+    if is_ours and config_of_root != config:
+        # This process was held up between its look and its put, which came later than root 0.
+        backend.delete(CONFIG_KEY)
+        backend.put_if_absent(CONFIG_KEY, config_content(config_of_root))
+    return config_of_root
+
+
+def _warn_of_rules(backend: Backend) -> None:
+    try:
+        for text in backend.bucket_warnings():
+            _log.warning("%s: %s", backend.uri, text)
+    except BackendError as e:
+        # `casnap check` says so.
+        _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
+
+
+def _put_config(
+    backend: Backend,
+    names: set[str],
+    chunk_size: int,
+    *,
+    is_explicit: bool,
+) -> StoreConfig | None:
+    """Put the record of a new store, which begins to exist by that.
+
+    Args:
+        backend: Where to make it.
+        names: What there is already.
+        chunk_size: Bytes.
+        is_explicit: Whether the user named this very place as a store.
+
+    Returns:
+        The record; None if another process was faster, or something of a store was there.
+    """
+    if chunk_size > backend.max_chunk_bytes:
+        most = backend.max_chunk_bytes >> 20
+        raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
+    _check_remote_place(backend, is_explicit=is_explicit)
+    if _is_marked(backend):
+        raise NotAStoreError(
+            f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
+        )
+    # A maker that was killed leaves nothing but temporary files.
+    others = names - {"tmp"}
+    if not backend.costly_requests and "tmp" in names:
+        others.update(f"tmp/{n}" for n in backend.names("tmp") if not TEMPORARY.fullmatch(n))
+    # Another process may have just made the store: it puts the record before any root.
+    if others and not has_object(backend, CONFIG_KEY):
+        raise _foreign_error(backend, others)
+    honoured = honours_put_if_absent(backend)
+    if not honoured and not backend.exclusive:
+        raise no_put_if_absent_error(backend)
+    config = StoreConfig(
+        digest=DIGEST_NAME,
+        store_id=os.urandom(16).hex(),
+        chunk_size=chunk_size,
+        put_if_absent=honoured,
+    )
+    is_ours = backend.put_if_absent(CONFIG_KEY, config_content(config))
+    backend.sync()
+    return config if is_ours and not others else None
+
+
+def _foreign_error(backend: Backend, names: set[str]) -> StoreError:
+    listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    return StoreError(
+        f"{backend.where('')} holds {listed:.300}, but no {CONFIG_KEY}: it is no casnap store, or "
+        "what is left of one, so nothing is put there. Choose another folder, or rename that one"
+    )
+
+
+def _is_marked(backend: Backend) -> bool:
+    """Whether the place is the folder of a snapshot."""
+    try:
+        backend.read_marker(MARKER)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _check_remote_place(backend: Backend, *, is_explicit: bool) -> None:
+    uri = store_uri(backend.uri) if backend.costly_requests else None
+    if uri is not None and uri.is_bucket and not is_explicit:
+        raise StoreError(
+            f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "
+            f"further down, like {backend.uri}/run1/step_100; or if the whole bucket is meant to "
+            f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
+        )
+    if backend.is_object():
+        raise object_error(backend.uri)
+
+
+def _check_folder(folder: Path, *, is_explicit: bool) -> None:
+    if exists(folder) and not is_folder(folder):
+        raise NotAStoreError(f"{folder} is a file; a store is a folder")
+    if exists(folder / STORE_FOLDER / CONFIG_KEY):
+        return
+    begun = None if is_explicit else status(folder / STORE_FOLDER, follow=False)
+    if begun is not None and begun.st_uid != 0 and not is_ours(folder, begun.st_uid):
+        raise StoreError(
+            f"{folder / STORE_FOLDER} is a folder of another user (uid {begun.st_uid}); take to "
+            "another place, or name it: `casnap init`, Store(...)"
+        )
+    if not is_explicit and folder in crowded_folders():
+        raise StoreError(
+            f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "
+            f"a path further down, like {folder / 'ckpts' / 'step_100'}"
+        )

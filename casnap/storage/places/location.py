@@ -1,0 +1,470 @@
+"""Finding the store and the snapshot name that a path means.
+
+A local path is a store plus a name. The store is the nearest folder above that holds
+``casnap-store/``, as ``git`` finds its repository. A store that was made unasked, by a path alone,
+serves only the names right in its folder. ``uris.py`` says what a URI means.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from casnap.backends import Backend, LocalBackend, backend_at
+from casnap.backends.places import exists, is_folder, is_link, status
+from casnap.backends.system_errors import is_of_the_place
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    InvalidNameError,
+    NotAStoreError,
+    StoreError,
+)
+from casnap.format.names import STORE_FOLDER, check_name
+from casnap.format.records import CONFIG_KEY, root_key, serves_below
+from casnap.runtime.environment import local_path
+from casnap.storage.log.config import no_config_error
+from casnap.storage.log.roots import newest_root
+from casnap.storage.places.uris import Uri, snapshot_uri, store_uri
+from casnap.storage.reading.repository import Repository
+
+_log = logging.getLogger("casnap")
+
+
+class Location(NamedTuple):
+    """A place in a store.
+
+    Attributes:
+        backend: Where the store lives, or would.
+        name: A name or prefix in the store; empty for the store itself.
+        exists: Whether the store was found. A remote one never is: to read its record then
+            costs no more.
+    """
+
+    backend: Backend
+    name: str
+    exists: bool
+
+
+class Use(NamedTuple):
+    """What a store is looked for to be used for.
+
+    Whoever reads needs no trust in a store. What is taken must not be captured by one that somebody
+    has put above the path.
+
+    Attributes:
+        may_take: Whether snapshots may be taken to it, or others be made.
+        is_typed: Whether a person has typed the path, and is told which store it was.
+    """
+
+    may_take: bool = True
+    is_typed: bool = False
+
+
+TAKES, READS = Use(), Use(may_take=False)
+TYPED, TYPED_TO_TAKE = Use(may_take=False, is_typed=True), Use(is_typed=True)
+
+
+def locate_snapshot(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    use: Use = TAKES,
+) -> Location:
+    """Return the store and the name that a snapshot's path means.
+
+    Args:
+        path: A path or URI.
+        storage_options: How a remote place is reached.
+        use: What it is looked for.
+
+    Raises:
+        InvalidNameError: The path is a store itself, no name, or too long.
+        StoreError: The path holds something else, or cannot be looked at.
+        DamagedError: It lies in a store that has lost its ``casnap.json``.
+        ValueError: A local path has storage options.
+    """
+    uri = snapshot_uri(path)
+    if uri is not None:
+        return _locate_uri(uri, storage_options)
+    text, local = _local(path, storage_options)
+    if not local.strip("/") or Path(local).name in ("", ".", ".."):
+        raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
+    parent, name = Path(local).parent, check_name(Path(local).name)
+    folder = _resolved(parent) / name
+    if exists(folder / STORE_FOLDER):
+        raise InvalidNameError(
+            f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
+        )
+    if exists(folder / ".snapshot_metadata"):
+        raise StoreError(
+            f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
+            "another path; `casnap import` imports it as a snapshot"
+        )
+    match = _find_store(parent, use)
+    if match is None:
+        return Location(LocalBackend(folder.parent), name, exists=False)
+    store, inner = match
+    backend = _guarded(store, use, is_parent=not inner)
+    return Location(backend, check_name(f"{inner}/{name}".lstrip("/")), exists=True)
+
+
+def locate_store(
+    uri: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    use: Use = TAKES,
+) -> Location:
+    """Return the store that a URI means, and the prefix in it if it lies below.
+
+    Args:
+        uri: A path or URI.
+        storage_options: How a remote place is reached.
+        use: What it is looked for.
+
+    Raises:
+        StoreError: A file is there, or it cannot be looked at.
+        DamagedError: The store has lost its ``casnap.json``.
+        ValueError: A local path has storage options.
+    """
+    place = store_uri(uri)
+    if place is not None:
+        return _locate_uri(place, storage_options)
+    _, local = _local(uri, storage_options)
+    if not local:
+        raise NotAStoreError("an empty path is not a store; for the current folder write '.'")
+    folder = _resolved(Path(local))
+    if exists(folder) and not is_folder(folder):
+        raise NotAStoreError(f"{folder} is a file; a store is a folder")
+    match = _find_store(Path(local), use)
+    if match is None:
+        return Location(LocalBackend(folder), "", exists=False)
+    store, inner = match
+    if not inner:
+        return Location(LocalBackend(store), "", exists=True)
+    return Location(_guarded(store, use, is_parent=False), check_name(inner), exists=True)
+
+
+def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
+    if uri.store.startswith("memory://"):
+        _check_no_options(uri.store, storage_options)
+    backend = backend_at(uri.store, storage_options)
+    return Location(
+        backend, uri.name, not backend.costly_requests and has_object(backend, CONFIG_KEY)
+    )
+
+
+def _local(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> tuple[str, str]:
+    """Return a local path as it was given, and as the system knows it."""
+    text = os.fspath(path)
+    _check_no_options(text, storage_options)
+    local = local_path(text)
+    parts = Path(local).parts
+    if STORE_FOLDER in parts:
+        folder = str(Path(*parts[: parts.index(STORE_FOLDER)]))
+        raise InvalidNameError(
+            f"{text!r:.500} lies in {STORE_FOLDER}, where a store keeps its files; name the folder "
+            f"above it, {folder!r:.500}"
+        )
+    return text, local
+
+
+def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> None:
+    if storage_options:
+        raise ValueError(
+            f"storage_options say how to reach a remote store, but {path} is on this machine; "
+            "leave them out"
+        )
+
+
+def _resolved(folder: Path) -> Path:
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError, ValueError) as e:
+        # A loop of links, a NUL, a character that the file system does not have.
+        raise NotAStoreError(f"{str(folder)!r} is not a folder: {e}") from e
+
+
+def has_object(backend: Backend, key: str) -> bool:
+    """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
+    return backend.size_if_there(key) is not None
+
+
+def as_written(folder: Path) -> Path:
+    """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
+    place = Path(folder.anchor) if folder.is_absolute() else Path.cwd()
+    for part in folder.parts:
+        place = place.resolve().parent if part == ".." else place / part
+    return place
+
+
+def _find_store(folder: Path, use: Use) -> tuple[Path, str] | None:
+    """Return the nearest store at or above a folder, on the same mount, and the way down from it.
+
+    It looks above the folder as it is written first, since below a store a link is a name like any
+    other; then above the place that the folder resolves to.
+
+    Raises:
+        DamagedError: A store of this user lacks its ``casnap.json``.
+        BackendError: A place cannot be looked at.
+    """
+    for way in dict.fromkeys((as_written(folder), _resolved(folder))):
+        nearest: Path | None = None
+        for place in _mounted_above(way):
+            is_named = place == way
+            if nearest is not None:
+                # A name below a store that leads to another one is a name of the first, if that
+                # has such names: somebody may have put the link in the place of their folder.
+                links = [p for p in _between(nearest, place) if is_link(p)]
+                if not any(_has_below(place, str(link.relative_to(place))) for link in links):
+                    continue
+            if _holds_store(place, is_explicit=True) if is_named else _is_usable(place, way, use):
+                nearest = place
+        if nearest is not None:
+            return nearest.resolve(), "" if nearest == way else str(way.relative_to(nearest))
+    return None
+
+
+def _mounted_above(way: Path) -> Iterator[Path]:
+    """Yield a folder and those above it, on the same mount."""
+    device: int | None = None
+    for place in (way, *way.parents):
+        info = status(place)
+        if info is None:
+            continue
+        if device not in (None, info.st_dev):
+            return
+        # The target of a link may be on another mount than the link.
+        device = None if is_link(place) else info.st_dev
+        yield place
+
+
+def _between(place: Path, ancestor: Path) -> Iterator[Path]:
+    """Yield a folder, and those above it up to another one, without that."""
+    while place != ancestor:
+        yield place
+        place = place.parent
+
+
+def _has_below(place: Path, folder: str) -> bool:
+    """Whether a store has a snapshot of a name, or below it; False for one that is damaged.
+
+    Raises:
+        BackendError: It cannot be looked at.
+    """
+    try:
+        store = Repository(LocalBackend(place))
+        table = store.table(store.newest())
+        return table.get(folder) is not None or any(True for _ in table.items_below(f"{folder}/"))
+    except CasnapError as e:
+        if is_of_the_place(e) and not _is_passed_over(place):
+            raise
+        return False
+
+
+def _holds_store(place: Path, *, is_explicit: bool) -> bool:
+    """Whether a store is in a folder.
+
+    Args:
+        place: The folder.
+        is_explicit: Whether the user named it, as a store or as the folder of a snapshot.
+
+    Raises:
+        DamagedError: It is this user's, and lacks its ``casnap.json``.
+    """
+    inner = place / STORE_FOLDER
+    # In this order: a new store has its record before it has a root.
+    has_roots = _has_roots(inner, is_explicit=is_explicit)
+    if exists(inner / CONFIG_KEY) and not is_folder(inner / CONFIG_KEY):
+        return True
+    # Where every user may write, any of them can put roots.
+    if has_roots and (is_explicit or not _is_open_to_all(place)):
+        raise no_config_error(str(place))
+    return False
+
+
+def _is_open_to_all(place: Path) -> bool:
+    info = status(place)
+    return info is not None and bool(info.st_mode & stat.S_IWOTH)
+
+
+def _is_usable(place: Path, way: Path, use: Use) -> bool:
+    """Whether a store is in a folder above a path, and is to be used for it.
+
+    Where every user may write, any of them can have put it there: neither does it get what is
+    taken, nor do its faults stop the users of all folders below.
+
+    Args:
+        place: The folder.
+        way: The path.
+        use: What a store is looked for.
+
+    Raises:
+        DamagedError: It is this user's, and lacks its ``casnap.json``.
+        BackendError: It cannot be looked at.
+    """
+    inner = str(way.relative_to(place))
+    try:
+        if not (_holds_store(place, is_explicit=False) and _serves(place.resolve(), inner)):
+            return False
+        refusal = _why_distrusted(place.resolve(), is_parent=False)
+    except CasnapError as e:
+        if not _is_passed_over(place):
+            raise
+        refusal = f"{place} has a store that cannot be used ({e})"
+    else:
+        if refusal is None or not _is_open_to_all(place):
+            return True
+        refusal = _why_not_ours(place.resolve(), is_parent=False)
+        if refusal is None:
+            return True
+        # What lies in a folder of ours is not looked for in a store that somebody put above it.
+        is_sought = use.is_typed or not any(map(_is_own, _between(way, place)))
+        if is_sought and not use.may_take:
+            _warn(f"{refusal}, where every user may write; it is read, since the path leads to it")
+            return True
+    _warn(f"{refusal}, where every user may write, so casnap skips it. {_advice(place)}")
+    return False
+
+
+def _is_passed_over(place: Path) -> bool:
+    """Whether a store that cannot be used is none of this user's, where any may have put it."""
+    if not _is_open_to_all(place):
+        return False
+    try:
+        return _why_distrusted(place.resolve(), is_parent=False) is not None
+    except CasnapError:
+        return True
+
+
+def _serves(store: Path, inner: str) -> bool:
+    """Whether a store serves a path below it: any, or only those of its own snapshots."""
+    backend = LocalBackend(store)
+    try:
+        root = newest_root(backend)
+        if serves_below(root):
+            return True
+        table, parts = Repository(backend).table(root), inner.split("/")
+        # Nothing can be below a snapshot; the take says so.
+        return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
+    except NotAStoreError:
+        # It is being made, or its making was cut off: whoever finishes that says what it serves.
+        return True
+
+
+def narrow_hint(folder: Path) -> str:
+    """Return what a message about a folder is to say of a store above that does not serve it."""
+    try:
+        store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
+        if store is None or serves_below(newest_root(LocalBackend(store))):
+            return ""
+    except CasnapError:
+        return ""
+    return (
+        f". The store {store} serves only names right in its folder, since a path alone has made "
+        f"it; `casnap init {store}` has it serve all paths below"
+    )
+
+
+def _has_roots(inner: Path, *, is_explicit: bool) -> bool:
+    """Whether there are roots; of this user, unless the folder was named."""
+    info = status(inner / root_key(0), follow=False)
+    if info is None or not stat.S_ISREG(info.st_mode):
+        return False
+    return is_explicit or is_ours(inner.parent, info.st_uid)
+
+
+@cache
+def _warn(text: str) -> None:
+    _log.warning("%s", text)
+
+
+def _advice(store: Path) -> str:
+    return (
+        f"To write to it, name it: store={str(store)!r}, or Store({str(store)!r}). If it is yours "
+        f"alone, `chown -R` its {STORE_FOLDER} to you, and `chmod -R go-w` it"
+    )
+
+
+# --- whose it is --------------------------------------------------------------------------------
+
+
+def is_ours(store: Path, uid: int) -> bool:
+    """Whether an owner of files in the folder of a store is this user.
+
+    On a volume that gives all files to one user, that is the one whom a new file of ours belongs
+    to: an access point of EFS, an export with ``all_squash`` or, for root, ``root_squash``, CIFS.
+    """
+    if uid == os.geteuid():
+        return True
+    new_file = LocalBackend(store).new_file()
+    return new_file is not None and new_file.st_uid == uid
+
+
+def _is_own(path: Path) -> bool:
+    info = status(path, follow=False)
+    return info is not None and info.st_uid == os.geteuid()
+
+
+def _guarded(store: Path, use: Use, *, is_parent: bool) -> LocalBackend:
+    """Return the place of a store that a path leads to; another user's is only to be read."""
+    backend = LocalBackend(store)
+    if not use.is_typed and _why_distrusted(store, is_parent=is_parent) is not None:
+        backend.guard(partial(_check_ours, store, is_parent=is_parent))
+    return backend
+
+
+def _check_ours(store: Path, *, is_parent: bool) -> None:
+    refusal = _why_not_ours(store, is_parent=is_parent)
+    if refusal is not None:
+        raise StoreError(
+            f"{refusal}, found by the path given: it can be read, and is not written to. "
+            f"{_advice(store)}"
+        )
+
+
+def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
+    """Do as :func:`_why_distrusted`, also where files do not get the owner or mode of their maker.
+
+    A file is made in the store's folder, and removed, to find out.
+    """
+    new_file = LocalBackend(store).new_file()
+    refusal = _why_distrusted(store, is_parent=is_parent)
+    if refusal is None or new_file is None:
+        return refusal
+    keeps_modes = not new_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return _why_distrusted(
+        store, is_parent=is_parent or not keeps_modes, uids={new_file.st_uid, os.geteuid(), 0}
+    )
+
+
+def _why_distrusted(
+    store: Path, *, is_parent: bool, uids: Collection[int] | None = None
+) -> str | None:
+    """Return why a store that a path leads to does not get what is taken; None if it does.
+
+    All of it has to be this user's, or root's, and other users must not be able to write to it: one
+    that somebody else has put there must not get the snapshots of all who take below.
+
+    Args:
+        store: The folder.
+        is_parent: Whether the snapshot lies right in it, so that the path names it. Then others may
+            write to it.
+        uids: The users whose it may be; by default this one and root.
+    """
+    inner = store / STORE_FOLDER
+    # Not followed: a link to a file of this user proves nothing.
+    folder, record = status(inner, follow=False), status(inner / CONFIG_KEY, follow=False)
+    if folder is None or record is None:
+        raise BackendError(f"{store} was moved, or removed, just now; try again")
+    if not {folder.st_uid, record.st_uid} <= set(uids or (os.geteuid(), 0)):
+        return f"{store} is a store of another user (uid {record.st_uid})"
+    is_shared = folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if (is_shared and not is_parent) or not stat.S_ISDIR(folder.st_mode):
+        return f"{store} is a store that other users may write to"
+    return None

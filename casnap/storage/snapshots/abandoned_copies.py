@@ -1,0 +1,30 @@
+"""Unfinished copies that nobody goes on with: a collector drops them from the root."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from casnap.format.records import Root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import change_table
+
+_AFTER = 7 * 86400.0
+
+
+def without_abandoned(root: Root) -> Root:
+    """Return a root without the copies that were not gone on with for a week.
+
+    A time in the future counts like one in the past, so that no copy stays for ever.
+    """
+    now = time.time()
+    copies = {c: copy for c, copy in root.copies.items() if abs(now - copy.time) <= _AFTER}
+    return root if len(copies) == len(root.copies) else msgspec.structs.replace(root, copies=copies)
+
+
+def drop_abandoned(store: Repository) -> None:
+    """Drop the copies that were not gone on with for a week, in one commit, if there are any."""
+    root = store.recent()
+    if without_abandoned(root) is not root:
+        change_table(store, lambda *_: {}, without_abandoned)

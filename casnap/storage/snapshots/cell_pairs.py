@@ -1,0 +1,118 @@
+"""The chunks of a snapshot beside those of the same cells in the snapshot before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from casnap.format.digest import Digest
+from casnap.format.entries import TensorEntry, unknown_in
+from casnap.format.records import Row
+from casnap.storage.snapshots.contents import Contents
+
+# Shorter chunks take as much in the index as a smaller form would save.
+_LEAST_BYTES = 4096
+# So many other folders are looked at for what a snapshot may be a fine-tune of, and so much of it
+# must be alike.
+_OTHERS, _ALIKE = 8, 0.5
+
+
+class CellPair(NamedTuple):
+    """A chunk of a snapshot, and that of the same cell in the snapshot before, if there is one.
+
+    Attributes:
+        digest: The chunk.
+        base: The other one, if it has the same length, and is another chunk.
+        nbytes: The length.
+    """
+
+    digest: Digest
+    base: Digest | None
+    nbytes: int
+
+
+def runs_of(snapshots: Iterable[tuple[str, Row]]) -> list[list[tuple[str, Row]]]:
+    """Return the snapshots of each folder, in the order of their commits."""
+    runs: dict[str, list[tuple[str, Row]]] = {}
+    for name, row in snapshots:
+        runs.setdefault(name.rpartition("/")[0], []).append((name, row))
+    return [sorted(run, key=lambda each: each[1].seq) for run in runs.values()]
+
+
+def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) -> Contents | None:
+    """Return the earlier snapshot that has the bases for the chunks of another one, if any.
+
+    It is the one before in the same folder. The first one of a folder may be a fine-tune: so of the
+    newest ones of other folders, it is the one with most bytes of the same path, dtype and shape.
+    """
+    newest: dict[str, Contents] = {}
+    for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
+        folder = name.rpartition("/")[0]
+        is_readable = not row.unknown_features
+        if row.seq < contents.row.seq and folder not in newest and is_readable:
+            newest[folder] = Contents(contents.store, name, row)
+    folder = contents.name.rpartition("/")[0]
+    if folder in newest:
+        return newest[folder]
+    others = list(newest.values())[:_OTHERS]
+    likeness = [_alike_bytes(contents, other) for other in others]
+    most = max(likeness, default=0)
+    return (
+        others[likeness.index(most)] if most > _ALIKE * _alike_bytes(contents, contents) else None
+    )
+
+
+def _alike_bytes(contents: Contents, other: Contents) -> int:
+    """Return how many bytes the tensors have that another snapshot has in the same shape."""
+    nbytes = 0
+    for _, digest, digest_of_other in _subtrees(contents, other):
+        if digest_of_other is not None:
+            other_tree = other.tree(digest_of_other)
+            for path, entry in contents.tree(digest).items():
+                alike = other_tree.get(path)
+                if isinstance(entry, TensorEntry) and isinstance(alike, TensorEntry):
+                    is_alike = (entry.dtype, entry.shape) == (alike.dtype, alike.shape)
+                    nbytes += entry.payload.nbytes * is_alike
+    return nbytes
+
+
+def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
+    """Yield the chunks of a snapshot, each once, but for subtrees that the one before shares."""
+    visited: set[Digest] = set()
+    for key, digest, digest_before in _subtrees(contents, before):
+        if digest == digest_before:
+            continue
+        tree = contents.tree(digest)
+        tree_before = None
+        if before is not None and digest_before is not None:
+            tree_before = before.tree(digest_before)
+        for path, entry in tree.items():
+            if unknown_in(entry):
+                continue
+            chunks = contents.chunks(key + path, entry)
+            entry_before = None if tree_before is None else tree_before.get(path)
+            bases: list[tuple[Digest, int]] = []
+            if before is not None and entry_before is not None and not unknown_in(entry_before):
+                bases = before.chunks(key + path, entry_before)
+            if len(bases) != len(chunks):
+                bases = [(chunk, -1) for chunk, _ in chunks]
+            for (chunk, nbytes), (base, nbytes_before) in zip(chunks, bases, strict=True):
+                if chunk not in visited and nbytes >= _LEAST_BYTES:
+                    visited.add(chunk)
+                    is_other = nbytes == nbytes_before and base != chunk
+                    yield CellPair(chunk, base if is_other else None, nbytes)
+
+
+def _subtrees(
+    contents: Contents, before: Contents | None
+) -> Iterator[tuple[str, bytes, bytes | None]]:
+    """Yield each key of a snapshot, with its tree, and its tree in the one before."""
+    manifest = contents.manifest
+    manifest_before = None if before is None else before.manifest
+    for rank, trees in ((None, manifest.shared), *manifest.ranks.items()):
+        trees_before: dict[str, bytes] = {}
+        if manifest_before is not None:
+            ranks = manifest_before.ranks
+            trees_before = manifest_before.shared if rank is None else ranks.get(rank, {})
+        for key, digest in trees.items():
+            yield key, digest, trees_before.get(key)

@@ -1,0 +1,525 @@
+"""The contents of a snapshot: its entries by path, and the chunks of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import translate
+from heapq import merge
+from itertools import takewhile
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from casnap.errors import (
+    DamagedError,
+    EntryNotFoundError,
+    SnapshotNotFoundError,
+    UnsupportedFormatError,
+    nearest,
+)
+from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
+from casnap.format.entries import (
+    INLINE_BYTES,
+    LIST_DIGESTS,
+    MAX_LIST_DEPTH,
+    ContainerEntry,
+    Entry,
+    Manifest,
+    Payload,
+    TensorEntry,
+    check_known,
+    entry_tree,
+)
+from casnap.format.grid import Grid, grid_of
+from casnap.format.names import key_of, rank_names
+from casnap.format.records import MAX_METADATA_BYTES, Row, decode, decode_kept
+from casnap.format.tree import Tree
+from casnap.runtime.fork import cached_property
+from casnap.storage.places.uris import joined
+from casnap.storage.reading.repository import Repository
+
+# Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
+# Other bytes could take sixty times as much memory when they are decoded.
+_MOST_METADATA = 4 * MAX_METADATA_BYTES
+GLOBAL = "global"
+"""What a path may begin with in place of a rank: only global entries are meant then."""
+_WILDCARDS = re.compile(r"[*?\[]")
+
+
+class Listed(NamedTuple):
+    """An entry in a list of a snapshot.
+
+    Attributes:
+        name: The path that means this entry, and no other: with its rank, if it is a rank's own.
+        path: The path as it was asked for: with a rank only if one was named.
+        entry: The entry.
+        owner: The rank that it belongs to; None for a global entry.
+    """
+
+    name: str
+    path: str
+    entry: Entry
+    owner: int | None
+
+
+class Entries:
+    """The entries of one key as a rank sees them: the global ones, and its own.
+
+    Args:
+        contents: The snapshot.
+        owners: The trees, the one that wins first, each with the rank that owns it; None for the
+            global one.
+    """
+
+    def __init__(self, contents: Contents, owners: Mapping[bytes, int | None]) -> None:
+        self._contents = contents
+        self._digests = list(owners)
+        self._owners = owners
+
+    @property
+    def _trees(self) -> Iterator[Tree[Entry]]:
+        return map(self._contents.tree, self._digests)
+
+    def owner(self, path: str) -> int | None:
+        """Return the rank that owns the entry of a path; None for a global entry."""
+        trees = zip(self._trees, self._owners.values(), strict=True)
+        return next((owner for tree, owner in trees if tree.get(path) is not None), None)
+
+    def get(self, path: str) -> Entry | None:
+        """Return the entry of a path below the key, or None."""
+        return next((e for tree in self._trees if (e := tree.get(path)) is not None), None)
+
+    def items(self, start: str = "") -> Iterator[tuple[str, Entry]]:
+        """Yield path and entry in order of the paths, from ``start`` on."""
+        if len(self._digests) == 1:
+            yield from self._contents.tree(self._digests[0]).items(start)
+            return
+        before = None
+        # The merge is stable: of two entries of one path, that of the first tree comes first.
+        for path, entry in merge(*(tree.items(start) for tree in self._trees), key=itemgetter(0)):
+            if path != before:
+                yield path, entry
+            before = path
+
+    def items_below(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Yield path and entry of what begins with ``prefix``."""
+        return takewhile(lambda item: item[0].startswith(prefix), self.items(prefix))
+
+
+class Contents:
+    """The tree of one snapshot.
+
+    Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and without one.
+    A path without a rank means rank 0's entry if there is no global one.
+
+    Args:
+        store: The store.
+        name: The snapshot's name, for messages.
+        row: Its row in the table.
+    """
+
+    def __init__(self, store: Repository, name: str, row: Row) -> None:
+        self.store = store
+        self.name = name
+        self.row = row
+        self._trees: dict[bytes, Tree[Entry]] = {}
+        self._seen: dict[int | None, dict[str, Entries]] = {}
+
+    @property
+    def label(self) -> str:
+        """The snapshot as a user would name it."""
+        return joined(self.store.backend.uri, self.name)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The top of the tree.
+
+        Raises:
+            UnsupportedFormatError: A later version has to read the snapshot.
+        """
+        self.check_features()
+        return self.unchecked_manifest
+
+    def check_features(self) -> None:
+        """Check that this version can read the snapshot.
+
+        Raises:
+            UnsupportedFormatError: It cannot.
+        """
+        if unknown := self.row.unknown_features:
+            names = ", ".join(map(repr, unknown))
+            raise UnsupportedFormatError(
+                f"{self.label} has the feature {names:.200}, which this version of casnap does not "
+                "know; update casnap to read this snapshot"
+            )
+
+    @cached_property
+    def unchecked_manifest(self) -> Manifest:
+        """The top of the tree, also of a snapshot that a later version has to read."""
+        ref = self.row.manifest
+        node = self.store.node(Digest(ref.digest), ref.hint)
+        manifest = decode_kept(node, Manifest, f"the manifest of {self.label}")
+        subtrees = [manifest.shared, *manifest.ranks.values()]
+        if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
+            raise DamagedError(f"the manifest of {self.label} holds a malformed digest")
+        world, ranks = self.row.world_size, manifest.ranks.keys()
+        if len(ranks) != world or ranks != set(map(str, range(world))):
+            names = ", ".join(sorted(ranks)[:4])
+            raise DamagedError(
+                f"{self.label} claims {world} ranks, but has {len(ranks)}: {names:.80}"
+            )
+        return manifest
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """The user's own metadata."""
+        if not self.row.metadata_node:
+            return self.row.metadata
+        node = self.store.node(Digest(self.row.metadata_node))
+        if len(node) > _MOST_METADATA:
+            raise DamagedError(f"the metadata of {self.label} have {len(node):,} bytes, too many")
+        return decode(node, dict[str, Any], f"the metadata of {self.label}")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn a ``DamagedError`` of this block into an error that explains what happened.
+
+        Raises:
+            SnapshotNotFoundError: The snapshot was deleted, and its chunks were collected.
+        """
+        try:
+            yield
+        except DamagedError as e:
+            row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
+            event, verb = "deleted or replaced", "held"
+            if row is not None and row.commit == self.row.commit:
+                if row.manifest.digest == self.row.manifest.digest:
+                    raise
+                event, verb = "thinned", "lost"
+            raise SnapshotNotFoundError(
+                f"{self.label} was {event}, and what it {verb} was collected as garbage "
+                "while it was being read; a longer `casnap gc --grace` lets readers end"
+            ) from e
+
+    def keys(self) -> set[str]:
+        """Return the keys of the app state, those of all ranks."""
+        subtrees = (self.manifest.shared, *self.manifest.ranks.values())
+        return {key_of(component) for subtree in subtrees for component in subtree}
+
+    def trees(self, rank: int | None) -> dict[str, Entries]:
+        """Return the entries that a rank sees, by key.
+
+        Args:
+            rank: Its own entries win. A rank beyond the world sees only global entries. None for
+                paths without a rank: global entries win, then rank 0's.
+        """
+        shared, of_rank = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
+        layers: list[tuple[dict[str, bytes], int | None]] = [(of_rank, rank or 0), (shared, None)]
+        if rank is None:
+            layers.reverse()
+        return self._layers(layers)
+
+    def _seen_by(self, rank: int | None) -> dict[str, Entries]:
+        """Return :meth:`trees`, made once: many paths may be looked for."""
+        if rank not in self._seen:
+            self._seen[rank] = self.trees(rank)
+        return self._seen[rank]
+
+    def _layers(self, layers: list[tuple[dict[str, bytes], int | None]]) -> dict[str, Entries]:
+        keys = dict.fromkeys(key for trees, _ in layers for key in trees)
+        return {
+            key: Entries(self, {trees[key]: owner for trees, owner in layers if key in trees})
+            for key in keys
+        }
+
+    def tree(self, digest: bytes) -> Tree[Entry]:
+        """Return the tree of one key."""
+        tree = self._trees.get(digest)
+        if tree is None:
+            tree = entry_tree(Digest(digest), self.store.node)
+            self._trees[digest] = tree
+        return tree
+
+    def entries(self, rank: int = 0) -> Iterator[tuple[str, Entry]]:
+        """Yield ``<key>/<path>`` and entry of all entries that a rank sees."""
+        for key, entries in sorted(self.trees(rank).items()):
+            for inner, entry in entries.items():
+                yield key + inner, entry
+
+    def own_paths(self, rank: int) -> Iterator[str]:
+        """Yield ``<key>/<path>`` of all entries that belong only to this rank."""
+        for key, digest in self.manifest.ranks[str(rank)].items():
+            yield from (key + inner for inner, _ in self.tree(digest).items())
+
+    def ranks(self) -> Iterator[int]:
+        """Yield the ranks of the world that took this snapshot."""
+        yield from range(len(self.manifest.ranks))
+
+    def keepers(self, path: str) -> list[int]:
+        """Return the ranks that have own entries at or below ``<key>/<path>``."""
+        key, slash, inner = path.partition("/")
+        inner_path = slash + inner
+        keepers = []
+        for rank in self.ranks():
+            digest = self.manifest.ranks[str(rank)].get(key)
+            if digest is not None:
+                tree = self.tree(digest)
+                if tree.get(inner_path) is not None or any(
+                    True for _ in tree.items_below(f"{inner_path}/")
+                ):
+                    keepers.append(rank)
+        return keepers
+
+    def find(self, path: str) -> tuple[str, Entry, Entries] | None:
+        """Return the path without its rank, the entry there, and the entries of its key, or None.
+
+        A path that begins with a rank is what that rank sees, one that begins with ``global`` a
+        global entry. Without these, global entries win, then those of rank 0.
+        """
+        head, slash, tail = path.partition("/")
+        if (
+            slash
+            and head in self.manifest.ranks
+            and tail.partition("/")[0] in (trees := self._seen_by(int(head)))
+        ):
+            bare = tail
+        elif slash and self._means_global(head):
+            bare, trees = tail, self._layers([(self.manifest.shared, None)])
+        else:
+            bare, trees = path, self._seen_by(None)
+        key, slash, inner = bare.partition("/")
+        entry = trees[key].get(slash + inner) if key in trees else None
+        return None if entry is None else (bare, entry, trees[key])
+
+    def entry(self, path: str) -> tuple[str, Entry, Entries]:
+        """Return what :meth:`find` finds.
+
+        Raises:
+            EntryNotFoundError: There is no entry of this path.
+        """
+        match = self.find(path)
+        if match is None:
+            raise self._absent(path)
+        return match
+
+    def the_entry(self, path: str) -> tuple[str, Entry, Entries]:
+        """Return what :meth:`entry` does, but never rank 0's entry beside those of other ranks.
+
+        Raises:
+            EntryNotFoundError: There is no entry of this path, or several ranks have one each and
+                the path does not say which. The message names them.
+        """
+        match = self.entry(path)
+        self.check_one_keeper(path, self._rivals(path, match))
+        return match
+
+    def has(self, path: str) -> bool:
+        """Whether :meth:`the_entry` finds an entry."""
+        match = self.find(path)
+        return match is not None and len(self._rivals(path, match)) < 2
+
+    def _rivals(self, path: str, match: tuple[str, Entry, Entries]) -> list[int]:
+        """Return the ranks that have entries of their own there, if a path does not say which."""
+        full, _, entries = match
+        inner = full[len(full.partition("/")[0]) :]
+        if full != path or self.row.world_size == 1 or entries.owner(inner) is None:
+            return []
+        return self.keepers(path)
+
+    def check_one_keeper(self, path: str, keepers: list[int], asked: str | None = None) -> None:
+        """Check that no more than one rank has an entry of its own at a path without a rank.
+
+        Args:
+            path: The path.
+            keepers: The ranks that have an entry there.
+            asked: What was asked for: the path, or a prefix of it.
+
+        Raises:
+            EntryNotFoundError: Several have.
+        """
+        if len(keepers) > 1:
+            names = ", ".join(f"'{rank}/{asked or path}'" for rank in keepers[:4])
+            more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
+            raise EntryNotFoundError(
+                f"{self.label} has {path!r} for {rank_names(keepers)}, each its own; say which: "
+                f"{names}{more}"
+            )
+
+    def listed(self, start: str = "") -> Iterator[Listed]:
+        """Yield the entries whose path begins with a text, each once.
+
+        Args:
+            start: Begins with a rank and a slash for what that rank sees, with ``global/`` for
+                global entries alone. Otherwise it means global entries, and those of all ranks.
+        """
+        head, slash, tail = start.partition("/")
+        shared, ranks = self.manifest.shared, self.manifest.ranks
+        if slash and head in ranks:
+            for path, entry, entries in _walk_below(self.trees(int(head)), tail):
+                owner = entries.owner(path[len(path.partition("/")[0]) :])
+                yield Listed(f"{head}/{path}", f"{head}/{path}", entry, owner)
+            return
+        lead = f"{GLOBAL}/" if slash and self._means_global(head) else ""
+        for path, entry, _ in _walk_below(self._layers([(shared, None)]), start[len(lead) :]):
+            yield Listed(lead + path, lead + path, entry, None)
+        for rank, trees in () if lead else ranks.items():
+            for path, entry, _ in _walk_below(self._layers([(trees, int(rank))]), start):
+                yield Listed(f"{rank}/{path}", path, entry, int(rank))
+
+    def matching(self, pattern: str) -> list[Listed]:
+        """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
+
+        If one has this very path, only that is returned.
+        """
+        matches = re.compile(translate(pattern)).match
+        start = _WILDCARDS.split(pattern, maxsplit=1)[0]
+        candidates = [
+            each for each in self.listed(start) if not isinstance(each.entry, ContainerEntry)
+        ]
+        exact = [each for each in candidates if each.path == pattern]
+        return exact or [each for each in candidates if matches(each.path)]
+
+    def _means_global(self, component: str) -> bool:
+        """Whether the first component of a path stands for the global entries, not for a key."""
+        return component == GLOBAL and all(component not in trees for trees in self._subtrees())
+
+    def _subtrees(self) -> list[dict[str, bytes]]:
+        return [self.manifest.shared, *self.manifest.ranks.values()]
+
+    def _absent(self, path: str) -> EntryNotFoundError:
+        head, _, tail = path.partition("/")
+        bare = tail if head.isdigit() else path
+        if bare.partition("/")[0] in self.manifest.thinned:
+            return EntryNotFoundError(
+                f"{self.label} has no entry {path!r} any more: {self.thinned_text()}"
+            )
+        asking = int(head) if head in self.manifest.ranks else 0
+        keepers = self.keepers(bare)
+        if keepers and asking not in keepers:
+            return EntryNotFoundError(
+                f"{self.label} has no entry {path!r}: it is kept for {rank_names(keepers)} alone; "
+                f"read it as '{keepers[0]}/{bare}'"
+            )
+        return EntryNotFoundError(
+            f"{self.label} has no entry {path!r}{nearest(bare, self._paths())}"
+        )
+
+    def thinned_text(self) -> str:
+        """Return what the snapshot has lost, and what to do, for an error."""
+        keys = ", ".join(map(key_of, self.manifest.thinned))
+        return (
+            f"it was thinned, and has lost {keys:.500}. To resume, restore a whole snapshot, such "
+            "as Store.latest(); of this one, only the other keys can be restored"
+        )
+
+    def _paths(self) -> list[str]:
+        """Return all paths without their ranks, each once; none if there are many."""
+        subtrees = self._subtrees()
+        trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
+        if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:
+            return []
+        return list({key + p: None for key, digest in trees for p, _ in self.tree(digest).items()})
+
+    def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
+        """Return digest and length of every chunk of an entry; none if the entry holds its bytes.
+
+        Raises:
+            DamagedError: Shape, length and digests do not fit each other.
+        """
+        payload = entry.payload
+        if payload.nbytes <= INLINE_BYTES:
+            return []
+        cells = self.cells(path, entry)
+        digests = split_digests(self.digests(payload, cells, path))
+        return list(zip(digests, cells.sizes(), strict=True))
+
+    def cells(self, path: str, entry: Entry) -> Grid:
+        """Return the cells that the bytes of an entry are cut into.
+
+        Raises:
+            DamagedError: Shape and length do not fit each other.
+            UnsupportedFormatError: A later version has to say how it is cut.
+        """
+        check_known(self.label, [(path, entry)])
+        nbytes, chunk_size = entry.payload.nbytes, self.store.config.chunk_size
+        if not isinstance(entry, TensorEntry):
+            return grid_of((nbytes,), 1, chunk_size)
+        count = prod(entry.shape)
+        itemsize = nbytes // max(count, 1)
+        is_consistent = min(entry.shape, default=1) > 0 and itemsize * count == nbytes
+        if not is_consistent or itemsize > chunk_size:
+            raise DamagedError(
+                f"{self.label}: {path} claims {nbytes} bytes for the shape {list(entry.shape)}",
+                (path,),
+            )
+        return grid_of(entry.shape, itemsize, chunk_size)
+
+    def digests(self, payload: Payload, cells: Grid, path: str) -> bytes:
+        """Return the digests of a payload's chunks, one behind the other.
+
+        Raises:
+            DamagedError: Their number is not that of the cells.
+        """
+        digests = payload.digests
+        if not 0 <= payload.depth <= MAX_LIST_DEPTH:
+            raise DamagedError(
+                f"{self.label}: {path} claims a list of depth {payload.depth}", (path,)
+            )
+        for _ in range(payload.depth):
+            if len(digests) > DIGEST_SIZE * max(cells.count, 1):
+                break
+            digests = self._joined_lists(digests, cells.count, path)
+        if len(digests) != DIGEST_SIZE * cells.count:
+            raise DamagedError(
+                f"{self.label}: {path} lists {len(digests) / DIGEST_SIZE:g} chunks where its shape "
+                f"has {cells.count}",
+                (path,),
+            )
+        return digests
+
+    def named_chunks(self, payload: Payload) -> dict[Digest, None]:
+        """Return the chunks that a payload names, each once, whatever they mean.
+
+        Raises:
+            DamagedError: The lists of digests are malformed.
+        """
+        if not 0 <= payload.depth <= MAX_LIST_DEPTH or len(payload.digests) % DIGEST_SIZE:
+            raise DamagedError(f"{self.label} has an entry with a malformed list of digests")
+        named = dict.fromkeys(split_digests(payload.digests))
+        for _ in range(payload.depth):
+            lists = map(self._list, named)
+            named = dict.fromkeys(digest for listed in lists for digest in split_digests(listed))
+        return named
+
+    def _joined_lists(self, digests: bytes, most: int, path: str) -> bytes:
+        """Return the content of lists, joined; stop when it is longer than ``most`` digests."""
+        joined = bytearray()
+        try:
+            for digest in split_digests(digests):
+                joined += self._list(digest)
+                if len(joined) > DIGEST_SIZE * most:
+                    break
+        except DamagedError as e:
+            raise DamagedError(f"{e}; hurt: {path}", (path,)) from e
+        return bytes(joined)
+
+    def _list(self, digest: Digest) -> bytes:
+        listed = self.store.node(digest)
+        if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
+            raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
+        return listed
+
+
+def has_wildcards(path: str) -> bool:
+    """Whether a path can be a glob."""
+    return _WILDCARDS.search(path) is not None
+
+
+def _walk_below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:
+    """Yield what begins with a text in the trees of some keys, in order."""
+    for key, entries in sorted(trees.items()):
+        if key.startswith(start) or start.startswith(f"{key}/"):
+            for inner, entry in entries.items_below(start[len(key) :]):
+                yield key + inner, entry, entries

@@ -1,0 +1,327 @@
+"""Notes in the table of a store with a mirror: which snapshots the mirror lacks.
+
+A take into a store with a mirror commits its row with such a note, and the mirror removes it once
+it holds the snapshot. Until then no process prunes the snapshot, even a process that does not know
+of the mirror, and even after a crash. Other notes say which life of its run a snapshot belongs to
+(``docs/decisions/0058-lives-of-a-run.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from casnap.errors import DamagedError, MirrorError, StoreError
+from casnap.format.records import Root, Row
+from casnap.storage.log.roots import read_root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import (
+    Table,
+    change_settings,
+    change_table,
+    rows_of_run,
+    snapshots_in,
+)
+
+SETTING = "mirror"
+UNMIRRORED = "unmirrored"
+"""The note of a snapshot that the mirror lacks."""
+_SUCCEEDED = "succeeded"
+"""The note of a snapshot that the mirror never gets: another store continues its run there."""
+_FROM, _FOLLOWS, _LIFE = "from", "follows", "life"
+
+
+# By the id of a mirror and the folder of a run there: the newest root when this process restored a
+# copy of that run.
+_restored: dict[tuple[str, str], int] = {}
+
+
+class MirrorPlace(NamedTuple):
+    """The store that is the mirror, by the settings of the mirrored store.
+
+    Attributes:
+        store: The id of that store.
+        prefix: The folder there that all snapshots go into; empty for none.
+        uri: Where it was.
+    """
+
+    store: str
+    prefix: str
+    uri: str
+
+
+class Life(NamedTuple):
+    """A life of a run at a mirror: one store after the other continues a run there.
+
+    Attributes:
+        began: The root of the mirror that has the first copy of this life.
+        follows: The root of the mirror that this life follows; 0 for none.
+    """
+
+    began: int
+    follows: int
+
+
+def is_unmirrored(row: Row) -> bool:
+    """Whether the mirror still lacks a snapshot, and is to get it."""
+    return row.has_note(UNMIRRORED)
+
+
+def is_succeeded(row: Row) -> bool:
+    """Whether the mirror never gets a snapshot, since another store continues its run there."""
+    return row.has_note(_SUCCEEDED)
+
+
+def taken_notes(mirror_id: str, follows: int) -> dict[str, Any]:
+    """Return the notes of a snapshot that is taken into a store with a mirror.
+
+    Args:
+        mirror_id: The id of the mirror.
+        follows: The root there that the snapshot follows; 0 for none.
+    """
+    followed = {_FOLLOWS: [mirror_id, follows]} if follows else {}
+    return {**followed, UNMIRRORED: True}
+
+
+def follows_of(row: Row, mirror_id: str) -> int:
+    """Return the root of a mirror that a snapshot follows; 0 for none."""
+    store_id, number = _root_in(row, _FOLLOWS)
+    return max(0, number) if store_id == mirror_id else 0
+
+
+def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
+    """Return the notes of the copy of a snapshot at a mirror, such as where it is from."""
+    return {_FROM: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
+
+
+def life_of(row: Row) -> Life | None:
+    """Return the life that a copy at a mirror is of; None if no mirror has put it there."""
+    match row.notes.get(_LIFE):
+        case [int(began), int(follows)] if began >= 0 and follows >= 0:
+            return Life(began, follows)
+    return None
+
+
+def note_restored(store: Repository, name: str, row: Row) -> None:
+    """Note that this process restored a snapshot, if it is a copy at a mirror."""
+    if life_of(row) is not None:
+        run, seq = (store.config.store_id, name.rpartition("/")[0]), row.seq
+        with suppress(StoreError):
+            seq = max(store.recent().seq, seq)
+        _restored[run] = max(seq, _restored.get(run, 0))
+
+
+def restored_from(place: MirrorPlace, run: str) -> int:
+    """Return the root of a mirror that this process restored a run from; 0 for none.
+
+    Args:
+        place: The mirror.
+        run: The folder of the run in the mirrored store.
+    """
+    return _restored.get((place.store, "/".join(p for p in (place.prefix, run) if p)), 0)
+
+
+def copies_in(table: Table, folder: str) -> dict[str, Row]:
+    """Return the copies that mirrors have put into the run of a folder, by full name."""
+    rows = rows_of_run(table, folder).items()
+    return {name: row for name, row in rows if life_of(row) is not None}
+
+
+def origin_of(row: Row) -> str:
+    """Return the id of the store that a snapshot at a mirror was copied from; empty if unknown."""
+    return _origin(row)[0]
+
+
+def _origin(row: Row) -> tuple[str, int]:
+    """Return the id of that store, and the number of the root there; -1 if unknown."""
+    return _root_in(row, _FROM)
+
+
+def _root_in(row: Row, note: str) -> tuple[str, int]:
+    """Return the store and the number of the root that a note names; "" and -1 for none."""
+    match row.notes.get(note):
+        case [str(store_id), int(number)] if number >= 0:
+            return store_id, number
+    return "", -1
+
+
+def is_copy_from_here(store: Repository, row: Row) -> bool:
+    """Whether a snapshot at a mirror is the copy of one that was taken in this store.
+
+    The number of its root here, and the commit id of that, prove it: roots are never removed, and
+    commit ids are random. So two stores that go on from copies of one each know what was theirs.
+    """
+    store_id, seq = _origin(row)
+    return store_id == store.config.store_id and seq >= 0 and _committed(store, seq, row)
+
+
+def is_newer_here(
+    store: Repository, mirror_id: str, newest: tuple[str, Row], newest_there: tuple[str, Row]
+) -> bool:
+    """Whether the newest snapshot of a store is newer than that of its mirror, which it lacks.
+
+    Args:
+        store: The store.
+        mirror_id: The id of the mirror.
+        newest: The newest one here: its name, and its row.
+        newest_there: The newest one there.
+    """
+    (name, row), (other_name, row_there) = newest, newest_there
+    same_run = name.rpartition("/")[0] == other_name.rpartition("/")[0]
+    if is_copy_from_here(store, row_there):
+        return row.seq > _origin(row_there)[1]
+    life = life_of(row_there)
+    if life is not None and same_run:
+        return follows_of(row, mirror_id) >= life.began
+    return row.time >= row_there.time
+
+
+def was_taken_here(store: Repository, row: Row) -> bool:
+    """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
+    return not origin_of(row) and _committed(store, row.seq, row)
+
+
+def _committed(store: Repository, seq: int, row: Row) -> bool:
+    try:
+        return read_root(store.backend, seq).commit == row.commit
+    except (FileNotFoundError, DamagedError):
+        return False
+
+
+def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """Return snapshots in the order of their commits.
+
+    A mirror may get an old snapshot late, such as one that was damaged, or whose name was taken. So
+    those of one mirrored store take the places of one another, in the order of their commits there.
+    """
+    ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    places: dict[str, list[int]] = {}
+    for at, (_, row) in enumerate(ordered):
+        store_id, seq = _origin(row)
+        if seq >= 0:
+            places.setdefault(store_id, []).append(at)
+    for at_places in places.values():
+        of_one = sorted((ordered[at] for at in at_places), key=lambda item: _origin(item[1])[1])
+        for at, item in zip(at_places, of_one, strict=True):
+            ordered[at] = item
+    return ordered
+
+
+def _noted(row: Row, note: str | None) -> Row:
+    """Return a row with one of the notes of what the mirror lacks, or with none."""
+    return row.with_notes({n: True if n == note else None for n in (UNMIRRORED, _SUCCEEDED)})
+
+
+def mark_mirrored(
+    store: Repository, mirrored: Mapping[str, bytes], succeeded: Mapping[str, bytes]
+) -> None:
+    """Note that the mirror holds some snapshots, and never gets others, in one commit.
+
+    Args:
+        store: The mirrored store.
+        mirrored: Full name and commit id of each that it holds. A run of which the mirror gets
+            snapshots again is no longer noted as succeeded.
+        succeeded: Those that it never gets, since another store continues their run.
+    """
+    runs = {name.rpartition("/")[0] for name in mirrored}
+
+    def change(table: Table, _seq: int) -> dict[str, Row | None]:
+        changed: dict[str, Row | None] = {
+            name: _noted(row, None)
+            for name, row in snapshots_in(table)
+            if is_succeeded(row) and name.rpartition("/")[0] in runs
+        }
+        for name, commit in {**mirrored, **succeeded}.items():
+            row = table.get(name)
+            # It may have been taken anew meanwhile.
+            if row is not None and row.commit == commit and is_unmirrored(row):
+                changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
+        return changed
+
+    change_table(store, change)
+
+
+def succeeded_in(table: Table) -> dict[str, Row]:
+    """Return the snapshots that the mirror never gets, by full name."""
+    return {name: row for name, row in snapshots_in(table) if is_succeeded(row)}
+
+
+def unmirrored_in(table: Table) -> dict[str, Row]:
+    """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
+    rows = [(name, row) for name, row in snapshots_in(table) if is_unmirrored(row)]
+    return dict(sorted(rows, key=lambda item: item[1].seq))
+
+
+def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
+    """Return which store is the mirror; None if there is none yet.
+
+    Raises:
+        MirrorError: The setting cannot be understood.
+    """
+    setting = root.settings.get(SETTING)
+    if setting is None:
+        return None
+    fields = (
+        [setting.get(field) for field in MirrorPlace._fields] if isinstance(setting, dict) else []
+    )
+    texts = [field for field in fields if isinstance(field, str)]
+    if len(texts) != len(MirrorPlace._fields):
+        raise MirrorError(
+            f"{uri} has a setting for its mirror that this casnap does not understand; update "
+            f"casnap, or forget that mirror: `casnap config {uri} mirror=none`"
+        )
+    return MirrorPlace(*texts)
+
+
+def attach_mirror(store: Repository, place: MirrorPlace) -> None:
+    """Note which store is the mirror; the first time, note that it lacks all snapshots.
+
+    Raises:
+        MirrorError: Another store is the mirror.
+    """
+    uri = store.backend.uri
+    attached = mirror_place(store.newest(), uri)
+    if attached is None:
+        change_settings(store, lambda s: {SETTING: place._asdict(), **s}, _note_all)
+        attached = mirror_place(store.newest(), uri)
+    if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
+        reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
+        raise wrong_mirror_error(store, attached, reality)
+
+
+def wrong_mirror_error(store: Repository, attached: MirrorPlace, reason: str) -> MirrorError:
+    """Return the error for another store, or none, in place of the mirror."""
+    uri = store.backend.uri
+    return MirrorError(
+        f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "
+        f"{attached.uri}; {reason}. Name that one; or if it is gone for good, or you want another "
+        f"one, forget it first: `casnap config {uri} mirror=none`"
+    )
+
+
+def _folder_text(place: MirrorPlace) -> str:
+    return f" (below {place.prefix})" if place.prefix else ""
+
+
+def with_unmirrored(row: Row) -> Row:
+    """Return a row with the note that the mirror lacks it."""
+    return row if is_unmirrored(row) else _noted(row, UNMIRRORED)
+
+
+def _note_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
+    return {name: with_unmirrored(row) for name, row in rows if not is_unmirrored(row)}
+
+
+def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
+    noted_rows = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
+    return {name: _noted(row, None) for name, row in noted_rows}
+
+
+def detach_mirror(store: Repository) -> bool:
+    """Forget the mirror, and which snapshots it lacks; return whether there was any of that."""
+
+    def without(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if key != SETTING}
+
+    return change_settings(store, without, _note_none)

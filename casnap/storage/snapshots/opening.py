@@ -1,0 +1,148 @@
+"""Opening the store at a place, or making it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from casnap.backends import Backend
+from casnap.backends.places import exists
+from casnap.errors import BackendError, NotAStoreError, UnsupportedFormatError
+from casnap.format.names import STORE_FOLDER
+from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
+from casnap.runtime.units import Size
+from casnap.storage.log.config import not_a_store_error, object_error
+from casnap.storage.places.creation import CreatedStore, create_store
+from casnap.storage.places.location import TAKES, Location, Use, locate_store, narrow_hint
+from casnap.storage.places.other_formats import no_store_error
+from casnap.storage.reading.chunk_cache import room_for
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import only_marker_error
+
+_log = logging.getLogger("casnap")
+
+
+def open_at(
+    place: Location,
+    *,
+    create: bool,
+    is_explicit: bool = True,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    codec: str | None = None,
+    exclusive: bool = False,
+    config: StoreConfig | None = None,
+    look_ahead: bool = False,
+    cache_bytes: Size | None = None,
+    markers: bool = True,
+) -> tuple[Repository, bool]:
+    """Open a store, or make it.
+
+    Args:
+        place: The place of the store; with a name, of a folder of snapshots in it.
+        create: Make the store if there is none.
+        is_explicit: Whether the user named this very place as a store.
+        chunk_size: For a new store, in bytes.
+        codec: For a new store: the setting that says how chunks are stored.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        config: The record of the store, if it was read already.
+        look_ahead: Whether a use follows at once, so that a remote store looks for its newest root
+            now.
+        cache_bytes: How many bytes of chunks of remote stores this host keeps; 0 for none, None for
+            the bound in the environment.
+        markers: Whether snapshots get markers.
+
+    Returns:
+        The open store, and whether it was made just now.
+
+    Raises:
+        NotAStoreError: There is no store, and ``create`` is False.
+        UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
+        StoreError: A store cannot be made at this place, or the cache is not to be used.
+        ValueError: ``cache_bytes`` were given for a store on this machine.
+    """
+    backend = place.backend
+    if sys.byteorder != "little":
+        raise UnsupportedFormatError(
+            f"{backend.uri} cannot be used on this machine: the bytes of tensors are "
+            "little-endian, and this casnap does not swap them for a big-endian one"
+        )
+    room = room_for(backend, cache_bytes)
+    backend.exclusive |= exclusive
+    # If only the record of the store above is there, its making was cut off.
+    may_make = create and (not place.name or place.exists)
+    open_here = partial(Repository, backend, marks=markers)
+    store = open_here(config=config) if config is not None else None
+    created: CreatedStore | None = None
+    if store is None and backend.costly_requests:
+        store = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
+    if store is None and may_make:
+        # If the store exists, this finishes a creation that was interrupted.
+        created = create_store(backend, chunk_size=chunk_size, is_explicit=is_explicit, codec=codec)
+        if created.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+            level = logging.INFO if is_explicit else logging.WARNING
+            _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
+        store = open_here(config=created.config)
+        if created.root is not None and backend.costly_requests:
+            store.note_newest(created.root)
+    elif store is None and not place.exists:
+        raise (
+            only_marker_error(backend, "")
+            or _no_name_error(backend)
+            or (
+                not_a_store_error(backend) if (at := backend.folder) is None else no_store_error(at)
+            )
+        )
+    store = store or open_here()
+    if room is not None:
+        store.chunk_cache = room.of(store.config, backend)
+    return store, created is not None and created.is_new
+
+
+def _no_name_error(backend: Backend) -> NotAStoreError | None:
+    """Return the error for a path right in the folder of a store that has no such name."""
+    folder = backend.folder
+    try:
+        if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
+            return None
+    except BackendError:
+        # It was passed over: every user may write there.
+        return None
+    return NotAStoreError(
+        f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
+        f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
+        f"{narrow_hint(folder)}"
+    )
+
+
+def locate(
+    uri: str | os.PathLike[str] | Backend,
+    storage_options: Mapping[str, Any] | None,
+    use: Use = TAKES,
+) -> Location:
+    """Return the store that a URI or a backend means, and the prefix in it."""
+    if not isinstance(uri, Backend):
+        return locate_store(uri, storage_options, use)
+    if storage_options:
+        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+    # A backend without a store is noticed when the store's record is read.
+    return Location(uri, "", not uri.costly_requests)
+
+
+def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Repository | None:
+    """Open a remote store; with ``look_ahead`` for a use that follows at once.
+
+    Raises:
+        NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
+    """
+    try:
+        return Repository.at(backend, look_ahead=look_ahead, marks=marks)
+    except NotAStoreError:
+        if or_none:
+            return None
+        if backend.is_object():
+            raise object_error(backend.uri) from None
+        raise

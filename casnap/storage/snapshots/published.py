@@ -1,0 +1,217 @@
+"""Published tags: each is on one snapshot of a store, and a commit moves it to another one.
+
+A setting of the store says which snapshot has each of them, since when, and who moved it there.
+Roots are never removed, so the moves are a chain: the root before a move has the one before it
+(``docs/decisions/0066-publish-and-thin.md``).
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct
+
+from casnap.errors import (
+    DamagedError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    nearest,
+)
+from casnap.format.records import Root, Row, decode, encode, root_key
+from casnap.storage.log.roots import read_root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import (
+    Table,
+    change_table,
+    row_of,
+    snapshots_in,
+    with_tags,
+    without_tags,
+)
+
+SETTING = "published"
+_MOST, _MOST_CHARS = 100, 200
+
+
+class TagMove(Struct, frozen=True, kw_only=True):
+    """A move of a published tag.
+
+    Attributes:
+        name: The full name of the snapshot that the tag was moved to.
+        commit: Its commit id.
+        root: The number of the root that moved it.
+        time: Seconds since the epoch, by the clock of the process that moved it.
+        by: The user and the host that moved it, as they say.
+        previous: The full name of the snapshot that had it before; empty for none.
+    """
+
+    name: str
+    commit: str
+    root: int
+    time: float
+    by: str = ""
+    previous: str = ""
+
+
+def move_of(root: Root, tag: str) -> TagMove | None:
+    """Return the last move of a tag; None if it was never published, or that makes no sense."""
+    setting = root.settings.get(SETTING)
+    if not isinstance(setting, dict) or tag not in setting:
+        return None
+    try:
+        move = decode(encode(setting[tag]), TagMove, SETTING)
+    except DamagedError:
+        return None
+    return move if 0 < move.root <= root.seq else None
+
+
+def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
+    """Return the name and the row of the snapshot that a tag is published on; None for none."""
+    move = move_of(root, tag)
+    if move is None:
+        return None
+    row = table.get(move.name)
+    if row is not None and row.commit.hex() == move.commit and tag in row.tags:
+        return move.name, row
+    # Its run may have gone back from it. Or it was deleted or untagged, perhaps by a version that
+    # knows nothing of this.
+    others = ((n, r) for n, r in snapshots_in(table) if r.commit.hex() == move.commit)
+    return next(((n, r) for n, r in others if tag in r.tags), None)
+
+
+def tagged_row(store: Repository, root: Root, tag: str, folder: str) -> tuple[str, Row]:
+    """Return the name and the row of the one snapshot that has a tag.
+
+    Args:
+        store: The store.
+        root: Its newest root.
+        tag: The tag. If it is not published, all snapshots are looked at.
+        folder: Where the snapshot is to be; "" for anywhere in the store.
+
+    Raises:
+        SnapshotNotFoundError: There is none, or it is elsewhere.
+        SnapshotError: Several have the tag, and it is published on none.
+    """
+    table, uri = store.table(root), store.backend.uri
+    published = published_row(root, table, tag)
+    if published is not None:
+        if folder and not published[0].startswith(f"{folder}/"):
+            raise SnapshotNotFoundError(
+                f"{uri}: the tag {tag!r} is on {published[0]!r}, which is not below {folder!r}"
+            )
+        return published
+    rows = list(snapshots_in(table, folder))
+    having = [(name, row) for name, row in rows if tag in row.tags]
+    if len(having) > 1:
+        names = ", ".join(repr(name) for name, _ in having[:4])
+        more = f" and {len(having) - 4} more" if len(having) > 4 else ""
+        raise SnapshotError(
+            f"{uri}: {len(having)} snapshots have the tag {tag!r}: {names}{more}. Say which one is "
+            f"meant: `casnap tag {uri}/NAME {tag} --move`, which removes it from all others"
+        )
+    if not having:
+        move = move_of(root, tag)
+        hint = nearest(tag, (t for _, row in rows for t in row.tags))
+        was = "" if move is None else f"; it was on {move.name!r}, which was deleted or untagged"
+        raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or hint}")
+    return having[0]
+
+
+def check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], uri: str) -> None:
+    """Check that no tag that a snapshot is to be given is published on another one.
+
+    Raises:
+        SnapshotError: One is.
+    """
+    for tag in tags:
+        published = published_row(root, table, tag)
+        if published is not None and published[0] != name:
+            raise SnapshotError(
+                f"{uri}: {tag!r} is published on {published[0]!r}, so no other snapshot can "
+                f"have it; move it: `casnap tag {uri}/{name} {tag} --move`, or Store.publish"
+            )
+
+
+def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
+    """Move a tag to a snapshot, from all others that have it, in one commit.
+
+    Args:
+        store: The store.
+        tag: The tag.
+        name: The full name of the snapshot.
+        commit_id: The commit id that it must have.
+
+    Raises:
+        SnapshotNotFoundError: There is no such snapshot any more.
+        SnapshotError: So many tags are published that the store takes no more.
+    """
+    changes: dict[str, Row | None] = {}
+    previous = ""
+
+    def change(table: Table, _seq: int) -> dict[str, Row | None]:
+        nonlocal changes, previous
+        row = row_of(table, name, store.backend)
+        if row.commit.hex() != commit_id:
+            raise SnapshotNotFoundError(
+                f"{store.backend.uri}: the snapshot {name!r} was replaced in the meantime"
+            )
+        others = {n: r for n, r in snapshots_in(table) if n != name and tag in r.tags}
+        previous = max(others, key=lambda name: others[name].seq, default="")
+        changes = {name: without_tags(its_row, [tag]) for name, its_row in others.items()}
+        if tag not in row.tags:
+            changes[name] = with_tags(row, [tag])
+        return changes
+
+    def update_root(root: Root) -> Root:
+        before = move_of(root, tag)
+        if not changes and before and (before.name, before.commit) == (name, commit_id):
+            return root
+        setting = root.settings.get(SETTING)
+        moves = dict(setting) if isinstance(setting, dict) else {}
+        if tag not in moves and len(moves) >= _MOST:
+            raise SnapshotError(
+                f"{store.backend.uri} has {len(moves)} published tags, and takes no more; move "
+                "one of these, or give a tag that is not published"
+            )
+        move = TagMove(
+            name=name,
+            commit=commit_id,
+            root=root.seq + 1,
+            time=time.time(),
+            by=_user_and_host(),
+            previous=previous,
+        )
+        moves[tag] = msgspec.structs.asdict(move)
+        return msgspec.structs.replace(root, settings={**root.settings, SETTING: moves})
+
+    change_table(store, change, update_root)
+
+
+def tag_moves(store: Repository, tag: str) -> Iterator[TagMove]:
+    """Yield the moves of a published tag, the newest first; each reads one root.
+
+    Raises:
+        DamagedError: A root is damaged or missing.
+    """
+    move = move_of(store.newest(), tag)
+    while move is not None:
+        yield move
+        try:
+            root = read_root(store.backend, move.root - 1)
+        except FileNotFoundError as e:
+            raise DamagedError(f"{store.backend.where(root_key(move.root - 1))} is missing") from e
+        move = move_of(root, tag)
+
+
+def _user_and_host() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # The user has no entry in the system's list.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:_MOST_CHARS]

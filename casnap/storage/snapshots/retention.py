@@ -1,0 +1,423 @@
+"""Which snapshots to keep: the rules of a retention, and pruning by them.
+
+The rules are pure: given the rows of a table and the time, they say what to keep, and why. Only
+:func:`prune` changes a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.records import Row
+from casnap.runtime.threads import check_count
+from casnap.runtime.typing import override
+from casnap.runtime.units import Duration, seconds_of
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.mirror_notes import in_commit_order, is_unmirrored
+from casnap.storage.snapshots.table import (
+    Table,
+    change_table,
+    run_of,
+    runs_of,
+    snapshots_in,
+    unmark,
+)
+from casnap.storage.snapshots.thinning import check_rules
+
+Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
+Run: TypeAlias = Sequence[tuple[str, Row]]
+
+_log = logging.getLogger("casnap")
+_UNREAD = "its metadata cannot be read"
+# No name that casnap makes is longer, and Python refuses to read numbers without end.
+_NUMBER = re.compile("[0-9]{1,255}")
+_NAMED_STEP = re.compile(r"(?<![a-zA-Z])step[=_]([0-9]{1,255})(?!\.?[0-9])")
+# The runs, each after the id of its store, of which a warning says that snapshots have no step.
+_warned: set[str] = set()
+_MODES = ("min", "max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
+
+    The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
+    commits. Tagged snapshots are always kept, and so are those that a mirror still lacks. Those
+    that a run has gone back from (see :meth:`Store.rewind`) count as its oldest for ``keep_last``,
+    and ``keep_every`` and ``keep_best`` pass them over.
+
+    Args:
+        keep_last: How many of the newest snapshots to keep.
+        keep_every: Keep snapshots whose step is a multiple of this. The step is
+            ``metadata["step"]`` if that is an int. Else the last component of the name says it: by
+            its only number, or of several by the one after ``step=`` or ``step_``. A snapshot
+            without a step is kept, and a warning says so once.
+        keep_within: Keep snapshots taken within a time, by the clocks of the writers: ``"7d"``, a
+            ``timedelta``, or seconds. A time in the future counts as within.
+        keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``, of
+            equals the newer one; ``(metric, count, "max")`` those with the highest. A list of
+            these is possible. While no snapshot of a run has the metric as a number, all are kept.
+        thin: ``{"optim/**": 2}``: of the snapshots that are kept, all but so many of the newest of
+            each run lose these keys of the app state; see :meth:`Store.thin`. Without another
+            rule, all snapshots are kept.
+
+    Raises:
+        ValueError: There is no rule, which would keep nothing, or a rule makes no sense.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_within: Duration | None = None
+    keep_best: Best | Sequence[Best] = ()
+    thin: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for rule in ("keep_last", "keep_every"):
+            if (count := getattr(self, rule)) is not None:
+                check_count(rule, count)
+        # One form for each rule, so that equal retentions compare equal.
+        if self.keep_within is not None:
+            seconds = seconds_of("keep_within", self.keep_within, above_zero=True)
+            object.__setattr__(self, "keep_within", seconds)
+        object.__setattr__(self, "keep_best", _best_rules(self.keep_best))
+        if self.thin is not None:
+            object.__setattr__(self, "thin", check_rules(self.thin))
+        if all(not getattr(self, rule) for rule in self.__dataclass_fields__):
+            raise ValueError(
+                "a retention without a rule would forget everything; give at least one of "
+                "keep_last, keep_every, keep_within, keep_best and thin"
+            )
+
+    @property
+    def asks_metadata(self) -> bool:
+        """Whether any rule asks for a snapshot's metadata."""
+        return self.keep_every is not None or bool(self.keep_best)
+
+    def reasons(self, run: Run, now: float) -> dict[str, list[str]]:
+        """Return the reasons why each snapshot of a run is kept, by name; none if it is not.
+
+        Args:
+            run: Names and rows, in the order of the commits; first those that it has gone back
+                from.
+            now: Seconds since the epoch.
+        """
+        reasons: dict[str, list[str]] = {name: [] for name, _ in run}
+        for name, reason in self._reasons_to_keep(run, now):
+            reasons[name].append(reason)
+        return reasons
+
+    def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
+        live = [(name, row) for name, row in run if not row.is_rewound]
+        yield from ((name, "tagged") for name, row in run if row.tags)
+        yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
+        if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
+            yield from ((name, "only thinned") for name, _ in run)
+        if self.keep_last is not None:
+            yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
+        if self.keep_every is not None:
+            yield from _multiples(live, self.keep_every)
+        if self.keep_within is not None:
+            seconds = seconds_of("keep_within", self.keep_within)
+            # NaN is not older than anything.
+            recent = (name for name, row in run if not now - row.time > seconds)
+            yield from ((name, f"within {_duration(seconds)}") for name in recent)
+        for rule in _best_rules(self.keep_best):
+            yield from _best(live, *rule)
+
+
+def _multiples(run: Run, every: int) -> Iterator[tuple[str, str]]:
+    for name, row in run:
+        step = _step(name, row)
+        if step is None:
+            yield name, f"every {every}: it has no step"
+        elif step % every == 0:
+            yield name, f"every {every}"
+
+
+def _step(name: str, row: Row) -> int | None:
+    """Return the step of a snapshot; None if neither its metadata nor its name say it.
+
+    Other numbers in a name may be those of an epoch, a metric or a version.
+    """
+    step = row.metadata.get("step")
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    base_name = name.rpartition("/")[2]
+    numbers = _NUMBER.findall(base_name)
+    if len(numbers) != 1:
+        numbers = _NAMED_STEP.findall(base_name)
+    return int(numbers[0]) if len(numbers) == 1 else None
+
+
+def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, str]]:
+    reason = f"best {count} by {metric}"
+    sign = 1 if mode == "min" else -1
+    ranked = [
+        (sign * value, -age, name)
+        for age, (name, row) in enumerate(run)
+        if (value := _number(row.metadata.get(metric))) is not None
+    ]
+    if not ranked:
+        reason, ranked = f"{reason}: none of the run has it", [(0, 0, name) for name, _ in run]
+        count = len(run)
+    yield from ((name, reason) for _, _, name in nsmallest(count, ranked))
+
+
+def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
+    """Return the metrics of ``keep_best`` that no row has as a number: so these keep all."""
+    metadata = [row.metadata for row in rows]
+    metrics = (metric for metric, *_ in _best_rules(retention.keep_best))
+    return [m for m in metrics if all(_number(each.get(m)) is None for each in metadata)]
+
+
+def _number(value: object) -> float | None:
+    # Only NaN is not equal to itself; math.isnan refuses ints that no float can hold.
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+        return value
+    return None
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds % size == 0:
+            return f"{seconds / size:g}{unit}"
+    return f"{seconds:g}s"
+
+
+# --- checking the arguments --------------------------------------------------------------------
+
+
+def _best_rules(value: object) -> tuple[tuple[str, int, str], ...]:
+    if not isinstance(value, list | tuple):
+        raise _no_best_rule(value)
+    rules = [value] if value and isinstance(value[0], str) else value
+    return tuple(_best_rule(rule) for rule in rules)
+
+
+def _best_rule(rule: object) -> tuple[str, int, str]:
+    if not isinstance(rule, list | tuple) or not 2 <= len(rule) <= 3:
+        raise _no_best_rule(rule)
+    metric, count, mode = (*rule, "min")[:3]
+    if not isinstance(metric, str) or not metric or mode not in _MODES:
+        raise _no_best_rule(rule)
+    check_count(f"the count of keep_best by {metric!r:.80}", count)
+    return metric, count, mode
+
+
+def _no_best_rule(value: object) -> ValueError:
+    return ValueError(
+        'keep_best is (metric, count), the lowest first, or (metric, count, "max"), such as '
+        f'("loss", 3), or a list of such; got {value!r:.80}'
+    )
+
+
+def check_retention(retention: object) -> None:
+    """Check that this is a :class:`Retention`.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(retention, Retention):
+        raise TypeError(
+            "retention is a casnap.Retention, such as Retention(keep_last=3); "
+            f"got {retention!r:.80}"
+        )
+
+
+# --- pruning a table ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict of a retention on one snapshot.
+
+    Attributes:
+        name: Its name.
+        row: Its row in the table.
+        reasons: Why it is kept, a line for each rule that keeps it; empty if it is not kept.
+    """
+
+    name: str
+    row: Row
+    reasons: tuple[str, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is kept."""
+        return bool(self.reasons)
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What pruning did, or would do.
+
+    Attributes:
+        verdicts: One for each snapshot that was judged, in the order of their commits.
+        dry_run: Whether nothing was changed.
+        thinned: The keys that snapshots of these lost, by name.
+    """
+
+    verdicts: list[Verdict]
+    dry_run: bool
+    thinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def forgotten(self) -> list[Verdict]:
+        """The snapshots that no rule keeps."""
+        return [v for v in self.verdicts if not v.kept]
+
+    @property
+    def kept(self) -> list[Verdict]:
+        """The snapshots that a rule keeps."""
+        return [v for v in self.verdicts if v.kept]
+
+
+def judge_runs(
+    rows: Iterable[tuple[str, Row]],
+    retention: Retention,
+    now: float,
+    new_commit: bytes | None = None,
+) -> list[Verdict]:
+    """Return a verdict on each snapshot of a run.
+
+    Args:
+        rows: Names and rows, whole runs of them.
+        retention: The rules.
+        now: Seconds since the epoch.
+        new_commit: The commit of the snapshot that was just taken. It is kept in any case.
+    """
+    ordered = in_commit_order(rows)
+    reasons = {}
+    for run in runs_of(ordered).values():
+        reasons.update(retention.reasons(run, now))
+    for name, row in ordered:
+        if row.commit == new_commit:
+            reasons[name].append("just taken")
+    return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
+
+
+class PruneChange(ABC):
+    """The change of a table that removes the snapshots that are not kept.
+
+    Each table that is to be changed is judged anew, since snapshots may have been tagged or
+    replaced meanwhile.
+
+    Attributes:
+        verdicts: The last verdicts.
+    """
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+
+    @abstractmethod
+    def judge(self, table: Table) -> list[Verdict]:
+        """Return the verdicts on the snapshots of a table."""
+
+    def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
+        """Return the rows to remove."""
+        self.verdicts = self.judge(table)
+        return {v.name: None for v in self.verdicts if not v.kept}
+
+
+class RetentionChange(PruneChange):
+    """The change of a table that removes the snapshots that a retention does not keep.
+
+    Args:
+        store: The store.
+        retention: The rules.
+        folder: Where the runs are; "" for the whole store.
+        taken_commit: The commit of a snapshot right in the folder that was just taken. It is kept,
+            and only its run is judged.
+    """
+
+    def __init__(
+        self,
+        store: Repository,
+        retention: Retention,
+        folder: str,
+        taken_commit: bytes | None = None,
+    ) -> None:
+        check_retention(retention)
+        super().__init__()
+        self._store = store
+        self._retention = retention
+        self._folder = folder
+        self._taken = taken_commit
+
+    @override
+    def judge(
+        self, table: Table, added_rows: Mapping[str, Row] = MappingProxyType({})
+    ) -> list[Verdict]:
+        """Return the verdicts on the snapshots of a table, and on rows that are to be added."""
+        rows: Iterable[tuple[str, Row]]
+        rows = {**dict(snapshots_in(table, self._folder)), **added_rows}.items()
+        if self._taken is not None:
+            rows = ((n, row) for n, row in rows if run_of(n, row) == self._folder)
+        return self.judge_rows(rows)
+
+    def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:
+        """Return the verdicts on some snapshots, whole runs of them."""
+        unread: set[str] = set()
+        if self._taken is None or self._retention.asks_metadata:
+            named_rows = ((n, self._with_metadata(n, row, unread)) for n, row in named_rows)
+        # Verdicts of a take are not shown, so it reads no metadata that its rules do not need.
+        rows = list(named_rows)
+        verdicts = judge_runs(rows, self._retention, time.time(), self._taken)
+        if not self._retention.asks_metadata:
+            return verdicts
+        if self._retention.keep_every is not None:
+            self._warn_of_no_step([v for v in verdicts if v.name not in unread])
+        return [
+            replace(v, reasons=(*v.reasons, _UNREAD)) if v.name in unread else v for v in verdicts
+        ]
+
+    def _warn_of_no_step(self, verdicts: Iterable[Verdict]) -> None:
+        """Say once of each run that snapshots have no step, so that ``keep_every`` keeps them."""
+        for verdict in verdicts:
+            run = f"{self._store.config.store_id} {run_of(verdict.name, verdict.row)}"
+            has_step = _step(verdict.name, verdict.row) is not None
+            if has_step or verdict.row.is_rewound or run in _warned:
+                continue
+            _warned.add(run)
+            _log.warning(
+                "%s: keep_every keeps %.200r, and others like it, since neither its metadata nor "
+                "its name say its step; give that to the takes: metadata={'step': ...}",
+                self._store.backend.uri,
+                verdict.name,
+            )
+
+    def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
+        """Return a row with its metadata; without, and note the name, if they cannot be read."""
+        try:
+            metadata = Contents(self._store, name, row).metadata
+        except UnavailableError:
+            raise
+        except (DamagedError, BackendError) as e:
+            _log.warning("%.200s is judged without its metadata: %.500s", name, e)
+            unread.add(name)
+            metadata = {}
+        return msgspec.structs.replace(row, metadata=metadata)
+
+
+def prune(store: Repository, judging: PruneChange) -> list[Verdict]:
+    """Remove the snapshots that are not kept, in one commit; return the verdicts."""
+    if change_table(store, judging):
+        unmark_pruned(store, judging)
+    return judging.verdicts
+
+
+def unmark_pruned(store: Repository, judging: PruneChange) -> None:
+    """Remove the markers of the snapshots that were not kept."""
+    unmark(store, {v.name: v.row.commit for v in judging.verdicts if not v.kept})

@@ -1,0 +1,118 @@
+"""Going back: a run goes on from an earlier snapshot, and the later ones get out of its way.
+
+They are moved aside in one commit, each to a name below ``rewound-<number of the root>``, or the
+next number that is free, in the folder of the run, with a note in its row
+(``docs/decisions/0071-going-back.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from casnap.errors import SnapshotError
+from casnap.format.names import check_name
+from casnap.format.records import REWOUND, Row
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.mirror_notes import in_commit_order, mirror_place, with_unmirrored
+from casnap.storage.snapshots.table import (
+    Table,
+    change_table,
+    check_free,
+    mark,
+    row_of,
+    rows_of_run,
+    run_of,
+    unmark,
+)
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """What going back did.
+
+    Attributes:
+        name: The full name of the snapshot that the run goes on from.
+        row: Its row.
+        moved: The new full name of each snapshot that was moved aside, by the name that it had.
+    """
+
+    name: str
+    row: Row
+    moved: Mapping[str, str]
+
+
+def rewind(store: Repository, name: str) -> Rewound:
+    """Move the snapshots of a run that were committed after one of them aside, in one commit.
+
+    If that one was itself moved aside before, it gets its name in the run again.
+
+    Args:
+        store: The store.
+        name: The full name of the snapshot that the run goes on from.
+
+    Raises:
+        SnapshotNotFoundError: There is no such snapshot.
+        SnapshotExistsError: A name that is needed is taken.
+    """
+    backend = store.backend
+    before: dict[str, Row] = {}
+    after: dict[str, Row] = {}
+    rewound: Rewound | None = None
+
+    def change(table: Table, seq: int) -> dict[str, Row | None]:
+        nonlocal before, after, rewound
+        row = row_of(table, name, backend)
+        run = run_of(name, row)
+        rows = {n: r for n, r in rows_of_run(table, run).items() if n == name or not r.is_rewound}
+        ordered = [each for each, _ in in_commit_order(rows.items())]
+        aside = _free_folder(table, run, seq)
+        moved = {n: _in(aside, n) for n in ordered[ordered.index(name) + 1 :]}
+        renamed = {**moved, name: _in(run, name)} if row.is_rewound else moved
+        if row.is_rewound and renamed[name] not in moved:
+            check_free(table, renamed[name], overwrite=False, uri=backend.uri)
+        # What the mirror holds has another name now.
+        has_mirror = mirror_place(store.newest(), backend.uri) is not None
+        before = {n: rows[n] for n in renamed}
+        after = {check_name(new): _turned(rows[old], has_mirror) for old, new in renamed.items()}
+        now = renamed.get(name, name)
+        rewound = Rewound(now, after.get(now, row), moved)
+        return {**dict.fromkeys(before), **after}
+
+    if change_table(store, change):
+        unmark(store, {n: row.commit for n, row in before.items()})
+        for new_name, row in after.items():
+            mark(store, new_name, row)
+    assert rewound is not None
+    return rewound
+
+
+def all_rewound_error(path: str) -> SnapshotError:
+    """Return the error where only snapshots are left that runs went back from, given the last."""
+    return SnapshotError(
+        "only snapshots are left that their run went back from; the last one is "
+        f"{path}. To go on from it after all: `casnap rewind {path}`, or Store.rewind"
+    )
+
+
+def _free_folder(table: Table, run: str, seq: int) -> str:
+    """Return the folder for what is moved aside by a commit.
+
+    A copy from another store, or a user, may have used its number; then the next one is taken.
+    """
+    while True:
+        folder = f"{run}/rewound-{seq}".lstrip("/")
+        if table.get(folder) is None and next(table.items_below(f"{folder}/"), None) is None:
+            return folder
+        seq += 1
+
+
+def _in(folder: str, name: str) -> str:
+    """Return the name that a snapshot has in another folder."""
+    return f"{folder}/{name.rpartition('/')[2]}".lstrip("/")
+
+
+def _turned(row: Row, has_mirror: bool) -> Row:
+    """Return a row that is noted as moved aside, or no longer is."""
+    turned = row.with_notes({REWOUND: None if row.is_rewound else True})
+    return with_unmirrored(turned) if has_mirror else turned

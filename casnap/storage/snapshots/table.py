@@ -1,0 +1,465 @@
+"""The snapshot table of a root: the rules for names and rows, and commits that change only it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from casnap.backends import Backend
+from casnap.backends.places import exists, is_folder, is_link, is_taken
+from casnap.errors import (
+    CasnapError,
+    FencedError,
+    InvalidNameError,
+    NotAStoreError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateError,
+    StorageFullError,
+    nearest,
+)
+from casnap.format.decoding import json_decoder
+from casnap.format.names import MARKER, STORE_FOLDER
+from casnap.format.records import MAX_METADATA_BYTES, Root, Row
+from casnap.format.tree import Tree
+from casnap.runtime.threads import Crew, run_shielded
+from casnap.storage.log.roots import release_reserve, with_advice
+from casnap.storage.log.settings import settings_of
+from casnap.storage.places.other_formats import hint_at
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.commit import publish
+from casnap.storage.writing.transaction import Transaction
+
+_log = logging.getLogger("casnap")
+_FENCED_TRIES = 3
+_METADATA_DEPTH = 64
+_MOST_TAGS = 100
+_TAG_CHARS = 100
+
+Table = Tree[Row]
+Change = Callable[[Table, int], dict[str, "Row | None"]]
+
+
+def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
+    """Return the snapshots below a folder, "" for all."""
+    return table.items_below(f"{folder}/" if folder else "")
+
+
+def run_of(name: str, row: Row) -> str:
+    """Return the folder of the run that a snapshot is of.
+
+    One that its run has gone back from lies in a folder of that folder.
+    """
+    folder = name.rpartition("/")[0]
+    return folder.rpartition("/")[0] if row.is_rewound else folder
+
+
+def rows_of_run(table: Table, run: str) -> dict[str, Row]:
+    """Return the snapshots of a run, those that it has gone back from as well, by name."""
+    return {name: row for name, row in snapshots_in(table, run) if run_of(name, row) == run}
+
+
+def runs_of(rows: Iterable[tuple[str, Row]]) -> dict[str, list[tuple[str, Row]]]:
+    """Return snapshots by their runs, for rules that ask which ones are the last.
+
+    In each run, those that it has gone back from come first: it goes on without them.
+
+    Args:
+        rows: Names and rows, in the order of their commits.
+    """
+    runs: dict[str, list[tuple[str, Row]]] = {}
+    for name, row in sorted(rows, key=lambda item: not item[1].is_rewound):
+        runs.setdefault(run_of(name, row), []).append((name, row))
+    return runs
+
+
+def row_of(table: Table, name: str, backend: Backend) -> Row:
+    """Return the row of a snapshot.
+
+    Raises:
+        SnapshotNotFoundError: There is none. The error says what may be meant.
+    """
+    row = table.get(name)
+    if row is None:
+        hint = "" if backend.folder is None else hint_at(backend.folder / name)
+        hint = hint or nearest(name, (full_name for full_name, _ in snapshots_in(table)))
+        raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{hint}")
+    return row
+
+
+def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
+    """Check that a snapshot may be made under this name.
+
+    Raises:
+        SnapshotExistsError: The name is taken (and tagged, or not to be overwritten), or it is a
+            folder of another name, or lies below one.
+    """
+    row = table.get(name)
+    if row is not None and not overwrite:
+        raise SnapshotExistsError(
+            f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
+            "take may also pass overwrite=True"
+        )
+    if row is not None and row.tags:
+        raise SnapshotExistsError(
+            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.tags):.200}), so it is "
+            "not overwritten; choose another name, or untag it first (`casnap tag --remove`)"
+        )
+    parts = name.split("/")
+    for n in range(1, len(parts)):
+        outer = "/".join(parts[:n])
+        if table.get(outer) is not None:
+            raise SnapshotExistsError(
+                f"{uri}: {outer!r} is a snapshot, so nothing can be taken below it as {name!r}"
+            )
+    inner = next(table.items_below(f"{name}/"), None)
+    if inner is not None:
+        raise SnapshotExistsError(
+            f"{uri}: {name!r} is the folder of the snapshot {inner[0]!r}; choose another name"
+        )
+
+
+def check_path_is_free(backend: Backend, name: str) -> None:
+    """Check that a snapshot can have its folder: no file and no other store is there, or above it.
+
+    Raises:
+        SnapshotExistsError: There is one, to which the path of the snapshot leads.
+    """
+    place = backend.folder
+    for part in name.split("/") if place is not None else ():
+        assert place is not None
+        place /= part
+        if exists(place) and not is_folder(place):
+            raise SnapshotExistsError(
+                f"{place} is a file, which casnap leaves alone, so {name!r} cannot be a snapshot "
+                f"of {backend.uri}; choose another name, or move the file away"
+            )
+        if is_link(place):
+            # What it leads to is not in this store.
+            return
+        if is_taken(place / STORE_FOLDER):
+            raise SnapshotExistsError(
+                f"{place} is a store itself, so {name!r} cannot be a snapshot of {backend.uri}; "
+                "take it into that store, or choose another name"
+            )
+
+
+def row_edit(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
+    """Return the change that edits a row, or (None) removes it, if it is still of that commit."""
+
+    def change(table: Table, _seq: int) -> dict[str, Row | None]:
+        row = table.get(name)
+        if row is None or row.commit.hex() != commit_id:
+            raise SnapshotNotFoundError(
+                f"{uri}: the snapshot {name!r} was deleted or replaced in the meantime"
+            )
+        edited = edit(row)
+        return {} if edited == row else {name: edited}
+
+    return change
+
+
+class _UnchangedError(Exception):
+    """Ends a transaction that would change nothing."""
+
+
+def change_table(
+    store: Repository, change: Change, update_root: Callable[[Root], Root] = lambda root: root
+) -> bool:
+    """Commit a change of the table; return False, and write no root, if it changes nothing.
+
+    Args:
+        store: The store.
+        change: Says which rows to set or remove.
+        update_root: Given the root before, returns it with the fields that the next one is to have.
+    """
+    return commit_change(store, lambda _: change, update_root)
+
+
+def change_settings(
+    store: Repository,
+    edit: Callable[[dict[str, Any]], dict[str, Any]],
+    edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
+) -> bool:
+    """Change some settings of a store, in one commit; return whether that changed anything.
+
+    Args:
+        store: The store.
+        edit: Given the settings, returns the new ones.
+        edit_rows: Given the snapshots, returns the rows to change too if the settings change.
+    """
+
+    def update_root(root: Root) -> Root:
+        before = settings_of(root)
+        after = edit(dict(before))
+        if after == before:
+            return root
+        return msgspec.structs.replace(root, settings=after)
+
+    def change(table: Table, seq: int) -> dict[str, Row | None]:
+        before = store.newest()
+        stays = before.seq == seq - 1 and update_root(before) is before
+        return {} if stays else edit_rows(snapshots_in(table))
+
+    return change_table(store, change, update_root)
+
+
+def commit_change(
+    store: Repository,
+    change_in: Callable[[Transaction], Change],
+    update_root: Callable[[Root], Root] = lambda root: root,
+) -> bool:
+    """Do what :func:`change_table` does, for a change that stores nodes in the transaction."""
+
+    def some(change: Change, table: Table, seq: int) -> dict[str, Row | None]:
+        changes = change(table, seq)
+        newest = store.newest()
+        if not changes and update_root(newest) == newest:
+            raise _UnchangedError
+        return changes
+
+    def commit(crew: Crew) -> bool:
+        transaction = Transaction(store, crew)
+        try:
+            publish(transaction, partial(some, change_in(transaction)), update_root=update_root)
+        except _UnchangedError:
+            return False
+        finally:
+            transaction.close()
+        return True
+
+    def commit_unfenced() -> bool:
+        for _ in range(_FENCED_TRIES - 1):
+            try:
+                return run_shielded(commit)
+            except FencedError:
+                _log.info(
+                    "%s: a collector deleted what a change relied on; the change starts again",
+                    store.backend.uri,
+                )
+        return run_shielded(commit)
+
+    try:
+        return commit_unfenced()
+    except StorageFullError:
+        release_reserve(store.backend)
+    try:
+        return commit_unfenced()
+    except StorageFullError as e:
+        raise with_advice(e, store.recent()) from e
+
+
+def mark(store: Repository, name: str, row: Row) -> None:
+    """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
+
+    An error is a warning only: the snapshot is committed. If it was deleted or overwritten since,
+    a marker on a disk gives way to that of the snapshot that has the name now.
+    """
+    if not store.marks:
+        return
+    content = {
+        "casnap": "snapshot",
+        "name": name,
+        "commit": row.commit.hex(),
+        "store": store.backend.uri,
+        "note": f"Only a marker. All bytes are in {'../' * (name.count('/') + 1)}{STORE_FOLDER}; "
+        "`casnap cp` copies snapshots.",
+    }
+    try:
+        store.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
+        now = row if store.backend.costly_requests else _row_now(store, name, row)
+    except Exception as e:  # noqa: BLE001
+        _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
+        return
+    if now is None or now.commit != row.commit:
+        unmark(store, {name: row.commit})
+        if now is not None:
+            mark(store, name, now)
+
+
+def replace_markers(
+    store: Repository, name: str, row: Row, removed_rows: Mapping[str, Row]
+) -> None:
+    """Write the marker of a new snapshot, and remove those of what went in the same commit.
+
+    Args:
+        store: The store.
+        name: The name of the new snapshot.
+        row: Its row.
+        removed_rows: The rows of what went, by name; one of this name was replaced.
+    """
+    mark(store, name, row)
+    deleted = {
+        other_name: its_row.commit
+        for other_name, its_row in removed_rows.items()
+        if other_name != name
+    }
+    if deleted:
+        unmark(store, deleted)
+
+
+def _row_now(store: Repository, name: str, row: Row) -> Row | None:
+    """Return the newest row of a name, for which a row was just committed."""
+
+    def newest(root: Root) -> Row | None:
+        return row if root.seq == row.seq else store.table(root).get(name)
+
+    return store.read_at_newest(newest)
+
+
+class _Marker(msgspec.Struct):
+    """What is read of a marker."""
+
+    commit: str
+    name: str = ""
+    store: str = ""
+
+
+def commit_in(marker: bytes) -> bytes | None:
+    """Return the commit id that a marker names; None if it is no marker."""
+    try:
+        return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
+    except (ValueError, RecursionError):
+        return None
+
+
+def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
+    """Return the error for a folder that has a marker, where there is no store.
+
+    Args:
+        backend: The place.
+        name: The name of the folder in it; empty for the place itself.
+    """
+    if backend.folder is None:
+        # The error of a remote place says how to name a store further up.
+        return None
+    try:
+        marker = json_decoder(_Marker).decode(
+            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
+        )
+    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
+        return None
+    place = f"{backend.uri}/{name}" if name else backend.uri
+    return NotAStoreError(
+        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
+        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
+        f"`casnap cp`"
+    )
+
+
+def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
+    """Remove the markers of deleted snapshots, if the store has any.
+
+    A marker that names another commit stays: the name was taken anew meanwhile.
+
+    Args:
+        store: The store.
+        deleted: The commit id of each, by its name.
+    """
+    if not store.marks:
+        return
+    keys = {f"{name}/{MARKER}": name for name in deleted}
+
+    def is_stale(key: str, marker: bytes) -> bool:
+        return commit_in(marker) == deleted[keys[key]]
+
+    try:
+        errors: Mapping[str, Exception] = store.backend.unmark(keys, is_stale)
+    except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+        errors = dict.fromkeys([next(iter(keys), "")], e)
+    for key, error in errors.items():
+        text = "%.200r is deleted, but its marker file cannot be: %.500s"
+        _log.warning(text, keys.get(key), error)
+
+
+def with_tags(row: Row, tags: Iterable[str]) -> Row:
+    """Return a row with some more tags.
+
+    Raises:
+        InvalidNameError: One of them cannot be a tag.
+        SnapshotError: There are too many.
+    """
+    every = {*row.tags, *map(_checked_tag, tags)}
+    if len(every) > _MOST_TAGS:
+        raise SnapshotError(
+            f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
+        )
+    return msgspec.structs.replace(row, tags=tuple(sorted(every)))
+
+
+def without_tags(row: Row, tags: Iterable[str]) -> Row:
+    """Return a row without some tags."""
+    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags}.difference(tags))))
+
+
+def _checked_tag(tag: object) -> str:
+    if not isinstance(tag, str):
+        problem = f"is of type {type(tag).__qualname__}"
+    elif not 1 <= len(tag) <= _TAG_CHARS:
+        problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
+    elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
+        problem = "holds white space, or what does not print"
+    elif tag[0] in "-#":
+        problem = f"begins with {tag[0]!r}"
+    else:
+        return str(tag)
+    raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
+
+
+def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a user's metadata, made of plain JSON types.
+
+    Raises:
+        StateError: It holds something that JSON cannot (NaN and the infinities are allowed), or
+            takes more than 64 KiB.
+    """
+    if not isinstance(metadata, Mapping):
+        raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")
+    content = {
+        _checked_key(k, "metadata"): _plain_json(v, f"metadata[{k!r}]") for k, v in metadata.items()
+    }
+    try:
+        size = len(msgspec.json.encode(content))
+    except UnicodeEncodeError as e:
+        raise StateError(f"metadata holds a string that is not Unicode: {e}") from e
+    if size > MAX_METADATA_BYTES:
+        raise StateError(
+            f"metadata takes {size} bytes, more than {MAX_METADATA_BYTES}; put it into the app "
+            "state, in a StateDict"
+        )
+    return content
+
+
+def _checked_key(key: object, position: str) -> str:
+    if not isinstance(key, str):
+        raise StateError(f"{position} has the key {key!r:.80}; JSON has keys of str alone")
+    return str(key)
+
+
+def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
+    if depth > _METADATA_DEPTH:
+        raise StateError(f"metadata is nested deeper than {_METADATA_DEPTH} levels")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [_plain_json(v, f"{position}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            _checked_key(k, position): _plain_json(v, f"{position}[{k!r}]", depth + 1)
+            for k, v in value.items()
+        }
+    raise StateError(
+        f"{position} holds what JSON cannot: {value!r:.80} ({type(value).__qualname__}); convert "
+        "it, or put it into the app state, in a StateDict"
+    )

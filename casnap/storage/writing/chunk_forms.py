@@ -1,0 +1,101 @@
+"""The smallest form of a chunk that its readers can afford: as a delta, in planes, or as it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from casnap.format.codec import Codec, compress
+from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
+from casnap.format.digest import Digest
+from casnap.storage.lookup.index import Index, View
+from casnap.storage.writing.new_packs import NewPacks
+
+# A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one.
+# So a chain has at most 32 links that take up to 1/56 of it each, or 4 that take 1/7 or more.
+_WEIGHT, _MOST_WEIGHT = 56.0, 8.0
+# If a delta takes more than this, the chunk alone may take less.
+_LARGE_SHARE = 0.5
+
+
+class Form(NamedTuple):
+    """How a chunk is to be stored.
+
+    Attributes:
+        content: The bytes.
+        codec: What they are.
+        base: The base, if they are a delta.
+    """
+
+    content: bytes | memoryview
+    codec: Codec
+    base: Digest | None
+
+
+class ChunkForms:
+    """Chooses forms for new chunks of one store.
+
+    Args:
+        index: The index of that store.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        # What was written since: the base of each, or None, and its stored bytes.
+        self._written: dict[Digest, tuple[Digest | None, int]] = {}
+
+    def has_written(self, digest: Digest) -> bool:
+        """Whether a chunk was written in a smaller form."""
+        return digest in self._written
+
+    def choose(
+        self,
+        view: View,
+        digest: Digest,
+        raw: memoryview,
+        base: Digest | None,
+        base_raw: memoryview | None,
+    ) -> Form | None:
+        """Return the smallest form of a chunk; None if none is smaller. Several threads may ask.
+
+        Args:
+            view: The index as the change sees it that writes the chunk.
+            digest: Its digest.
+            raw: The chunk.
+            base: Another chunk of the store, of the same length, that it may be like.
+            base_raw: That chunk.
+        """
+        delta, sizes = None, {} if base is None else self._sizes_below(view, base)
+        has_room = _is_affordable([0, *sizes.values()], len(raw))
+        if base is not None and base_raw is not None and sizes and digest not in sizes and has_room:
+            delta = encode_delta(raw, base_raw, base)
+        if delta is not None and not _is_affordable([len(delta), *sizes.values()], len(raw)):
+            delta = None
+        if delta is not None and len(delta) <= _LARGE_SHARE * len(raw):
+            return Form(delta, Codec.DELTA, base)
+        planes = compress(raw)
+        if planes is not None and (delta is None or len(planes) <= len(delta)):
+            return Form(planes, Codec.PLANES, None)
+        return None if delta is None else Form(delta, Codec.DELTA, base)
+
+    def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
+        """Write a chunk of so many bytes in a form that was chosen."""
+        self._written[digest] = form.base, len(form.content)
+        new_packs.copy_stored(digest, form.content, nbytes, form.codec)
+
+    def _sizes_below(self, view: View, digest: Digest) -> dict[Digest, int]:
+        """Return the stored bytes of a chunk and of all bases below it; nothing without an end."""
+        sizes: dict[Digest, int] = {}
+        base: Digest | None = digest
+        while base is not None and base in self._written and base not in sizes:
+            digest = base
+            base, sizes[digest] = self._written[digest]
+        if base is None:
+            return sizes
+        base_chain = self._index.newest_chain(view, base)
+        return {**sizes, **{d: place.stored_size for d, place in base_chain}} if base_chain else {}
+
+
+def _is_affordable(sizes: list[int], nbytes: int) -> bool:
+    """Whether a chain is read fast enough; its first chunk, which is no delta, comes last."""
+    weights = (min(_MOST_WEIGHT, max(1.0, _WEIGHT * size / nbytes)) for size in sizes[:-1])
+    return sum(weights) <= MOST_LINKS and sum(sizes) <= MOST_STORED * nbytes

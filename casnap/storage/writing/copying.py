@@ -1,0 +1,143 @@
+"""Copying chunks and nodes out of packs into new packs, of the same store or of another one."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from casnap.format.codec import Codec
+from casnap.format.delta import base_of
+from casnap.format.digest import Digest
+from casnap.format.records import Place
+from casnap.runtime.fork import new_lock
+from casnap.runtime.threads import works_in_background
+from casnap.storage.packs.chunk_reads import ReadOptions, Want
+from casnap.storage.packs.pack import Room
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.new_packs import NewPacks
+
+# Two buffers to read into; writing takes the others of the pool.
+_READ = ReadOptions(readers=2)
+
+# Mirrors have a pool of their own, and so a turn of their own.
+_turn = new_lock()
+_turn_of_mirrors = new_lock()
+
+Report = Callable[[Digest, int], None]
+"""Called with the digest and the raw length of what was copied, from any thread."""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Hold the turn to copy chunks from some buffers of the pool into others.
+
+    Two threads that did so at once could each hold the buffers that the other waits for.
+    """
+    with _turn_of_mirrors if works_in_background() else _turn:
+        yield
+
+
+def codec_among(places: Iterable[Place | None]) -> Codec:
+    """Return zstd if any of these chunks is stored with it."""
+    codecs = {place.codec for place in places if place is not None}
+    return Codec.PLANES if Codec.PLANES in codecs else Codec.RAW
+
+
+def copy_verified(
+    source: Repository,
+    chunks: Iterable[tuple[Digest, bool]],
+    new_packs: NewPacks,
+    report: Report,
+    *,
+    keeps_delta: Callable[[Digest, Digest], bool] | None = None,
+) -> None:
+    """Read chunks and nodes, verify them, and write them into new packs. Hold the turn for it.
+
+    Args:
+        source: The store to read from.
+        chunks: Digests, each with whether it is a node.
+        new_packs: Where to write.
+        report: Called after each.
+        keeps_delta: Called with a chunk and its base, from any thread; returns whether to write the
+            delta as it is, not the chunk. By default no delta is written.
+
+    Raises:
+        DamagedError: Some are nowhere whole. All others were written.
+        BackendError: Some cannot be read, and may be whole.
+    """
+
+    def sink(digest: Digest, is_node: bool, raw: memoryview) -> None:
+        new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
+        report(digest, len(raw))
+
+    def keep_delta(digest: Digest, stored_form: memoryview, raw: memoryview) -> None:
+        if keeps_delta is not None and keeps_delta(digest, base_of(stored_form)):
+            new_packs.copy_stored(digest, stored_form, len(raw), Codec.DELTA)
+            report(digest, len(raw))
+        else:
+            sink(digest, False, raw)
+
+    def want(digest: Digest, is_node: bool) -> Want:
+        as_delta = partial(keep_delta, digest) if keeps_delta else None
+        return Want(
+            digest, -1, partial(sink, digest, is_node), "", is_node=is_node, as_delta=as_delta
+        )
+
+    options = _READ._replace(room=new_packs.room)
+    source.fetch((want(d, node) for d, node in chunks), options)
+
+
+class ChunkBuffer:
+    """Memory that groups of chunks are read into: fresh memory takes longer than hashing them.
+
+    What does not fit gets memory of its own. Hold the turn while it is used.
+
+    Args:
+        nbytes: How much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # Its pages are made when they are first used.
+        self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Give up what was read."""
+        self._used = 0
+
+    def read(self, source: Repository, digests: Iterable[Digest]) -> dict[Digest, memoryview]:
+        """Return some chunks. They stay as they are until the buffer is cleared.
+
+        Raises:
+            DamagedError: Some are nowhere whole.
+            BackendError: Some cannot be read, and may be whole.
+        """
+        raws: dict[Digest, memoryview] = {}
+
+        def keep(digest: Digest, raw: memoryview) -> None:
+            if raw.obj is not self._memory:
+                part = self._part(len(raw))
+                copy = memoryview(bytearray(len(raw))) if part is None else part
+                copy[:] = raw
+                raw = copy
+            raws[digest] = raw
+
+        wants = (Want(digest, -1, partial(keep, digest), "") for digest in digests)
+        source.fetch(wants, ReadOptions(readers=1, room=self._room))
+        return raws
+
+    def _part(self, nbytes: int) -> memoryview | None:
+        with self._lock:
+            begin, end = self._used, self._used + nbytes
+            if end > len(self._memory):
+                return None
+            self._used = end
+        return memoryview(self._memory)[begin:end]
+
+    def _room(self, nbytes: int, _count: int) -> Room | None:
+        part = self._part(nbytes)
+        return None if part is None else Room(part, lambda chunks: None)

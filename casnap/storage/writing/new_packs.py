@@ -1,0 +1,220 @@
+"""Writing chunks, tree nodes, and copies of both into new packs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, islice
+
+from casnap.format.codec import Codec
+from casnap.format.delta import base_of
+from casnap.format.digest import Digest
+from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, named_in
+from casnap.format.records import PackId, Place, Segment
+from casnap.runtime.buffers import shared_pool
+from casnap.runtime.threads import Crew
+from casnap.storage.packs.pack import (
+    CHUNKS,
+    NODES,
+    PackFiller,
+    PackWriter,
+    Room,
+    moved_place,
+)
+from casnap.storage.reading.node_hints import MOST_HINTED_BYTES
+from casnap.storage.reading.repository import Repository
+
+Find = Callable[[list[Digest]], list[Place | None]]
+"""Returns a place, or None, for each digest."""
+
+
+class NewPacks:
+    """The packs that one change writes.
+
+    Args:
+        store: The store.
+        base: The root number that the ids of the packs begin with.
+        crew: The crew of the background threads.
+        codec: How chunks are stored.
+
+    Attributes:
+        base: That root number.
+        nodes: The nodes that were added, each with its place. Copies are not among them.
+    """
+
+    def __init__(self, store: Repository, base: int, crew: Crew, codec: Codec) -> None:
+        pool = shared_pool(store.config.chunk_size + (64 << 10))
+        folder = os.urandom(1)
+        self._chunks, self._nodes = (
+            PackWriter(store.backend, base, folder, kind, pool, crew, codec)
+            for kind in (CHUNKS, NODES)
+        )
+        self._node_filler = self._nodes.filler()
+        self._copies = (self._chunks.filler(), self._nodes.filler())
+        self._claimed: set[Digest] = set()
+        # The second one is held while memory is waited for.
+        self._lock, self._copying = threading.Lock(), threading.Lock()
+        self.base = base
+        self.nodes: dict[Digest, tuple[bytes, Place]] = {}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the chunks and nodes that were added, as stored."""
+        return self._chunks.stored_bytes + sum(p.stored_size for _, p in self.nodes.values())
+
+    def filler(self) -> PackFiller:
+        """Return what one thread fills packs of chunks with."""
+        return self._chunks.filler()
+
+    def claim(self, digests: list[Digest], wanted_digests: list[bool]) -> list[bool]:
+        """Return which of the wanted digests the caller is to write: no other thread has them."""
+        claimed = []
+        with self._lock:
+            for digest, is_wanted in zip(digests, wanted_digests, strict=True):
+                claimed.append(is_wanted and digest not in self._claimed)
+                if claimed[-1]:
+                    self._claimed.add(digest)
+        return claimed
+
+    def add_node(self, digest: Digest, node: bytes) -> None:
+        """Write a node that was claimed; from one thread."""
+        self._node_filler.add_known([(digest, node)])
+        self.nodes[digest] = (node, self._node_filler.last_place())
+
+    def copy(
+        self, digest: Digest, raw: memoryview, *, is_node: bool, is_verified: bool = False
+    ) -> None:
+        """Write a chunk or node, unless it was claimed; from any thread.
+
+        Args:
+            digest: Its digest.
+            raw: Its bytes.
+            is_node: Whether it is a node.
+            is_verified: Whether these bytes were found to have the digest, in memory that no other
+                thread writes. Else they are hashed again in the pack.
+        """
+        with self._lock:
+            if digest in self._claimed:
+                return
+            self._claimed.add(digest)
+        with self._copying:
+            filler = self._copies[is_node]
+            if is_verified:
+                filler.add_verified(digest, raw)
+            else:
+                filler.add_known([(digest, raw)])
+
+    def copy_stored(
+        self, digest: Digest, stored_form: bytes | memoryview, nbytes: int, codec: Codec
+    ) -> None:
+        """Write a chunk in a given form, unless it was claimed; from any thread.
+
+        Args:
+            digest: Its digest.
+            stored_form: The form, which was found to give the chunk.
+            nbytes: The length of the chunk.
+            codec: Which form it is.
+        """
+        base = base_of(stored_form) if codec == Codec.DELTA else None
+        if self.claim([digest], [True])[0]:
+            with self._copying:
+                self._copies[0].add_stored(digest, stored_form, nbytes, codec, base)
+
+    def room(self, nbytes: int, count: int) -> Room | None:
+        """Return room for copies of chunks that lie side by side; from any thread.
+
+        None if they have to be copied one by one.
+
+        Args:
+            nbytes: How many bytes.
+            count: How many chunks, at most.
+        """
+        with self._copying:
+            room = self._copies[0].room(nbytes, count)
+        return room and Room(room.view, partial(self._keep, room))
+
+    def _keep(self, room: Room, chunks: Sequence[tuple[Digest, int, int]]) -> None:
+        with self._lock:
+            new_chunks = [chunk for chunk in chunks if chunk[0] not in self._claimed]
+            self._claimed.update(digest for digest, _, _ in new_chunks)
+        room.keep(new_chunks)
+
+    def use(self, codec: Codec) -> None:
+        """Store what is written from now on with another codec."""
+        self._chunks.codec = self._nodes.codec = codec
+
+    def finish_chunks(self) -> None:
+        """Wait until all chunks and copies are written; nodes may still follow."""
+        for filler in self._copies:
+            filler.seal()
+        self._chunks.finish()
+
+    def finish(self, find: Find | None = None, upper_nodes: Sequence[bytes] = ()) -> None:
+        """Wait until all packs are written.
+
+        Args:
+            find: Finds what lies in earlier packs. If it is given, the last pack of nodes gets
+                hints: where the things lie that its nodes name.
+            upper_nodes: Nodes of earlier commits that these hints are to hold.
+        """
+        self.finish_chunks()
+        self._node_filler.seal(b"" if find is None else self._hints(find, upper_nodes))
+        self._nodes.finish()
+
+    def _hints(self, find: Find, upper_nodes: Sequence[bytes]) -> bytes:
+        """Return the hints for the open pack of nodes; none if it is too large to be read whole."""
+        open_pack = self._node_filler.filling
+        if open_pack is None or open_pack[1] > MOST_HINTED_BYTES:
+            return b""
+        places_of = {d: place for d, (_, place) in self.nodes.items()}
+        nodes = [node for node, place in self.nodes.values() if place.pack == open_pack[0]]
+        # The last nodes are the table and the manifest.
+        names = chain.from_iterable(map(named_in, chain(reversed(nodes), upper_nodes)))
+        others = (d for d in names if d not in places_of or places_of[d].pack != open_pack[0])
+        wanted_digests = dict.fromkeys(islice(others, MOST_HINTS))
+        # Of a small chunk, which stands there twice, the first place.
+        records = reversed(self._chunks.records)
+        places_of |= {d: place for d, place in records if d in wanted_digests}
+        unknown = [d for d in wanted_digests if d not in places_of]
+        places_of |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
+        places = [(d, places_of[d]) for d in wanted_digests if d in places_of]
+        hints = encode_hints(places, upper_nodes, open_pack[0])
+        while len(hints) > MOST_HINTS_BYTES:
+            places = places[: len(places) // 2]
+            hints = encode_hints(places, upper_nodes if places else (), open_pack[0])
+        return hints
+
+    def move(self, base: int) -> None:
+        """Give the packs new ids, made under another root: under these no collector deletes them.
+
+        Raises:
+            FileNotFoundError: One is gone.
+        """
+        new_ids = self._chunks.move(base) | self._nodes.move(base)
+        self.nodes = {d: (node, moved_place(p, new_ids)) for d, (node, p) in self.nodes.items()}
+        self.base = base
+
+    @property
+    def lengths(self) -> dict[PackId, int]:
+        """How many bytes each pack has that was written."""
+        return self._chunks.lengths | self._nodes.lengths
+
+    def segment(self) -> Segment:
+        """Return the segment that lists all that was written."""
+        packs = (*self._chunks.packs, *self._nodes.packs)
+        return Segment(packs, [*self._chunks.records, *self._nodes.records])
+
+    def close(self) -> None:
+        """End the threads and give the memory back."""
+        for filler in (self._node_filler, *self._copies):
+            filler.seal()
+        # The threads of both end, even if something fails after that.
+        for writer in (self._chunks, self._nodes):
+            writer.close()
+
+    def delete(self) -> None:
+        """Delete the packs."""
+        for writer in (self._chunks, self._nodes):
+            writer.delete_packs()

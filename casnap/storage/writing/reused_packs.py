@@ -1,0 +1,148 @@
+"""The packs of earlier commits that a change relies on, and whether their files are there.
+
+The index says what was written, not what is still there: a file may have been deleted by hand, or
+cut off by a partly restored backup. So each pack is looked at when the change first relies on it,
+while missing chunks can still be stored anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, KeysView, Mapping
+from dataclasses import replace
+
+from casnap.errors import FencedError
+from casnap.format.codec import Codec
+from casnap.format.delta import MOST_LINKS
+from casnap.format.digest import Digest, split_digests
+from casnap.format.records import DeltaPlace, PackId, Place, Record, pack_key
+from casnap.storage.lookup.index import View
+from casnap.storage.reading.repository import Repository
+
+_log = logging.getLogger("casnap")
+_DELTA = int(Codec.DELTA)
+COLLECTED = (
+    "a garbage collector whose grace was shorter than this has deleted packs that were written "
+    "or relied on; take again, and give `casnap gc` a longer --grace"
+)
+
+
+class ReusedPacks:
+    """The packs that one change relies on, and for which digests.
+
+    Args:
+        store: The store.
+        view: The index as the change sees it.
+    """
+
+    def __init__(self, store: Repository, view: View) -> None:
+        self._store = store
+        self._view = view
+        self._lock = threading.Lock()
+        # Pack → the digests relied on there, one behind the other.
+        self._digests: dict[PackId, bytearray] = {}
+        # The packs that were looked at, with their lengths; and those that were bad.
+        self._lengths: dict[PackId, int] = {}
+        self._lost: set[PackId] = set()
+
+    @property
+    def packs(self) -> KeysView[PackId]:
+        """The packs."""
+        return self._digests.keys()
+
+    def reuse(self, digests: list[Digest]) -> list[Place | None]:
+        """Rely on the digests that are in live, existing packs; return a place of each, or None.
+
+        A chunk that is stored as a delta needs its base too.
+        """
+        places = self._find(digests)
+        if _DELTA in [place.codec for place in places if place is not None]:
+            return self._reuse_chains(digests, dict(zip(digests, places, strict=True)))
+        self._note(zip(digests, places, strict=True))
+        return places
+
+    def _reuse_chains(
+        self, digests: list[Digest], places: dict[Digest, Place | None]
+    ) -> list[Place | None]:
+        while bases := [d for d in _bases(places.values()) if d not in places]:
+            places |= zip(bases, self._find(bases), strict=True)
+        chains = {digest: _chain(digest, places) for digest in digests}
+        self._note({link for chain in chains.values() for link in chain})
+        return [chains[digest][0][1] if chains[digest] else None for digest in digests]
+
+    def _note(self, records: Iterable[tuple[Digest, Place | None]]) -> None:
+        with self._lock:
+            for digest, place in records:
+                if place is not None:
+                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+
+    def _find(self, digests: list[Digest]) -> list[Place | None]:
+        """Find digests in packs that exist; drop from the view those that do not."""
+        while True:
+            view = self._view
+            places = self._store.index.find(view, digests, only_live=True)
+            bad = self._bad(places)
+            if not bad:
+                return places
+            if self._store.newest() == view.root:
+                _log.warning(
+                    "%s: %d packs are gone or cut off, such as %s; the needed chunks are "
+                    "stored anew; `casnap check` says what else is hurt",
+                    self._store.backend.uri,
+                    len(bad),
+                    pack_key(min(bad)),
+                )
+            with self._lock:
+                self._lost |= bad
+                self._view = replace(self._view, live=self._view.live.without(bad))
+
+    def _bad(self, places: Iterable[Place | None]) -> set[PackId]:
+        """Return the packs that are too short or missing; look at each file only once."""
+        ends: dict[PackId, int] = {}
+        for place in places:
+            if place is not None:
+                pack, end = PackId(place.pack), place.offset + place.stored_size
+                ends[pack] = max(end, ends.get(pack, 0))
+        unseen = [pack for pack in ends if pack not in self._lengths]
+        self._lengths |= self._store.index.pack_lengths.of(unseen, self._view.packs.at_most)
+        return {pack for pack, end in ends.items() if self._lengths[pack] < end}
+
+    def confirm(self, latest: View) -> None:
+        """Rely on live packs, as a newer root has them, for what lies in packs that are not live.
+
+        If some of what a condemned pack is relied on for is in no live pack, it is rescued.
+
+        Args:
+            latest: The index as that root sees it.
+
+        Raises:
+            FencedError: A digest is in no pack any more that the root names.
+        """
+        self._view = replace(latest, live=latest.live.without(self._lost))
+        for pack in latest.live.lacking(self._digests):
+            digests = list(dict.fromkeys(split_digests(bytes(self._digests[pack]))))
+            if None not in self.reuse(digests):
+                del self._digests[pack]
+            elif pack not in latest.packs:
+                raise FencedError(COLLECTED)
+
+
+def _bases(places: Iterable[Place | None]) -> list[Digest]:
+    """Return the bases of those places that hold deltas, each once."""
+    return list(dict.fromkeys(Digest(p.base) for p in places if isinstance(p, DeltaPlace)))
+
+
+def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record]:
+    """Return a chunk and all bases below it, with their places; nothing if one is nowhere."""
+    chain: list[Record] = []
+    while len(chain) <= MOST_LINKS:
+        place = places[digest]
+        if place is None:
+            return []
+        chain.append((digest, place))
+        if not isinstance(place, DeltaPlace):
+            # A delta that does not say its base cannot be relied on.
+            return chain if place.codec != _DELTA else []
+        digest = Digest(place.base)
+    return []

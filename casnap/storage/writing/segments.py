@@ -1,0 +1,241 @@
+"""Writing segments for the next root: a commit adds one, merges small ones, drops freed packs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from casnap.errors import CasnapError, StorageFullError
+from casnap.format.records import (
+    PackId,
+    Record,
+    Root,
+    Segment,
+    SegmentId,
+    SegmentRef,
+    count_deltas,
+    encode_segment,
+    merged_segment,
+    segment_counts,
+    segment_key,
+)
+from casnap.storage.lookup.index import SMALL_RECORDS, View
+from casnap.storage.packs.pack import new_id
+from casnap.storage.reading.repository import Repository
+
+_MERGE_AT = 16
+# A segment of so many records and bases has less than 48 MiB, whatever packs they are in.
+_MERGE_MOST = 640_000
+_SMALL = 1 << 15
+# On a disk sixteen segments become one.
+_LOCAL_LEVELS = tuple((256 * 8**level, _MERGE_AT - 1) for level in range(4))
+# On a remote store a segment is a request for each reader that has not cached it, so there are
+# fewer: one small one, which each commit writes again and this host has cached, and up to three of
+# each size above.
+_REMOTE_LEVELS = ((SMALL_RECORDS, 1), (8 * SMALL_RECORDS, 3), (64 * SMALL_RECORDS, 3))
+# So many records, bases and packs in a merged one: of 53, 40 and 16 bytes.
+_MOST = 900_000
+
+
+def add_segment(
+    store: Repository, view: View, segment: Segment, base: int
+) -> tuple[SegmentRef, ...]:
+    """Write a new segment, merged with small ones; return the list for the next root.
+
+    Args:
+        store: The store.
+        view: The index as the root sees it that the next one follows.
+        segment: What is new.
+        base: The root number that the id begins with.
+    """
+    *large, segment = _parts(segment)
+    refs = [write_segment(store, part, base) for part in large]
+    levels = _REMOTE_LEVELS if store.backend.costly_requests else _LOCAL_LEVELS
+    sizes = {ref: ref.weight + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
+    new_size = _weight(segment.records) + len(segment.packs)
+    merged = _to_merge(sizes, new_size, levels)
+    unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
+    last_written = _write_merged(store, view, segment, merged, (), base)
+    return (*unmerged, *refs, *last_written)
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """Segments that were written in place of others, without some packs.
+
+    Attributes:
+        base: The root number that the ids of the new ones begin with.
+        without: The packs that were left out.
+        replaced: The old segments.
+        new_refs: The new segments.
+    """
+
+    base: int
+    without: frozenset[PackId]
+    replaced: frozenset[SegmentRef]
+    new_refs: tuple[SegmentRef, ...]
+
+    def applied(self, root: Root, without: frozenset[PackId]) -> tuple[SegmentRef, ...] | None:
+        """Return the list for the root after this one; None if the rewriting does not fit it.
+
+        It fits if the root still names all replaced segments, the same packs are to be left out,
+        and the fence is not past the new segments.
+        """
+        fits = self.replaced.issubset(root.segments) and root.fence <= self.base
+        if not fits or without != self.without:
+            return None
+        return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new_refs
+
+    def discard(self, store: Repository) -> None:
+        """Delete the new segments, which no root names."""
+        for ref in self.new_refs:
+            store.backend.delete(segment_key(ref.id))
+
+
+def rewrite_segments(store: Repository, view: View, without: Collection[PackId]) -> Rewriting:
+    """Write the segments that list some packs without these, and merge small ones.
+
+    A new segment keeps every place of every other pack, duplicates too: a take in flight may rely
+    on any of them.
+
+    Args:
+        store: The store.
+        view: The index as a root sees it.
+        without: The packs to leave out.
+    """
+    left_out = frozenset(without)
+    segments = view.root.segments
+    affected = [
+        ref for ref in segments if not left_out.isdisjoint(view.segments[SegmentId(ref.id)])
+    ]
+    small = [ref for ref in segments if ref.weight < _SMALL and ref not in affected]
+    # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
+    few = 1 if affected and store.backend.costly_requests else _MERGE_AT
+    todo = affected + (small if len(small) >= few else [])
+    new_refs: list[SegmentRef] = []
+    try:
+        for group in _groups(todo):
+            new_refs += _write_merged(store, view, Segment((), []), group, left_out, view.root.seq)
+    except StorageFullError:
+        Rewriting(view.root.seq, left_out, frozenset(), tuple(new_refs)).discard(store)
+        raise
+    return Rewriting(view.root.seq, left_out, frozenset(todo), tuple(new_refs))
+
+
+def drop_packs(
+    store: Repository, view: View, without: Collection[PackId]
+) -> tuple[SegmentRef, ...]:
+    """Rewrite segments without some packs; return the list for the root after that of the view."""
+    segments = rewrite_segments(store, view, without).applied(view.root, frozenset(without))
+    assert segments is not None
+    return segments
+
+
+def _write_merged(
+    store: Repository,
+    view: View,
+    new_segment: Segment,
+    refs: list[SegmentRef],
+    without: Collection[PackId],
+    base: int,
+) -> list[SegmentRef]:
+    """Write new and old segments as one; return it, or nothing if it lists no pack."""
+    content, packs = encode_segment(new_segment), new_segment.packs
+    if refs:
+        parts = [store.index.sealed_or_kept(ref) for ref in refs]
+        content, packs = merged_segment([(content, "a new segment"), *parts], without)
+    if not packs:
+        return []
+    ident = _put_segment(store, content, base)
+    view.cache.keep_segment(ident, packs, new_segment.records)
+    store.index.keep_small(ident, content)
+    return [SegmentRef(ident, *segment_counts(content))]
+
+
+def write_segment(store: Repository, segment: Segment, base: int) -> SegmentRef:
+    """Write a segment as it is. Another process may name it in a root."""
+    ident = _put_segment(store, encode_segment(segment), base)
+    return SegmentRef(ident, len(segment.records), segment.deltas)
+
+
+def write_segments(store: Repository, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
+    """Write a segment as it is; as several if it is large."""
+    return tuple(write_segment(store, part, base) for part in _parts(segment))
+
+
+def _parts(segment: Segment) -> list[Segment]:
+    """Divide a segment by packs into some that are not too large."""
+    if _weight(segment.records) <= _MERGE_MOST:
+        return [segment]
+    of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
+    for record in segment.records:
+        of_pack[record[1].pack].append(record)
+    parts: list[tuple[list[PackId], list[Record]]] = [([], [])]
+    weight = 0
+    for pack, records in of_pack.items():
+        more = _weight(records)
+        if weight and weight + more > _MERGE_MOST:
+            parts.append(([], []))
+            weight = 0
+        parts[-1][0].append(PackId(pack))
+        parts[-1][1].extend(records)
+        weight += more
+    return [Segment(tuple(packs), records) for packs, records in parts]
+
+
+def _weight(records: list[Record]) -> int:
+    """Return how many records these are, and bases."""
+    return len(records) + count_deltas(records)
+
+
+def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
+    """Write a segment; make it and all packs durable. If that fails, none is left."""
+    ident = SegmentId(new_id(base))
+    try:
+        store.backend.write(segment_key(ident), content)
+        store.backend.sync()
+    except BaseException:
+        with suppress(CasnapError):
+            store.backend.delete(segment_key(ident))
+        raise
+    return ident
+
+
+def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
+    """Divide segments into groups; each may be merged into one."""
+    groups: list[list[SegmentRef]] = []
+    total = _MERGE_MOST
+    for ref in refs:
+        total += ref.weight
+        if total > _MERGE_MOST:
+            groups.append([])
+            total = ref.weight
+        groups[-1].append(ref)
+    return groups
+
+
+def _to_merge(
+    sizes: Mapping[SegmentRef, int], new_size: int, levels: Sequence[tuple[int, int]]
+) -> list[SegmentRef]:
+    """Return the segments to merge with a new one.
+
+    So many of about one size become one. So their number grows with the logarithm of the number of
+    records, and so does how often a record is written again.
+
+    Args:
+        sizes: How many records, bases and packs each segment has.
+        new_size: How many the new one has.
+        levels: Up to how many a level has, and how many segments of it are merged with one more.
+    """
+    merged: list[SegmentRef] = []
+    total = new_size
+    for most, others in levels:
+        of_level = [s for s, size in sizes.items() if size <= most and s not in merged]
+        more = sum(sizes[s] for s in of_level)
+        if len(of_level) >= others and total + more <= _MOST:
+            merged += of_level
+            total += more
+        if total <= most:
+            break
+    return merged
