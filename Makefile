@@ -6,7 +6,7 @@
 # make test-engines  the tests with vLLM, on the CPU
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
-# make check   lint, format, types, layers
+# make check   lint, format, types, layers, names in docstrings
 # make bench   casnap beside its peers and the limits of this machine
 # make docs    write the API reference into build/api, and run the examples of README.md and docs/
 # make format  rewrite the files as `make check` wants them
@@ -192,6 +192,7 @@ check: $(STAMP)
 	folder=$$(mktemp -d) && sed -n '/^```python/,/^```/{/^```/d;p}' README.md >$$folder/readme.py && \
 	    $(BIN)/mypy $$folder/readme.py
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.docstrings
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -26,7 +26,7 @@ class ExportOutput:
     Args:
         out: Its name.
         is_folder: Whether it is a folder.
-        needed: About how many bytes it will have.
+        nbytes: About how many bytes it will have.
 
     Raises:
         FileFormatError: The name is taken.

@@ -76,7 +76,7 @@ class _Move(NamedTuple):
     Attributes:
         number: Its number.
         nbytes: Its bytes.
-        kept: How many of them are kept.
+        nbytes_kept: How many of them are kept.
         sink: What takes them.
         target: The very memory that they fill, if they fill a run of memory whole.
     """

@@ -52,7 +52,7 @@ class _Split(NamedTuple):
     Attributes:
         axis: The axis of the tensor.
         shards: The number of shards.
-        which: The number of this rank's shard.
+        number: The number of this rank's shard.
         factor: Into how many pieces the axis is cut before each piece is split; a shard is then a
             part of every piece. None if the axis is split as a whole.
     """

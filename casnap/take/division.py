@@ -72,7 +72,7 @@ class Division(NamedTuple):
         owned: The sharded tensors that this rank owns.
         assigned: Leaf → what this rank hashes of it, where other ranks hold it too.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
-        alone: Whether a single process hashes all that it has, as it is.
+        is_single_process: Whether a single process hashes all that it has, as it is.
     """
 
     scopes: list[Scope]

@@ -22,7 +22,7 @@ class Digests(NamedTuple):
     """The digests of the chunks that this rank hashed.
 
     Attributes:
-        whole: Leaf → the digests of all its chunks, if there are several and this rank hashes all.
+        runs: Leaf → the digests of all its chunks, if there are several and this rank hashes all.
         only: Leaf → the digest of its only chunk, once this rank has hashed that.
         cells: Leaf → cell → its digest, where ranks share a leaf; the bytes of the cell instead
             where the leaf is so small that its bytes stand in the entry.

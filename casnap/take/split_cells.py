@@ -79,8 +79,8 @@ class _Message(msgspec.Struct, array_like=True):
 
     Attributes:
         is_last: Whether the sender will give no more parts.
-        opened: The joints that the sender takes parts of from now on, in order, if the receiver has
-            parts of them.
+        open_places: The joints that the sender takes parts of from now on, in order, if the
+            receiver has parts of them.
         parts: The parts, in order.
     """
 

@@ -16,7 +16,7 @@ class SourceTree:
     Args:
         source: The store.
         job: The snapshot.
-        seen: References to nodes that were visited before; new ones are added.
+        visited: References to nodes that were visited before; new ones are added.
         owners: The copied snapshot that each of these is part of.
 
     Attributes:

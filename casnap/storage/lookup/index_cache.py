@@ -432,7 +432,7 @@ class CachedIndex(NamedTuple):
     """A cache of this host.
 
     Attributes:
-        used: When a process opened it last, in seconds since the epoch.
+        last_use: When a process opened it last, in seconds since the epoch.
         nbytes: How many bytes it takes up on the disk.
         folder: Its folder.
         uri: Where the store is, or was; empty if that is not known.

@@ -26,7 +26,7 @@ class Uri(NamedTuple):
     Attributes:
         store: The URI of the store, without a slash at its end.
         name: A name or prefix in the store; empty for the store itself.
-        above: What lies above the store, and the last part of its URI; empty for a bucket.
+        parent: What lies above the store, and the last part of its URI; empty for a bucket.
     """
 
     store: str

@@ -58,7 +58,7 @@ class CachedPack(NamedTuple):
     """The cached part of a pack.
 
     Attributes:
-        used: When it was used last, in seconds since the epoch.
+        last_use: When it was used last, in seconds since the epoch.
         nbytes: How many bytes it takes up on the disk.
         path: The file.
         store_id: The store of the pack.
