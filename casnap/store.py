@@ -47,7 +47,6 @@ from casnap.storage.places.uris import joined, name_below
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.mirror_notes import (
     detach_mirror,
-    in_commit_order,
     is_newer_here,
 )
 from casnap.storage.snapshots.missing_folders import MissingFoldersChange
@@ -70,6 +69,7 @@ from casnap.storage.snapshots.retention import (
     unmark_pruned,
 )
 from casnap.storage.snapshots.rewinding import all_rewound_error, rewind
+from casnap.storage.snapshots.runs import in_commit_order
 from casnap.storage.snapshots.table import (
     Table,
     change_settings,

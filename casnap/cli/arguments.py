@@ -19,7 +19,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     nearest,
 )
-from casnap.format.names import check_name
+from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot, store_above
 from casnap.storage.places.location import TYPED, TYPED_TO_TAKE
@@ -233,7 +233,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
         return [whole_store[outer]]
     if not names:
         return []
-    folders = {name.rpartition("/")[0] for name in names} - {""}
+    folders = set(map(folder_of, names)) - {""}
     hint = nearest(outer, [*folders, *names])
     raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{hint}")
 
@@ -255,7 +255,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
         if elsewhere:
             raise
         error = e
-    sibling = f"{neighbour.name.rpartition('/')[0]}/{path}".strip("/")
+    sibling = f"{folder_of(neighbour.name)}/{path}".strip("/")
     for name in dict.fromkeys((sibling, path)):
         if name in neighbour.store:
             return neighbour.store[name]

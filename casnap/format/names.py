@@ -57,6 +57,11 @@ def check_name(name: str) -> str:
     return clean
 
 
+def folder_of(name: str) -> str:
+    """Return the folder that a snapshot lies in; "" for the store's own."""
+    return name.rpartition("/")[0]
+
+
 def is_deep(name: str) -> bool:
     """Whether a snapshot of this name lies deeper than right in the folder of its store."""
     return "/" in name

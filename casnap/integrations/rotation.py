@@ -18,11 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import CasnapError
+from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.runtime.typing import override
 from casnap.snapshot import find_store
-from casnap.storage.snapshots.mirror_notes import is_unmirrored
+from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.missing_folders import MissingFoldersChange, marked_commit
 from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
 from casnap.storage.snapshots.table import Table, snapshots_in
@@ -134,7 +135,7 @@ def _run_folders(store: Store, name: str) -> Iterator[RunFolder]:
         return
     folder, _, base_name = name.rpartition("/")
     places = [(folder, "")]
-    above = folder.rpartition("/")[0]
+    above = folder_of(folder)
     others = sum(key.startswith(_key(store, above, "")) for key in _runs)
     if folder and (_key(store, above, base_name) in _runs or others < _MOST_INNER):
         places.append((above, base_name))
@@ -169,7 +170,7 @@ class _DeletedChange(PruneChange):
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on these snapshots."""
         return [
-            Verdict(name, row, ("kept",) if row.tags or is_unmirrored(row) else ())
+            Verdict(name, row, tuple(holds_of(row)))
             for name, row in self._run_folder.deleted(table).items()
         ]
 

@@ -20,9 +20,10 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, runs_of, snapshot_before
+from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, snapshot_before
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.references import MANIFEST, is_node, walk
+from casnap.storage.snapshots.runs import folders_of
 from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.storage.writing.chunk_forms import ChunkForms
 from casnap.storage.writing.commit import publish
@@ -80,9 +81,9 @@ def recode(store: Repository, root: Root, newest: int, progress: Progress) -> Re
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
     snapshots = list(snapshots_in(table))
-    for run in runs_of(snapshots):
-        older = [Contents(store, *each) for each in run[: max(0, len(run) - newest)]]
-        kept += [row for _, row in run[len(older) :]]
+    for run in folders_of(sorted(snapshots, key=lambda each: each[1].seq)):
+        older = [Contents(store, *each) for each in run.older(newest)]
+        kept += [row for _, row in run.newest(newest)]
         older = [contents for contents in older if not contents.row.unknown_features]
         pairs = zip(older, [None, *older], strict=False)
         todo += [pair for pair in pairs if not pair[0].row.has_note(RECODED)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
+from casnap.format.names import folder_of
 from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
@@ -62,7 +63,7 @@ def usage(
     by_commit = {(c.name, c.row.commit): c for c in _snapshots(store, view)}
     by_commit.update({(c.name, c.row.commit): c for c in snapshots})
     # Neighbours share most, so put the snapshots of one run side by side.
-    order = sorted(by_commit.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
+    order = sorted(by_commit.values(), key=lambda c: (folder_of(c.name), c.row.seq))
     walk, sizes = _Walk(store, view), {}
     for index, contents in enumerate(order):
         if progress is not None:

@@ -11,13 +11,14 @@ from typing import Any, TypeAlias
 
 from casnap.errors import DamagedError
 from casnap.format.entries import ContainerEntry
+from casnap.format.names import folder_of
 from casnap.maintenance.diff import diff
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.usage import DiskUsage, disk_usage, usage
 from casnap.runtime.progress import Progress
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.mirror_notes import is_unmirrored
+from casnap.storage.snapshots.holds import awaited_of
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -137,7 +138,7 @@ def gather(
     by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
     for contents, use in zip(snapshots, usages, strict=True):
         facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
-        by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, facts))
+        by_folder.setdefault(folder_of(contents.name), []).append((contents, facts))
     newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
     runs = [_run(folder, by_folder[folder], most, progress) for folder in newest[:_MOST_RUNS]]
     # A dry run counts what is needed, and changes nothing.
@@ -159,9 +160,8 @@ def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFac
     marks = (
         ("rewound", row.is_rewound),
         ("thinned", row.is_thinned),
-        ("not mirrored yet", is_unmirrored(row)),
     )
-    notes = (*row.tags, *(note for note, is_so in marks if is_so))
+    notes = (*row.tags, *(note for note, is_so in marks if is_so), *awaited_of(row))
     stats = row.stats
     return SnapshotFacts(
         contents.name,

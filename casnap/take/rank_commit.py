@@ -14,13 +14,15 @@ from typing import Any
 import msgspec
 
 from casnap.errors import FencedError, RankError, StoreError
+from casnap.format.names import folder_of
 from casnap.format.records import Row, Stats, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.retention import RetentionChange, unknown_metrics
-from casnap.storage.snapshots.table import Table, replace_markers, rows_of_run
+from casnap.storage.snapshots.runs import rows_of_run
+from casnap.storage.snapshots.table import Table, replace_markers
 from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.commit import publish
 from casnap.storage.writing.rank_parts import OtherRanks, RankPart, finish_rank_part
@@ -205,7 +207,7 @@ class TakeCommit:
         retention = self.options.retention
         if retention is None:
             return {}
-        run = self.name.rpartition("/")[0]
+        run = folder_of(self.name)
         judging = RetentionChange(self.store, retention, run, row.commit)
         try:
             verdicts = judging.judge(table, {self.name: row})
@@ -237,7 +239,7 @@ class TakeCommit:
         rules = None if self.options.retention is None else self.options.retention.thin
         if rules is None:
             return {}
-        run = self.name.rpartition("/")[0]
+        run = folder_of(self.name)
         rows = rows_of_run(table, run)
         rows = {n: r for n, r in rows.items() if n not in dropped_rows} | {self.name: row}
         return thin_run(self.store, rows.items(), rules, transaction, self.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from casnap.format.names import key_of
+from casnap.format.names import folder_of, key_of
 from casnap.take.manifest import ManifestSummary
 
 _log = logging.getLogger("casnap")
@@ -51,7 +51,7 @@ def note_weights(store_id: str, name: str, summary: ManifestSummary, digest: byt
         return
     trees = [summary.manifest.shared, *summary.manifest.ranks.values()]
     weights = [tree.get(key) for tree in trees for key in summary.trained]
-    run = store_id, name.rpartition("/")[0]
+    run = store_id, folder_of(name)
     last = _last.get(run)
     if last is None or last.weights != weights:
         _last[run] = _Last(name, digest, weights, 0, name)

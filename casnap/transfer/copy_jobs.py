@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from casnap.format.records import Row
-from casnap.storage.snapshots.table import Table, rows_of_run, run_of
+from casnap.storage.snapshots.runs import rows_of_run, run_of
+from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.storage.writing.transaction import Transaction
 

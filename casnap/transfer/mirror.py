@@ -32,6 +32,7 @@ from casnap.errors import (
     UnavailableError,
     with_article,
 )
+from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
@@ -44,7 +45,6 @@ from casnap.storage.snapshots.mirror_notes import (
     follows_of,
     mark_mirrored,
     mirror_place,
-    origin_of,
     restored_from,
     succeeded_in,
     taken_notes,
@@ -52,6 +52,7 @@ from casnap.storage.snapshots.mirror_notes import (
     wrong_mirror_error,
 )
 from casnap.storage.snapshots.opening import locate, open_at
+from casnap.storage.snapshots.runs import origin_of
 from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
@@ -201,7 +202,7 @@ class Mirror:
             name: Its name, as it is called here.
             number: A root there that has it.
         """
-        run = name.rpartition("/")[0]
+        run = folder_of(name)
         self._seen[run] = max(number, self._seen.get(run, 0))
 
     def notes(self, name: str) -> dict[str, Any]:
@@ -209,7 +210,7 @@ class Mirror:
 
         The first take of a run decides what it follows: this process's takes are one branch.
         """
-        run = name.rpartition("/")[0]
+        run = folder_of(name)
         place = None if self._passive else mirror_place(self._source.newest(), self.uri)
         if place is None:
             return taken_notes("", 0)
@@ -217,7 +218,7 @@ class Mirror:
             rows = self._source.read_at_newest(
                 lambda root: list(snapshots_in(self._source.table(root), run))
             )
-            followed = [follows_of(r, place.store) for n, r in rows if n.rpartition("/")[0] == run]
+            followed = [follows_of(r, place.store) for n, r in rows if folder_of(n) == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))
             self._follows[run] = max([resumed, *followed])
         return taken_notes(place.store, self._follows[run])
@@ -367,7 +368,7 @@ class Mirror:
     def _explain(self, destination: Destination, job: CopyJob, error: CasnapError) -> str | None:
         """Say why a snapshot cannot be copied; None if it never will be."""
         if isinstance(error, SucceededError):
-            run = job.name.rpartition("/")[0]
+            run = folder_of(job.name)
             if run not in self._succeeded:
                 _log.error("%s", error)
             self._succeeded.setdefault(run, (str(error), time.time()))
@@ -377,7 +378,7 @@ class Mirror:
         row = store.read_at_newest(lambda root: store.table(root).get(job.new_name))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
-        origin = origin_of(row)
+        origin, _ = origin_of(row)
         origin_text = f"copied from the store {origin}" if origin else "not copied by a mirror"
         return (
             f"{store.backend.uri} holds another snapshot {job.new_name!r} (commit "

@@ -17,13 +17,11 @@ from casnap.storage.snapshots.mirror_notes import (
     copies_in,
     copy_notes,
     follows_of,
-    in_commit_order,
-    is_copy_from_here,
     life_of,
-    origin_of,
 )
 from casnap.storage.snapshots.retention import Retention, RetentionChange
-from casnap.storage.snapshots.table import Table, run_of
+from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here, origin_of, run_of
+from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.transaction import Transaction
 from casnap.transfer.copy_jobs import Placement
@@ -99,11 +97,11 @@ class Succession:
         if follows >= life.follows and is_copy_from_here(self.source, newest):
             return life
         if follows >= life.began:
-            self.predecessor = origin_of(newest)
+            self.predecessor, _ = origin_of(newest)
             return Life(seq, follows)
         run = f" in {self.run!r}" if self.run else ""
         raise SucceededError(
-            f"{self.destination.backend.uri} has a run{run} that the store {origin_of(newest)} "
+            f"{self.destination.backend.uri} has a run{run} that the store {origin_of(newest)[0]} "
             f"writes, and the snapshots of {self.source.backend.uri} (the store "
             f"{self.source.config.store_id}) do not follow it: that store has succeeded this one, "
             "or this one never resumed from there. Nothing more of this run is mirrored from here; "

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from casnap.format.digest import Digest
 from casnap.format.entries import TensorEntry, unknown_in
+from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.storage.snapshots.contents import Contents
 
@@ -31,14 +32,6 @@ class CellPair(NamedTuple):
     nbytes: int
 
 
-def runs_of(snapshots: Iterable[tuple[str, Row]]) -> list[list[tuple[str, Row]]]:
-    """Return the snapshots of each folder, in the order of their commits."""
-    runs: dict[str, list[tuple[str, Row]]] = {}
-    for name, row in snapshots:
-        runs.setdefault(name.rpartition("/")[0], []).append((name, row))
-    return [sorted(run, key=lambda each: each[1].seq) for run in runs.values()]
-
-
 def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) -> Contents | None:
     """Return the earlier snapshot that has the bases for the chunks of another one, if any.
 
@@ -47,11 +40,11 @@ def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) ->
     """
     newest: dict[str, Contents] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
-        folder = name.rpartition("/")[0]
+        folder = folder_of(name)
         is_readable = not row.unknown_features
         if row.seq < contents.row.seq and folder not in newest and is_readable:
             newest[folder] = Contents(contents.store, name, row)
-    folder = contents.name.rpartition("/")[0]
+    folder = folder_of(contents.name)
     if folder in newest:
         return newest[folder]
     others = list(newest.values())[:_OTHERS]

@@ -12,24 +12,24 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from casnap.errors import DamagedError, MirrorError, StoreError
+from casnap.errors import MirrorError, StoreError
+from casnap.format.names import folder_of
 from casnap.format.records import Root, Row
-from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import (
-    Table,
-    change_settings,
-    change_table,
+from casnap.storage.snapshots.holds import UNMIRRORED
+from casnap.storage.snapshots.runs import (
+    ORIGIN,
+    is_copy_from_here,
+    origin_of,
+    root_in,
     rows_of_run,
-    snapshots_in,
 )
+from casnap.storage.snapshots.table import Table, change_settings, change_table, snapshots_in
 
 SETTING = "mirror"
-UNMIRRORED = "unmirrored"
-"""The note of a snapshot that the mirror lacks."""
 _SUCCEEDED = "succeeded"
 """The note of a snapshot that the mirror never gets: another store continues its run there."""
-_FROM, _FOLLOWS, _LIFE = "from", "follows", "life"
+_FOLLOWS, _LIFE = "follows", "life"
 
 
 # By the id of a mirror and the folder of a run there: the newest root when this process restored a
@@ -86,13 +86,13 @@ def taken_notes(mirror_id: str, follows: int) -> dict[str, Any]:
 
 def follows_of(row: Row, mirror_id: str) -> int:
     """Return the root of a mirror that a snapshot follows; 0 for none."""
-    store_id, number = _root_in(row, _FOLLOWS)
+    store_id, number = root_in(row, _FOLLOWS)
     return max(0, number) if store_id == mirror_id else 0
 
 
 def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
     """Return the notes of the copy of a snapshot at a mirror, such as where it is from."""
-    return {_FROM: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
+    return {ORIGIN: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
 
 
 def life_of(row: Row) -> Life | None:
@@ -106,7 +106,7 @@ def life_of(row: Row) -> Life | None:
 def note_restored(store: Repository, name: str, row: Row) -> None:
     """Note that this process restored a snapshot, if it is a copy at a mirror."""
     if life_of(row) is not None:
-        run, seq = (store.config.store_id, name.rpartition("/")[0]), row.seq
+        run, seq = (store.config.store_id, folder_of(name)), row.seq
         with suppress(StoreError):
             seq = max(store.recent().seq, seq)
         _restored[run] = max(seq, _restored.get(run, 0))
@@ -128,34 +128,6 @@ def copies_in(table: Table, folder: str) -> dict[str, Row]:
     return {name: row for name, row in rows if life_of(row) is not None}
 
 
-def origin_of(row: Row) -> str:
-    """Return the id of the store that a snapshot at a mirror was copied from; empty if unknown."""
-    return _origin(row)[0]
-
-
-def _origin(row: Row) -> tuple[str, int]:
-    """Return the id of that store, and the number of the root there; -1 if unknown."""
-    return _root_in(row, _FROM)
-
-
-def _root_in(row: Row, note: str) -> tuple[str, int]:
-    """Return the store and the number of the root that a note names; "" and -1 for none."""
-    match row.notes.get(note):
-        case [str(store_id), int(number)] if number >= 0:
-            return store_id, number
-    return "", -1
-
-
-def is_copy_from_here(store: Repository, row: Row) -> bool:
-    """Whether a snapshot at a mirror is the copy of one that was taken in this store.
-
-    The number of its root here, and the commit id of that, prove it: roots are never removed, and
-    commit ids are random. So two stores that go on from copies of one each know what was theirs.
-    """
-    store_id, seq = _origin(row)
-    return store_id == store.config.store_id and seq >= 0 and _committed(store, seq, row)
-
-
 def is_newer_here(
     store: Repository, mirror_id: str, newest: tuple[str, Row], newest_there: tuple[str, Row]
 ) -> bool:
@@ -168,44 +140,13 @@ def is_newer_here(
         newest_there: The newest one there.
     """
     (name, row), (other_name, row_there) = newest, newest_there
-    same_run = name.rpartition("/")[0] == other_name.rpartition("/")[0]
+    same_run = folder_of(name) == folder_of(other_name)
     if is_copy_from_here(store, row_there):
-        return row.seq > _origin(row_there)[1]
+        return row.seq > origin_of(row_there)[1]
     life = life_of(row_there)
     if life is not None and same_run:
         return follows_of(row, mirror_id) >= life.began
     return row.time >= row_there.time
-
-
-def was_taken_here(store: Repository, row: Row) -> bool:
-    """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
-    return not origin_of(row) and _committed(store, row.seq, row)
-
-
-def _committed(store: Repository, seq: int, row: Row) -> bool:
-    try:
-        return read_root(store.backend, seq).commit == row.commit
-    except (FileNotFoundError, DamagedError):
-        return False
-
-
-def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
-    """Return snapshots in the order of their commits.
-
-    A mirror may get an old snapshot late, such as one that was damaged, or whose name was taken. So
-    those of one mirrored store take the places of one another, in the order of their commits there.
-    """
-    ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
-    places: dict[str, list[int]] = {}
-    for at, (_, row) in enumerate(ordered):
-        store_id, seq = _origin(row)
-        if seq >= 0:
-            places.setdefault(store_id, []).append(at)
-    for at_places in places.values():
-        of_one = sorted((ordered[at] for at in at_places), key=lambda item: _origin(item[1])[1])
-        for at, item in zip(at_places, of_one, strict=True):
-            ordered[at] = item
-    return ordered
 
 
 def _noted(row: Row, note: str | None) -> Row:
@@ -224,13 +165,13 @@ def mark_mirrored(
             snapshots again is no longer noted as succeeded.
         succeeded: Those that it never gets, since another store continues their run.
     """
-    runs = {name.rpartition("/")[0] for name in mirrored}
+    runs = {folder_of(name) for name in mirrored}
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         changed: dict[str, Row | None] = {
             name: _noted(row, None)
             for name, row in snapshots_in(table)
-            if is_succeeded(row) and name.rpartition("/")[0] in runs
+            if is_succeeded(row) and folder_of(name) in runs
         }
         for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)

@@ -7,7 +7,6 @@ folder is gone, and the marker of another snapshot of its run stands: so the run
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +15,13 @@ from casnap.backends.base import Backend
 from casnap.backends.safe_paths import folder_at
 from casnap.backends.system_errors import is_of_the_place, translated
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
-from casnap.format.names import MARKER, STORE_FOLDER
+from casnap.format.names import MARKER, STORE_FOLDER, folder_of
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.mirror_notes import in_commit_order, is_unmirrored, was_taken_here
+from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.retention import PruneChange, Verdict
+from casnap.storage.snapshots.runs import folders_of, in_commit_order, was_taken_here
 from casnap.storage.snapshots.table import Table, commit_in, snapshots_in
 
 _OWN = {STORE_FOLDER}
@@ -95,20 +95,15 @@ class MissingFoldersChange(PruneChange):
     @override
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
-        runs: dict[str, dict[str, Row]] = defaultdict(dict)
-        rows = list(snapshots_in(table, self._folder))
-        for name, row in rows:
-            run, _, base_name = name.rpartition("/")
-            runs[run][base_name] = row
+        rows = in_commit_order(snapshots_in(table, self._folder))
         reasons: dict[str, str] = {}
-        for run, rows_of_run in runs.items():
-            for base_name, reason in self._judge_run(run, rows_of_run).items():
-                reasons[f"{run}/{base_name}".lstrip("/")] = reason
-        return [
-            Verdict(n, row, tuple(filter(None, [reasons[n]]))) for n, row in in_commit_order(rows)
-        ]
+        for folder, snapshots in folders_of(rows):
+            by_base_name = {name.rpartition("/")[2]: row for name, row in snapshots}
+            for base_name, reason in self._judge_folder(folder, by_base_name).items():
+                reasons[f"{folder}/{base_name}".lstrip("/")] = reason
+        return [Verdict(n, row, tuple(filter(None, [reasons[n]]))) for n, row in rows]
 
-    def _judge_run(self, run: str, rows: dict[str, Row]) -> dict[str, str]:
+    def _judge_folder(self, run: str, rows: dict[str, Row]) -> dict[str, str]:
         """Return why each snapshot of a run is kept, by the name of its folder; "" if it is not."""
         listing = _listed(self._store.backend, f"{self._base}/{run}".rstrip("/"), run)
         if listing is None:
@@ -126,10 +121,8 @@ class MissingFoldersChange(PruneChange):
 
     def _reason_to_keep(self, row: Row, standing: set[bytes], *, had_markers: bool) -> str:
         """Return why a snapshot is kept though its folder is gone; "" if it is not."""
-        if row.tags:
-            return "tagged"
-        if is_unmirrored(row):
-            return "not mirrored yet"
+        if holds := holds_of(row):
+            return holds[0]
         if row.commit in standing:
             return "its folder was renamed"
         if not had_markers:
@@ -167,7 +160,7 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
     rows = dict(snapshots_in(store.table(store.newest())))
     base = check_has_folders(backend)
     top = _listed(backend, str(base), "")
-    runs = {name.rpartition("/")[0] for name in rows} | {""} | (top.names if top else set())
+    runs = set(map(folder_of, rows)) | {""} | (top.names if top else set())
     markers: dict[str, bytes] = {}
     for run in sorted(runs - _OWN):
         try:

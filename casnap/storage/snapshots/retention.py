@@ -25,19 +25,12 @@ from casnap.runtime.typing import override
 from casnap.runtime.units import Duration, seconds_of
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.mirror_notes import in_commit_order, is_unmirrored
-from casnap.storage.snapshots.table import (
-    Table,
-    change_table,
-    run_of,
-    runs_of,
-    snapshots_in,
-    unmark,
-)
+from casnap.storage.snapshots.holds import holds_of
+from casnap.storage.snapshots.runs import Run, in_commit_order, run_of, runs_of
+from casnap.storage.snapshots.table import Table, change_table, snapshots_in, unmark
 from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
-Run: TypeAlias = Sequence[tuple[str, Row]]
 
 _log = logging.getLogger("casnap")
 _UNREAD = "its metadata cannot be read"
@@ -109,36 +102,34 @@ class Retention:
         """Return the reasons why each snapshot of a run is kept, by name; none if it is not.
 
         Args:
-            run: Names and rows, in the order of the commits; first those that it has gone back
-                from.
+            run: The run; first those that it has gone back from.
             now: Seconds since the epoch.
         """
-        reasons: dict[str, list[str]] = {name: [] for name, _ in run}
+        reasons: dict[str, list[str]] = {name: [] for name, _ in run.snapshots}
         for name, reason in self._reasons_to_keep(run, now):
             reasons[name].append(reason)
         return reasons
 
     def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
-        live = [(name, row) for name, row in run if not row.is_rewound]
-        yield from ((name, "tagged") for name, row in run if row.tags)
-        yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
+        live = [(name, row) for name, row in run.snapshots if not row.is_rewound]
+        yield from ((name, hold) for name, row in run.snapshots for hold in holds_of(row))
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
-            yield from ((name, "only thinned") for name, _ in run)
+            yield from ((name, "only thinned") for name, _ in run.snapshots)
         if self.keep_last is not None:
-            yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
+            yield from ((name, f"last {self.keep_last}") for name, _ in run.newest(self.keep_last))
         if self.keep_every is not None:
             yield from _multiples(live, self.keep_every)
         if self.keep_within is not None:
             seconds = seconds_of("keep_within", self.keep_within)
             # NaN is not older than anything.
-            recent = (name for name, row in run if not now - row.time > seconds)
+            recent = (name for name, row in run.snapshots if not now - row.time > seconds)
             yield from ((name, f"within {_duration(seconds)}") for name in recent)
         for rule in _best_rules(self.keep_best):
             yield from _best(live, *rule)
 
 
-def _multiples(run: Run, every: int) -> Iterator[tuple[str, str]]:
-    for name, row in run:
+def _multiples(snapshots: Sequence[tuple[str, Row]], every: int) -> Iterator[tuple[str, str]]:
+    for name, row in snapshots:
         step = _step(name, row)
         if step is None:
             yield name, f"every {every}: it has no step"
@@ -161,17 +152,20 @@ def _step(name: str, row: Row) -> int | None:
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
-def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, str]]:
+def _best(
+    snapshots: Sequence[tuple[str, Row]], metric: str, count: int, mode: str
+) -> Iterator[tuple[str, str]]:
     reason = f"best {count} by {metric}"
     sign = 1 if mode == "min" else -1
     ranked = [
         (sign * value, -age, name)
-        for age, (name, row) in enumerate(run)
+        for age, (name, row) in enumerate(snapshots)
         if (value := _number(row.metadata.get(metric))) is not None
     ]
     if not ranked:
-        reason, ranked = f"{reason}: none of the run has it", [(0, 0, name) for name, _ in run]
-        count = len(run)
+        reason = f"{reason}: none of the run has it"
+        ranked = [(0, 0, name) for name, _ in snapshots]
+        count = len(snapshots)
     yield from ((name, reason) for _, _, name in nsmallest(count, ranked))
 
 
@@ -300,7 +294,7 @@ def judge_runs(
     """
     ordered = in_commit_order(rows)
     reasons = {}
-    for run in runs_of(ordered).values():
+    for run in runs_of(ordered):
         reasons.update(retention.reasons(run, now))
     for name, row in ordered:
         if row.commit == new_commit:

@@ -14,15 +14,14 @@ from casnap.errors import SnapshotError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Row
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.mirror_notes import in_commit_order, mirror_place, with_unmirrored
+from casnap.storage.snapshots.mirror_notes import mirror_place, with_unmirrored
+from casnap.storage.snapshots.runs import in_commit_order, rows_of_run, run_of
 from casnap.storage.snapshots.table import (
     Table,
     change_table,
     check_free,
     mark,
     row_of,
-    rows_of_run,
-    run_of,
     unmark,
 )
 

@@ -50,34 +50,6 @@ def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
     return table.items_below(f"{folder}/" if folder else "")
 
 
-def run_of(name: str, row: Row) -> str:
-    """Return the folder of the run that a snapshot is of.
-
-    One that its run has gone back from lies in a folder of that folder.
-    """
-    folder = name.rpartition("/")[0]
-    return folder.rpartition("/")[0] if row.is_rewound else folder
-
-
-def rows_of_run(table: Table, run: str) -> dict[str, Row]:
-    """Return the snapshots of a run, those that it has gone back from as well, by name."""
-    return {name: row for name, row in snapshots_in(table, run) if run_of(name, row) == run}
-
-
-def runs_of(rows: Iterable[tuple[str, Row]]) -> dict[str, list[tuple[str, Row]]]:
-    """Return snapshots by their runs, for rules that ask which ones are the last.
-
-    In each run, those that it has gone back from come first: it goes on without them.
-
-    Args:
-        rows: Names and rows, in the order of their commits.
-    """
-    runs: dict[str, list[tuple[str, Row]]] = {}
-    for name, row in sorted(rows, key=lambda item: not item[1].is_rewound):
-        runs.setdefault(run_of(name, row), []).append((name, row))
-    return runs
-
-
 def row_of(table: Table, name: str, backend: Backend) -> Row:
     """Return the row of a snapshot.
 

@@ -18,18 +18,13 @@ import msgspec
 from casnap.errors import EntryNotFoundError, SnapshotError, nearest
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest
-from casnap.format.names import key_of
+from casnap.format.names import folder_of, key_of
 from casnap.format.records import THINNED, NodeRef, Row, encode
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.mirror_notes import in_commit_order, is_unmirrored
-from casnap.storage.snapshots.table import (
-    Change,
-    Table,
-    commit_change,
-    runs_of,
-    snapshots_in,
-)
+from casnap.storage.snapshots.holds import holds_of
+from casnap.storage.snapshots.runs import in_commit_order, runs_of
+from casnap.storage.snapshots.table import Change, Table, commit_change, snapshots_in
 from casnap.storage.writing.transaction import Transaction
 
 _log = logging.getLogger("casnap")
@@ -89,7 +84,7 @@ def thin_table(
 ) -> tuple[dict[str, Row], dict[str, Thinned]]:
     """Return the new rows of the snapshots that some rules thin, and what these lose.
 
-    Tagged snapshots stay whole, and so do those that a mirror still lacks.
+    A snapshot that something holds stays whole, such as one with a tag.
 
     Args:
         store: The store.
@@ -101,14 +96,12 @@ def thin_table(
     Raises:
         DamagedError: A manifest is missing or damaged.
     """
-    runs = runs_of(in_commit_order(rows))
     due: dict[str, list[str]] = {}
     by_name: dict[str, Row] = {}
-    for run in runs.values():
+    for run in runs_of(rows):
         for pattern, count in rules.items():
-            for name, row in run[: max(0, len(run) - count)]:
-                is_kept = name == added or bool(row.tags or row.unknown_features)
-                is_kept = is_kept or is_unmirrored(row)
+            for name, row in run.older(count):
+                is_kept = name == added or bool(holds_of(row) or row.unknown_features)
                 if not is_kept and pattern not in _applied_to(row):
                     due.setdefault(name, []).append(pattern)
                     by_name[name] = row
@@ -220,7 +213,7 @@ def _warn_of_keys(
     store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules, added: str
 ) -> None:
     """Log a warning, once for a run, if a pattern matches no key of any snapshot."""
-    run = (store.config.store_id, added.rpartition("/")[0], frozenset(rules))
+    run = (store.config.store_id, folder_of(added), frozenset(rules))
     if run not in _checked:
         _checked.add(run)
         try:

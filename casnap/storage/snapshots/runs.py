@@ -1,0 +1,131 @@
+"""Runs: the snapshots of a folder, in the order of their commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from casnap.errors import DamagedError
+from casnap.format.names import folder_of
+from casnap.format.records import Row
+from casnap.storage.log.roots import read_root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import Table, snapshots_in
+
+ORIGIN = "from"
+"""The note of a copy that must keep its order: the store it is from, and the number of its root."""
+
+
+class Run(NamedTuple):
+    """Some snapshots of a folder.
+
+    Attributes:
+        folder: The folder.
+        snapshots: Their names and rows, the oldest first.
+    """
+
+    folder: str
+    snapshots: list[tuple[str, Row]]
+
+    def newest(self, count: int) -> list[tuple[str, Row]]:
+        """Return the newest snapshots, at most so many."""
+        return self.snapshots[max(0, len(self.snapshots) - count) :]
+
+    def older(self, count: int) -> list[tuple[str, Row]]:
+        """Return all snapshots but so many of the newest."""
+        return self.snapshots[: max(0, len(self.snapshots) - count)]
+
+
+def run_of(name: str, row: Row) -> str:
+    """Return the folder of the run that a snapshot is of.
+
+    One that its run has gone back from lies in a folder of that folder.
+    """
+    folder = folder_of(name)
+    return folder_of(folder) if row.is_rewound else folder
+
+
+def rows_of_run(table: Table, run: str) -> dict[str, Row]:
+    """Return the snapshots of a run, those that it has gone back from as well, by name."""
+    return {name: row for name, row in snapshots_in(table, run) if run_of(name, row) == run}
+
+
+def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
+    """Return the runs of some snapshots, for rules that ask which ones are the last.
+
+    In each run, those that it has gone back from come first: it goes on without them.
+    """
+    ordered = sorted(in_commit_order(rows), key=lambda item: not item[1].is_rewound)
+    runs: dict[str, list[tuple[str, Row]]] = {}
+    for name, row in ordered:
+        runs.setdefault(run_of(name, row), []).append((name, row))
+    return [Run(*run) for run in runs.items()]
+
+
+def folders_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
+    """Return the snapshots that lie right in each folder, in the order in which they are given.
+
+    Unlike :func:`runs_of`, what a run has gone back from is in a folder of its own.
+    """
+    folders: dict[str, list[tuple[str, Row]]] = {}
+    for name, row in rows:
+        folders.setdefault(folder_of(name), []).append((name, row))
+    return [Run(*folder) for folder in folders.items()]
+
+
+def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """Return snapshots in the order of their commits.
+
+    A store may get the copy of an old snapshot late, such as one that was damaged, or whose name
+    was taken. So the copies from one store, if they have the note of their origin, take the places
+    of one another, in the order of their commits there.
+    """
+    ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    places: dict[str, list[int]] = {}
+    for at, (_, row) in enumerate(ordered):
+        store_id, seq = origin_of(row)
+        if seq >= 0:
+            places.setdefault(store_id, []).append(at)
+    for at_places in places.values():
+        of_one = sorted((ordered[at] for at in at_places), key=lambda item: origin_of(item[1])[1])
+        for at, item in zip(at_places, of_one, strict=True):
+            ordered[at] = item
+    return ordered
+
+
+def origin_of(row: Row) -> tuple[str, int]:
+    """Return the id of the store that a snapshot was copied from, and the number of its root there.
+
+    They are "" and -1 if the row does not say it.
+    """
+    return root_in(row, ORIGIN)
+
+
+def root_in(row: Row, note: str) -> tuple[str, int]:
+    """Return the store and the number of the root that a note names; "" and -1 for none."""
+    match row.notes.get(note):
+        case [str(store_id), int(number)] if number >= 0:
+            return store_id, number
+    return "", -1
+
+
+def was_taken_here(store: Repository, row: Row) -> bool:
+    """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
+    return not origin_of(row)[0] and _has_committed(store, row.seq, row)
+
+
+def is_copy_from_here(store: Repository, row: Row) -> bool:
+    """Whether a snapshot of another store is the copy of one that was taken in this store.
+
+    The number of its root here, and the commit id of that, prove it: roots are never removed, and
+    commit ids are random. So two stores that go on from copies of one each know what was theirs.
+    """
+    store_id, seq = origin_of(row)
+    return store_id == store.config.store_id and seq >= 0 and _has_committed(store, seq, row)
+
+
+def _has_committed(store: Repository, seq: int, row: Row) -> bool:
+    try:
+        return read_root(store.backend, seq).commit == row.commit
+    except (FileNotFoundError, DamagedError):
+        return False
