@@ -48,6 +48,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.mirror_notes import (
     detach_mirror,
     is_newer_here,
+    notes_of_renamed,
 )
 from casnap.storage.snapshots.missing_folders import MissingFoldersChange
 from casnap.storage.snapshots.opening import locate, open_at
@@ -794,7 +795,8 @@ class Store:
 
         wait_for_last()
         self.row(name)
-        rewound = rewind(self.open_store, self.full_name(name))
+        notes = partial(notes_of_renamed, uri=self.open_store.backend.uri)
+        rewound = rewind(self.open_store, self.full_name(name), notes)
         if rewound.moved:
             self.hooks.on_commit()
             _log.info(

@@ -24,7 +24,7 @@ from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot, store_above
 from casnap.storage.places.location import TYPED, TYPED_TO_TAKE
 from casnap.storage.places.uris import joined, snapshot_uri, store_uri
-from casnap.storage.snapshots.mirror_notes import is_unmirrored
+from casnap.storage.snapshots.holds import UNMIRRORED
 from casnap.storage.snapshots.opening import locate, open_at
 from casnap.store import Store, store_of
 
@@ -309,7 +309,7 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
-        "unmirrored": is_unmirrored(snapshot.row),
+        "unmirrored": snapshot.row.has_note(UNMIRRORED),
         "thinned": snapshot.row.is_thinned,
         "rewound": snapshot.row.is_rewound,
         "unknown_features": list(snapshot.row.unknown_features),

@@ -137,7 +137,7 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
             snapshots = choose(origin.open_store, origin.prefix, name, rename)
             return [s._replace(new_name=place.full_name(s.new_name)) for s in snapshots]
 
-        copy_options = CopyOptions(hooks=place.hooks, is_mirror=True)
+        copy_options = CopyOptions(hooks=place.hooks, gets_all=True)
         return Pair(origin.open_store, place.open_store, jobs, copy_options)
 
     names: list[str] = []

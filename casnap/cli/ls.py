@@ -14,7 +14,7 @@ from casnap.cli.arguments import (
 )
 from casnap.cli.output import amount, emit, moment, say, size, summary, table
 from casnap.storage.places.other_formats import hint_in
-from casnap.storage.snapshots.mirror_notes import is_unmirrored
+from casnap.storage.snapshots.holds import awaited_of
 
 
 @click.command()
@@ -45,7 +45,7 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
             summary(
                 metadata_of(s),
                 s.tags,
-                unmirrored=is_unmirrored(s.row),
+                holds=awaited_of(s.row),
                 thinned=s.row.is_thinned,
                 unknown_features=s.row.unknown_features,
             ),

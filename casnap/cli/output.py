@@ -95,7 +95,7 @@ def summary(
     metadata: dict[str, Any] | None,
     tags: Sequence[str] = (),
     *,
-    unmirrored: bool = False,
+    holds: Sequence[str] = (),
     thinned: bool = False,
     unknown_features: Sequence[str] = (),
 ) -> str:
@@ -105,8 +105,7 @@ def summary(
         words.append(f"(update casnap to read it: {', '.join(unknown_features)})")
     if thinned:
         words.append("(thinned)")
-    if unmirrored:
-        words.append("(not mirrored yet)")
+    words += [f"({hold})" for hold in holds]
     if metadata is None:
         words.append("(metadata damaged)")
     for key, value in (metadata or {}).items():

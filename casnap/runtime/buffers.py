@@ -24,7 +24,7 @@ from casnap.runtime.threads import Crew, run_shielded, works_in_background
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
-SLOTS, MIRROR_SLOTS = 6, 5
+SLOTS, BACKGROUND_SLOTS = 6, 5
 
 
 def whole_pages(nbytes: int) -> int:
@@ -140,8 +140,8 @@ def shared_pool(at_least: int) -> Pool:
     """Return the process's pool of slots that hold ``at_least`` bytes each."""
     # Few sizes, since each size keeps its slots.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
-    # A mirror holds its slots for as long as a dead link stalls: takes must not wait for these.
-    slots = MIRROR_SLOTS if works_in_background() else SLOTS
+    # Work in the background may hold its slots while a link is dead: takes must not wait.
+    slots = BACKGROUND_SLOTS if works_in_background() else SLOTS
     with _lock:
         if (nbytes, slots) not in _pools:
             _pools[nbytes, slots] = Pool(nbytes, slots)

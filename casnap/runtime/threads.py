@@ -48,8 +48,8 @@ class Worker(threading.Thread):
     Args:
         work: What to do.
         name: Its name.
-        in_background: Whether it copies to a mirror, or collects garbage, which must not hold up
-            others; so do the threads that such a thread makes.
+        in_background: Whether it must not hold up others, such as one that collects garbage; so do
+            the threads that such a thread makes.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Worker(threading.Thread):
 
 
 def works_in_background() -> bool:
-    """Whether this thread copies to a mirror in the background."""
+    """Whether this thread does work in the background, which must not hold up takes."""
     thread = threading.current_thread()
     return isinstance(thread, Worker) and thread.in_background
 

@@ -90,7 +90,7 @@ class CopyOptions:
             from there.
         part_seconds: Commit it also when about so many seconds have passed: a link may be slow.
         hooks: Those of the destination.
-        is_mirror: Whether the destination gets each snapshot: then it gets deltas on a disk too.
+        gets_all: Whether the destination gets each snapshot: then it gets deltas on a disk too.
     """
 
     dry_run: bool = False
@@ -98,7 +98,7 @@ class CopyOptions:
     part_bytes: int = PART_BYTES
     part_seconds: float = PART_SECONDS
     hooks: CommitHooks = field(default_factory=CommitHooks)
-    is_mirror: bool = False
+    gets_all: bool = False
 
 
 @dataclass

@@ -80,7 +80,7 @@ class DeltaSender:
         bases = self._usable_bases(transaction, sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
         send = partial(self._send_some, transaction, bases, report)
-        # A mirror leaves most cores to the training that it runs beside.
+        # A copy in the background leaves most cores to the training that it runs beside.
         threads = max(1, cores() // 4) if works_in_background() else cores()
         few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
         for _ in mapped(send, groups, min(threads, few, _MOST_THREADS)):

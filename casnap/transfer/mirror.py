@@ -436,7 +436,7 @@ class Mirror:
             )
         check_pair(source, store)
         attach_mirror(source, MirrorPlace(store.config.store_id, place.name, self.uri))
-        options = CopyOptions(hooks=self._hooks_of(store), is_mirror=True)
+        options = CopyOptions(hooks=self._hooks_of(store), gets_all=True)
         return Destination(store, place.name, options)
 
     # --- what is known ---

@@ -221,7 +221,7 @@ class SnapshotCopy:
 
         destination = transaction.store
         sends_small = compresses_copies(
-            transaction.base.root, destination.backend, is_mirror=self._options.is_mirror
+            transaction.base.root, destination.backend, gets_all=self._options.gets_all
         )
         # A store that compresses compresses all; another one takes chunks as they are.
         transaction.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))

@@ -80,17 +80,17 @@ def codec_of(root: Root, uri: str) -> Codec:
         ) from None
 
 
-def compresses_copies(root: Root, backend: Backend, *, is_mirror: bool) -> bool:
+def compresses_copies(root: Root, backend: Backend, *, gets_all: bool) -> bool:
     """Whether copies into a store are stored as deltas, or in planes.
 
     Args:
         root: The newest root of the store.
         backend: Where it is.
-        is_mirror: Whether it gets each snapshot of another store.
+        gets_all: Whether it gets each snapshot of another store.
     """
     codec = codec_of(root, backend.uri)
     is_auto = settings_of(root)[CODEC] == "auto"
-    return codec is Codec.PLANES or (is_auto and (is_mirror or backend.costly_requests))
+    return codec is Codec.PLANES or (is_auto and (gets_all or backend.costly_requests))
 
 
 def recodes(root: Root, backend: Backend) -> bool:

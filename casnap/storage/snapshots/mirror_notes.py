@@ -151,7 +151,22 @@ def is_newer_here(
 
 def _noted(row: Row, note: str | None) -> Row:
     """Return a row with one of the notes of what the mirror lacks, or with none."""
-    return row.with_notes({n: True if n == note else None for n in (UNMIRRORED, _SUCCEEDED)})
+    return row.with_notes(_changes(note))
+
+
+def _changes(note: str | None) -> dict[str, Any]:
+    return {n: True if n == note else None for n in (UNMIRRORED, _SUCCEEDED)}
+
+
+def notes_of_renamed(root: Root, uri: str) -> dict[str, Any]:
+    """Return changes of the notes of a snapshot that gets another name, given the newest root.
+
+    The mirror, if there is one, holds it under the name that it had.
+
+    Raises:
+        MirrorError: The setting for the mirror cannot be understood.
+    """
+    return {} if mirror_place(root, uri) is None else _changes(UNMIRRORED)
 
 
 def mark_mirrored(
@@ -245,13 +260,8 @@ def _folder_text(place: MirrorPlace) -> str:
     return f" (below {place.prefix})" if place.prefix else ""
 
 
-def with_unmirrored(row: Row) -> Row:
-    """Return a row with the note that the mirror lacks it."""
-    return row if is_unmirrored(row) else _noted(row, UNMIRRORED)
-
-
 def _note_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: with_unmirrored(row) for name, row in rows if not is_unmirrored(row)}
+    return {name: _noted(row, UNMIRRORED) for name, row in rows if not is_unmirrored(row)}
 
 
 def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:

@@ -7,14 +7,14 @@ next number that is free, in the folder of the run, with a note in its row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from casnap.errors import SnapshotError
 from casnap.format.names import check_name
-from casnap.format.records import REWOUND, Row
+from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.mirror_notes import mirror_place, with_unmirrored
 from casnap.storage.snapshots.runs import in_commit_order, rows_of_run, run_of
 from casnap.storage.snapshots.table import (
     Table,
@@ -41,7 +41,11 @@ class Rewound:
     moved: Mapping[str, str]
 
 
-def rewind(store: Repository, name: str) -> Rewound:
+def rewind(
+    store: Repository,
+    name: str,
+    notes_of_renamed: Callable[[Root], Mapping[str, Any]] = lambda _: {},
+) -> Rewound:
     """Move the snapshots of a run that were committed after one of them aside, in one commit.
 
     If that one was itself moved aside before, it gets its name in the run again.
@@ -49,6 +53,8 @@ def rewind(store: Repository, name: str) -> Rewound:
     Args:
         store: The store.
         name: The full name of the snapshot that the run goes on from.
+        notes_of_renamed: Given the newest root, returns changes of the notes of each snapshot that
+            gets another name.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
@@ -70,10 +76,9 @@ def rewind(store: Repository, name: str) -> Rewound:
         renamed = {**moved, name: _in(run, name)} if row.is_rewound else moved
         if row.is_rewound and renamed[name] not in moved:
             check_free(table, renamed[name], overwrite=False, uri=backend.uri)
-        # What the mirror holds has another name now.
-        has_mirror = mirror_place(store.newest(), backend.uri) is not None
+        notes = notes_of_renamed(store.newest())
         before = {n: rows[n] for n in renamed}
-        after = {check_name(new): _turned(rows[old], has_mirror) for old, new in renamed.items()}
+        after = {check_name(new): _turned(rows[old], notes) for old, new in renamed.items()}
         now = renamed.get(name, name)
         rewound = Rewound(now, after.get(now, row), moved)
         return {**dict.fromkeys(before), **after}
@@ -111,7 +116,6 @@ def _in(folder: str, name: str) -> str:
     return f"{folder}/{name.rpartition('/')[2]}".lstrip("/")
 
 
-def _turned(row: Row, has_mirror: bool) -> Row:
-    """Return a row that is noted as moved aside, or no longer is."""
-    turned = row.with_notes({REWOUND: None if row.is_rewound else True})
-    return with_unmirrored(turned) if has_mirror else turned
+def _turned(row: Row, notes: Mapping[str, Any]) -> Row:
+    """Return a row that is noted as moved aside, or no longer is, with some more notes."""
+    return row.with_notes({REWOUND: None if row.is_rewound else True, **notes})

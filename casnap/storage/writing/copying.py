@@ -22,9 +22,9 @@ from casnap.storage.writing.new_packs import NewPacks
 # Two buffers to read into; writing takes the others of the pool.
 _READ = ReadOptions(readers=2)
 
-# Mirrors have a pool of their own, and so a turn of their own.
+# Work in the background has a pool of its own, and so a turn of its own.
 _turn = new_lock()
-_turn_of_mirrors = new_lock()
+_turn_in_background = new_lock()
 
 Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was copied, from any thread."""
@@ -36,7 +36,7 @@ def one_at_a_time() -> Iterator[None]:
 
     Two threads that did so at once could each hold the buffers that the other waits for.
     """
-    with _turn_of_mirrors if works_in_background() else _turn:
+    with _turn_in_background if works_in_background() else _turn:
         yield
 
 

@@ -1,4 +1,4 @@
-"""What an open store does beside the commit of a snapshot: for its mirror, and for its disk."""
+"""What an open store does beside the commit of a snapshot: notes, and room on its disk."""
 
 from __future__ import annotations
 
