@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from casnap.maintenance.gc import GcReport
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
+    from casnap.mirror.mirror import Mirror
+    from casnap.mirror.status import MirrorStatus
     from casnap.restore.handle import Handle
     from casnap.restore.restore_report import RestoreReport
     from casnap.serving.options import FollowEvent, PullReport
     from casnap.transfer.copy_jobs import CopyReport
-    from casnap.transfer.mirror import Mirror
-    from casnap.transfer.mirror_report import MirrorStatus
 
 __all__ = [
     "CasnapError",
@@ -74,8 +74,8 @@ _RESULTS = {
     "GcReport": "casnap.maintenance.gc",
     "Handle": "casnap.restore.handle",
     "ImportReport": "casnap.files.file_reports",
-    "Mirror": "casnap.transfer.mirror",
-    "MirrorStatus": "casnap.transfer.mirror_report",
+    "Mirror": "casnap.mirror.mirror",
+    "MirrorStatus": "casnap.mirror.status",
     "PullReport": "casnap.serving.options",
     "RepairReport": "casnap.maintenance.repair",
     "RestoreReport": "casnap.restore.restore_report",

@@ -17,6 +17,7 @@ from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, wi
 from casnap.format.entries import Entry
 from casnap.format.names import component_of, key_of
 from casnap.format.records import Root, Row, Stats, StoreConfig
+from casnap.mirror.notes import note_restored
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
@@ -26,7 +27,6 @@ from casnap.runtime.units import Size, bytes_if_given
 from casnap.storage.places.location import READS, TAKES, Use, locate_snapshot, locate_store
 from casnap.storage.places.uris import joined, name_below
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.mirror_notes import note_restored
 from casnap.storage.snapshots.opening import open_at
 from casnap.storage.snapshots.table import only_marker_error
 from casnap.store import Store, store_of

@@ -23,6 +23,11 @@ from casnap.errors import (
 )
 from casnap.format.names import check_name
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
+from casnap.mirror.notes import (
+    detach_mirror,
+    is_newer_here,
+    notes_of_renamed,
+)
 from casnap.runtime.environment import local_path, threads_asked
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
@@ -45,11 +50,6 @@ from casnap.storage.places.location import Location, Use, has_object
 from casnap.storage.places.other_formats import hint_in
 from casnap.storage.places.uris import joined, name_below
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.mirror_notes import (
-    detach_mirror,
-    is_newer_here,
-    notes_of_renamed,
-)
 from casnap.storage.snapshots.missing_folders import MissingFoldersChange
 from casnap.storage.snapshots.opening import locate, open_at
 from casnap.storage.snapshots.published import SETTING as PUBLISHED
@@ -94,6 +94,8 @@ if TYPE_CHECKING:
     from casnap.maintenance.gc import GcReport
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
+    from casnap.mirror.mirror import Mirror
+    from casnap.mirror.status import MirrorOptions
     from casnap.ranks.comm import Comm
     from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
@@ -104,8 +106,6 @@ if TYPE_CHECKING:
     from casnap.take.options import AsyncTakeArguments, TakeArguments, TakeOptions
     from casnap.take.rank_commit import TakeResult
     from casnap.transfer.copy_jobs import CopyReport
-    from casnap.transfer.mirror import Mirror
-    from casnap.transfer.mirror_report import MirrorOptions
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
@@ -1469,14 +1469,14 @@ def _mirror_options(
         return None
     if retention is not None:
         check_retention(retention)
-    from casnap.transfer.mirror_report import MirrorOptions
+    from casnap.mirror.status import MirrorOptions
 
     return MirrorOptions(mirror, options, retention)
 
 
 def _mirror_of(open_store: Repository, prefix: str, options: MirrorOptions) -> Mirror:
+    from casnap.mirror.mirror import Mirror
     from casnap.take.pending import under_way
-    from casnap.transfer.mirror import Mirror
 
     return Mirror(open_store, prefix, options, hooks_of=_disk_hooks, is_taking=under_way)
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from casnap.backends import LocalBackend
-from casnap.transfer.mirror import Mirror
+from casnap.mirror.mirror import Mirror
 from tests.support import servers
 from tests.support.ranks import Pool, World
 from tests.support.sweep import STEP
@@ -159,7 +159,7 @@ def _cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _mirrors_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stop the mirrors of a test: another one might find what they log of a folder that is gone."""
     began: WeakSet[Mirror] = WeakSet()
-    monkeypatch.setattr("casnap.transfer.mirror._all", began)
+    monkeypatch.setattr("casnap.mirror.mirror._all", began)
     yield
     for mirror in list(began):
         mirror.stop()

@@ -6,8 +6,8 @@ import click
 
 from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
-from casnap.storage.snapshots.mirror_notes import mirror_place, succeeded_in, unmirrored_in
-from casnap.transfer.mirror_report import HostFiles, HostStatus
+from casnap.mirror.notes import mirror_place, succeeded_in, unmirrored_in
+from casnap.mirror.status import HostFiles, HostStatus
 
 
 @click.command()

@@ -25,13 +25,13 @@ from casnap.maintenance.diff import Diff
 from casnap.maintenance.gc import GcReport
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
+from casnap.mirror.status import MirrorStatus
 from casnap.preemption import Preemption
 from casnap.restore.handle import Handle
 from casnap.restore.restore_report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.snapshots.retention import PruneReport
 from casnap.transfer.copy_jobs import CopyReport
-from casnap.transfer.mirror_report import MirrorStatus
 from tests.support.stand_ins import trainers_stood_in
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"

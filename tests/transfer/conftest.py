@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import casnap.mirror.mirror
 import casnap.transfer.follow
-import casnap.transfer.mirror
 from casnap.backends import LocalBackend
 from tests.support.faulty import FaultyBackend
 
@@ -17,7 +17,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have mirrors try again soon."""
     monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
     monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
-    monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
+    monkeypatch.setattr(casnap.mirror.mirror, "_LOOK", 0.1)
 
 
 @pytest.fixture

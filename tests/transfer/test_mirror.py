@@ -21,7 +21,7 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
-from casnap.transfer import mirror
+from casnap.mirror import mirror
 from casnap.transfer.snapshot_copy import SnapshotCopy
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import assert_copied, await_failure, mirrored, names

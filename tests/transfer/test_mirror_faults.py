@@ -215,7 +215,7 @@ def test_many_at_once(tmp_path: Path) -> None:
 # --- processes ------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, time, casnap.transfer.mirror, casnap.transfer.follow
+import sys, time, casnap.mirror.mirror, casnap.transfer.follow
 from tests.support.faults import take
 from casnap import Store
 casnap.transfer.follow._LONGEST = 0.05

@@ -1,7 +1,7 @@
 """The mirror of a store: another store that gets each snapshot, in the background.
 
 A take with a mirror commits its row with a note that the mirror lacks the snapshot
-(``storage/snapshots/mirror_notes.py``). A **pass** copies all snapshots with such a note, in the
+(``mirror/notes.py``). A **pass** copies all snapshots with such a note, in the
 order of their commits, and removes the notes. It runs on a thread that the interpreter waits for at
 exit. A pass begins after each commit of this process, and a **watcher**, a daemon thread, begins
 others: after a failure, or for what other processes have committed. On each host one process at a
@@ -34,12 +34,7 @@ from casnap.errors import (
 )
 from casnap.format.names import folder_of
 from casnap.format.records import Row
-from casnap.runtime.fork import in_child, new_lock
-from casnap.runtime.threads import Worker
-from casnap.storage.log.settings import CODEC, CODECS, settings_of
-from casnap.storage.lookup.lmdb_files import BusyError, locked
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.mirror_notes import (
+from casnap.mirror.notes import (
     MirrorPlace,
     attach_mirror,
     follows_of,
@@ -51,6 +46,19 @@ from casnap.storage.snapshots.mirror_notes import (
     unmirrored_in,
     wrong_mirror_error,
 )
+from casnap.mirror.status import (
+    Destination,
+    HostFiles,
+    HostStatus,
+    MirrorOptions,
+    MirrorStatus,
+)
+from casnap.mirror.succession import SucceededError, Succession
+from casnap.runtime.fork import in_child, new_lock
+from casnap.runtime.threads import Worker
+from casnap.storage.log.settings import CODEC, CODECS, settings_of
+from casnap.storage.lookup.lmdb_files import BusyError, locked
+from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.opening import locate, open_at
 from casnap.storage.snapshots.runs import origin_of
 from casnap.storage.snapshots.table import snapshots_in
@@ -58,14 +66,6 @@ from casnap.storage.writing.hooks import CommitHooks
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
 from casnap.transfer.follow import Backoff, Follower, Pair
-from casnap.transfer.mirror_report import (
-    Destination,
-    HostFiles,
-    HostStatus,
-    MirrorOptions,
-    MirrorStatus,
-)
-from casnap.transfer.succession import SucceededError, Succession
 
 _log = logging.getLogger("casnap")
 # How often to look for what other processes have committed, in seconds.

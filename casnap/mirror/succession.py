@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from casnap.errors import MirrorError
 from casnap.format.records import Row
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.mirror_notes import (
+from casnap.mirror.notes import (
     Life,
     copies_in,
     copy_notes,
     follows_of,
     life_of,
 )
+from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.retention import Retention, RetentionChange
 from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here, origin_of, run_of
 from casnap.storage.snapshots.table import Table
