@@ -27,8 +27,8 @@ from casnap.runtime.units import Size, bytes_if_given
 from casnap.storage.places.location import READS, TAKES, Use, locate_snapshot, locate_store
 from casnap.storage.places.uris import joined, name_below
 from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.markers import only_marker_error
 from casnap.storage.snapshots.opening import open_at
-from casnap.storage.snapshots.table import only_marker_error
 from casnap.store import Store, store_of
 from casnap.version import __version__
 

@@ -23,6 +23,7 @@ from casnap.errors import (
 )
 from casnap.format.names import check_name
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
+from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.mirror.notes import (
     detach_mirror,
     is_newer_here,
@@ -50,7 +51,7 @@ from casnap.storage.places.location import Location, Use, has_object
 from casnap.storage.places.other_formats import hint_in
 from casnap.storage.places.uris import joined, name_below
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.missing_folders import MissingFoldersChange
+from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.opening import locate, open_at
 from casnap.storage.snapshots.published import SETTING as PUBLISHED
 from casnap.storage.snapshots.published import (
@@ -78,7 +79,6 @@ from casnap.storage.snapshots.table import (
     row_edit,
     row_of,
     snapshots_in,
-    unmark,
     with_tags,
     without_tags,
 )

@@ -21,10 +21,11 @@ from casnap.errors import CasnapError
 from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
+from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.runtime.typing import override
 from casnap.snapshot import find_store
 from casnap.storage.snapshots.holds import holds_of
-from casnap.storage.snapshots.missing_folders import MissingFoldersChange, marked_commit
+from casnap.storage.snapshots.markers import marked_commit
 from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
 from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.store import Store

@@ -21,7 +21,7 @@ from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.storage.log.put_if_absent import put_if_absent_warnings
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.missing_folders import unknown_markers
+from casnap.storage.snapshots.markers import unknown_markers
 
 
 @dataclass

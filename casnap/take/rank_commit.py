@@ -20,9 +20,10 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.runtime.threads import mapped
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.retention import RetentionChange, unknown_metrics
 from casnap.storage.snapshots.runs import rows_of_run
-from casnap.storage.snapshots.table import Table, replace_markers
+from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.commit import publish
 from casnap.storage.writing.rank_parts import OtherRanks, RankPart, finish_rank_part

@@ -19,8 +19,9 @@ from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.log.settings import compresses_copies
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.references import digest_in
-from casnap.storage.snapshots.table import Table, check_free, check_path_is_free, replace_markers
+from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
 from casnap.storage.writing.commit import Change, publish
 from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks

@@ -21,7 +21,7 @@ from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.staging import torch_copy, true_copy
 from casnap.integrations.dcp.writer import CasnapWriter
-from casnap.storage.snapshots.missing_folders import check_has_folders
+from casnap.maintenance.missing_folders import check_has_folders
 from casnap.store import Store
 
 try:

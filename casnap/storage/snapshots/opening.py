@@ -21,7 +21,7 @@ from casnap.storage.places.location import TAKES, Location, Use, locate_store, n
 from casnap.storage.places.other_formats import no_store_error
 from casnap.storage.reading.chunk_cache import room_for
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import only_marker_error
+from casnap.storage.snapshots.markers import only_marker_error
 
 _log = logging.getLogger("casnap")
 

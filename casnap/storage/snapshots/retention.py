@@ -26,8 +26,9 @@ from casnap.runtime.units import Duration, seconds_of
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.holds import holds_of
+from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.runs import Run, in_commit_order, run_of, runs_of
-from casnap.storage.snapshots.table import Table, change_table, snapshots_in, unmark
+from casnap.storage.snapshots.table import Table, change_table, snapshots_in
 from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]

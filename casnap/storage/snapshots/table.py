@@ -12,10 +12,8 @@ import msgspec
 from casnap.backends import Backend
 from casnap.backends.places import exists, is_folder, is_link, is_taken
 from casnap.errors import (
-    CasnapError,
     FencedError,
     InvalidNameError,
-    NotAStoreError,
     SnapshotError,
     SnapshotExistsError,
     SnapshotNotFoundError,
@@ -23,8 +21,7 @@ from casnap.errors import (
     StorageFullError,
     nearest,
 )
-from casnap.format.decoding import json_decoder
-from casnap.format.names import MARKER, STORE_FOLDER
+from casnap.format.names import STORE_FOLDER
 from casnap.format.records import MAX_METADATA_BYTES, Root, Row
 from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
@@ -224,129 +221,6 @@ def commit_change(
         return commit_unfenced()
     except StorageFullError as e:
         raise with_advice(e, store.recent()) from e
-
-
-def mark(store: Repository, name: str, row: Row) -> None:
-    """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
-
-    An error is a warning only: the snapshot is committed. If it was deleted or overwritten since,
-    a marker on a disk gives way to that of the snapshot that has the name now.
-    """
-    if not store.marks:
-        return
-    content = {
-        "casnap": "snapshot",
-        "name": name,
-        "commit": row.commit.hex(),
-        "store": store.backend.uri,
-        "note": f"Only a marker. All bytes are in {'../' * (name.count('/') + 1)}{STORE_FOLDER}; "
-        "`casnap cp` copies snapshots.",
-    }
-    try:
-        store.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
-        now = row if store.backend.costly_requests else _row_now(store, name, row)
-    except Exception as e:  # noqa: BLE001
-        _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
-        return
-    if now is None or now.commit != row.commit:
-        unmark(store, {name: row.commit})
-        if now is not None:
-            mark(store, name, now)
-
-
-def replace_markers(
-    store: Repository, name: str, row: Row, removed_rows: Mapping[str, Row]
-) -> None:
-    """Write the marker of a new snapshot, and remove those of what went in the same commit.
-
-    Args:
-        store: The store.
-        name: The name of the new snapshot.
-        row: Its row.
-        removed_rows: The rows of what went, by name; one of this name was replaced.
-    """
-    mark(store, name, row)
-    deleted = {
-        other_name: its_row.commit
-        for other_name, its_row in removed_rows.items()
-        if other_name != name
-    }
-    if deleted:
-        unmark(store, deleted)
-
-
-def _row_now(store: Repository, name: str, row: Row) -> Row | None:
-    """Return the newest row of a name, for which a row was just committed."""
-
-    def newest(root: Root) -> Row | None:
-        return row if root.seq == row.seq else store.table(root).get(name)
-
-    return store.read_at_newest(newest)
-
-
-class _Marker(msgspec.Struct):
-    """What is read of a marker."""
-
-    commit: str
-    name: str = ""
-    store: str = ""
-
-
-def commit_in(marker: bytes) -> bytes | None:
-    """Return the commit id that a marker names; None if it is no marker."""
-    try:
-        return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
-    except (ValueError, RecursionError):
-        return None
-
-
-def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
-    """Return the error for a folder that has a marker, where there is no store.
-
-    Args:
-        backend: The place.
-        name: The name of the folder in it; empty for the place itself.
-    """
-    if backend.folder is None:
-        # The error of a remote place says how to name a store further up.
-        return None
-    try:
-        marker = json_decoder(_Marker).decode(
-            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
-        )
-    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
-        return None
-    place = f"{backend.uri}/{name}" if name else backend.uri
-    return NotAStoreError(
-        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
-        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
-        f"`casnap cp`"
-    )
-
-
-def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
-    """Remove the markers of deleted snapshots, if the store has any.
-
-    A marker that names another commit stays: the name was taken anew meanwhile.
-
-    Args:
-        store: The store.
-        deleted: The commit id of each, by its name.
-    """
-    if not store.marks:
-        return
-    keys = {f"{name}/{MARKER}": name for name in deleted}
-
-    def is_stale(key: str, marker: bytes) -> bool:
-        return commit_in(marker) == deleted[keys[key]]
-
-    try:
-        errors: Mapping[str, Exception] = store.backend.unmark(keys, is_stale)
-    except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
-        errors = dict.fromkeys([next(iter(keys), "")], e)
-    for key, error in errors.items():
-        text = "%.200r is deleted, but its marker file cannot be: %.500s"
-        _log.warning(text, keys.get(key), error)
 
 
 def with_tags(row: Row, tags: Iterable[str]) -> Row:

@@ -1,0 +1,248 @@
+"""Markers: a file in the folder of each snapshot on a disk, for ``ls``, ``glob`` and ``exists``.
+
+A marker is written after the commit of its snapshot, and removed with it. It is never read as
+truth: it only tells what a folder is, or was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from casnap.backends.base import Backend
+from casnap.backends.safe_paths import folder_at
+from casnap.backends.system_errors import is_of_the_place, translated
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    NotAStoreError,
+    UnavailableError,
+)
+from casnap.format.decoding import json_decoder
+from casnap.format.names import MARKER, STORE_FOLDER, folder_of
+from casnap.format.records import Root, Row
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import snapshots_in
+
+_log = logging.getLogger("casnap")
+_OWN = {STORE_FOLDER}
+_MOST_NAMES = 10_000
+
+
+def mark(store: Repository, name: str, row: Row) -> None:
+    """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
+
+    An error is a warning only: the snapshot is committed. If it was deleted or overwritten since,
+    a marker on a disk gives way to that of the snapshot that has the name now.
+    """
+    if not store.marks:
+        return
+    content = {
+        "casnap": "snapshot",
+        "name": name,
+        "commit": row.commit.hex(),
+        "store": store.backend.uri,
+        "note": f"Only a marker. All bytes are in {'../' * (name.count('/') + 1)}{STORE_FOLDER}; "
+        "`casnap cp` copies snapshots.",
+    }
+    try:
+        store.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
+        now = row if store.backend.costly_requests else _row_now(store, name, row)
+    except Exception as e:  # noqa: BLE001
+        _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
+        return
+    if now is None or now.commit != row.commit:
+        unmark(store, {name: row.commit})
+        if now is not None:
+            mark(store, name, now)
+
+
+def replace_markers(
+    store: Repository, name: str, row: Row, removed_rows: Mapping[str, Row]
+) -> None:
+    """Write the marker of a new snapshot, and remove those of what went in the same commit.
+
+    Args:
+        store: The store.
+        name: The name of the new snapshot.
+        row: Its row.
+        removed_rows: The rows of what went, by name; one of this name was replaced.
+    """
+    mark(store, name, row)
+    deleted = {
+        other_name: its_row.commit
+        for other_name, its_row in removed_rows.items()
+        if other_name != name
+    }
+    if deleted:
+        unmark(store, deleted)
+
+
+def _row_now(store: Repository, name: str, row: Row) -> Row | None:
+    """Return the newest row of a name, for which a row was just committed."""
+
+    def newest(root: Root) -> Row | None:
+        return row if root.seq == row.seq else store.table(root).get(name)
+
+    return store.read_at_newest(newest)
+
+
+class _Marker(msgspec.Struct):
+    """What is read of a marker."""
+
+    commit: str
+    name: str = ""
+    store: str = ""
+
+
+def commit_in(marker: bytes) -> bytes | None:
+    """Return the commit id that a marker names; None if it is no marker."""
+    try:
+        return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
+    except (ValueError, RecursionError):
+        return None
+
+
+def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
+    """Return the error for a folder that has a marker, where there is no store.
+
+    Args:
+        backend: The place.
+        name: The name of the folder in it; empty for the place itself.
+    """
+    if backend.folder is None:
+        # The error of a remote place says how to name a store further up.
+        return None
+    try:
+        marker = json_decoder(_Marker).decode(
+            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
+        )
+    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
+        return None
+    place = f"{backend.uri}/{name}" if name else backend.uri
+    return NotAStoreError(
+        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
+        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
+        f"`casnap cp`"
+    )
+
+
+def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
+    """Remove the markers of deleted snapshots, if the store has any.
+
+    A marker that names another commit stays: the name was taken anew meanwhile.
+
+    Args:
+        store: The store.
+        deleted: The commit id of each, by its name.
+    """
+    if not store.marks:
+        return
+    keys = {f"{name}/{MARKER}": name for name in deleted}
+
+    def is_stale(key: str, marker: bytes) -> bool:
+        return commit_in(marker) == deleted[keys[key]]
+
+    try:
+        errors: Mapping[str, Exception] = store.backend.unmark(keys, is_stale)
+    except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+        errors = dict.fromkeys([next(iter(keys), "")], e)
+    for key, error in errors.items():
+        text = "%.200r is deleted, but its marker file cannot be: %.500s"
+        _log.warning(text, keys.get(key), error)
+
+
+def marked_commit(backend: Backend, folder: str) -> bytes | None:
+    """Return the commit that the marker in a folder of a store names; None if there is no marker.
+
+    Raises:
+        BackendError: It cannot be looked at.
+    """
+    try:
+        return commit_in(backend.read_marker(f"{folder}/{MARKER}"))
+    except (FileNotFoundError, DamagedError):
+        return None
+    except BackendError as e:
+        if is_of_the_place(e):
+            raise
+        return None
+
+
+class Listing(NamedTuple):
+    """The names in the folder of a run."""
+
+    backend: Backend
+    run: str
+    names: frozenset[str]
+
+    def commit_of(self, name: str) -> bytes | None:
+        """Return the commit that the marker in a folder here names, as :func:`marked_commit`."""
+        return marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
+
+    def markers(self) -> set[bytes]:
+        """Return the commits that the markers in all folders here name."""
+        commits = map(self.commit_of, self.names)
+        return {commit for commit in commits if commit is not None}
+
+
+def listing_of(backend: Backend, run: str) -> Listing | None:
+    """List the folder of a run; return None if there is none.
+
+    Args:
+        backend: The place of a store, in a folder of this machine.
+        run: The full name of the folder; "" for the store's own.
+    """
+    assert backend.folder is not None
+    path = str(backend.folder / run)
+    with translated(path):
+        try:
+            with folder_at(path, listed=True) as fd:
+                names = os.listdir(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return Listing(backend, run, frozenset(names))
+
+
+def unknown_markers(store: Repository) -> dict[str, bytes]:
+    """Return the markers that name a commit which no snapshot has; nothing for a remote store.
+
+    A marker is written after its commit, and removed with its snapshot. So such a one is of a
+    commit whose root is lost, or of a folder that a user has copied from elsewhere.
+
+    Returns:
+        The commit by the name of the snapshot's folder. Looked at are the folders of all runs that
+        have a snapshot, and those right in the store's folder; but none with very many names, and
+        none that is a link.
+    """
+    backend = store.backend
+    if backend.folder is None:
+        return {}
+    rows = dict(snapshots_in(store.table(store.newest())))
+    top = listing_of(backend, "")
+    runs = set(map(folder_of, rows)) | {""} | (top.names if top else set())
+    markers: dict[str, bytes] = {}
+    for run in sorted(runs - _OWN):
+        try:
+            listing = listing_of(backend, run)
+        except UnavailableError:
+            raise
+        except BackendError:
+            continue
+        if listing is None or len(listing.names) > _MOST_NAMES:
+            continue
+        for name in sorted(listing.names):
+            commit = None
+            # Who may write could put a folder there that nobody else can look into.
+            with suppress(BackendError):
+                commit = listing.commit_of(name)
+            if commit is not None:
+                markers[f"{run}/{name}".strip("/")] = commit
+    # A take may have committed meanwhile.
+    commits = {row.commit for _, row in snapshots_in(store.table(store.newest()))}
+    return {name: commit for name, commit in markers.items() if commit not in commits}
