@@ -34,9 +34,9 @@ from casnap.errors import NotAStoreError
 from casnap.storage.places.uris import snapshot_uri, store_uri
 from casnap.storage.snapshots.opening import locate
 from casnap.store import Store
+from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.copy_selection import check_pair, choose
-from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 
 EXAMPLES = """\
 \b
@@ -89,8 +89,7 @@ def cp(
     if store_uri(source) is None and store_uri(destination) is None:
         options_for(destination)  # there is no server to name
     if follow:
-        options = FollowOptions(interval, give_up_after)
-        _follow(source, destination, options, as_json=as_json)
+        _follow(source, destination, interval, give_up_after, as_json=as_json)
         return
     sources, destinations = list[Backend](), list[Backend]()
     origin, name = open_or_above(source, sources)
@@ -121,7 +120,9 @@ def _check_usage(*, follow: bool, dry_run: bool) -> None:
         raise click.UsageError("--dry-run shows what one copy would send; --follow copies for ever")
 
 
-def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bool) -> None:
+def _follow(
+    source: str, destination: str, interval: float, give_up_after: float | None, *, as_json: bool
+) -> None:
     """Copy until a signal ends it; then say what was copied."""
 
     def open_pair() -> Pair:
@@ -141,23 +142,26 @@ def _follow(source: str, destination: str, follow: FollowOptions, *, as_json: bo
         return Pair(origin.open_store, place.open_store, jobs, copy_options)
 
     names: list[str] = []
-    copy = ContinuousCopy(open_pair, follow)
+    copier = Copier(open_pair)
     EndingSignals()
     try:
-        for report in copy.reports():
+        for report in copier.follow(interval, give_up_after):
             names += report.copied
             if not as_json:
                 say(f"copied {', '.join(report.copied)}: {_sent_text(report)}")
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
-    result = {"copied": names, "refused": copy.refused}
+    refused = copier.refused
+    result = {"copied": names, "refused": refused}
     if as_json:
         emit({"source": source, "destination": destination, **result})
     else:
         say(f"{amount(len(names), 'snapshot')} copied")
-    if copy.refused:
-        raise CommandError("; ".join(f"{name}: {reason}" for name, reason in copy.refused.items()))
+    if copier.refused:
+        raise CommandError(
+            "; ".join(f"{name}: {reason}" for name, reason in copier.refused.items())
+        )
 
 
 def _facts_of(report: CopyReport) -> dict[str, Any]:

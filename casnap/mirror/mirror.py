@@ -54,6 +54,7 @@ from casnap.mirror.status import (
     MirrorStatus,
 )
 from casnap.mirror.succession import SucceededError, Succession
+from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
 from casnap.storage.log.settings import CODEC, CODECS, settings_of
@@ -63,9 +64,9 @@ from casnap.storage.snapshots.opening import locate, open_at
 from casnap.storage.snapshots.runs import origin_of
 from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.hooks import CommitHooks
+from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
-from casnap.transfer.follow import Backoff, Follower, Pair
 
 _log = logging.getLogger("casnap")
 # How often to look for what other processes have committed, in seconds.
@@ -157,7 +158,7 @@ class Mirror:
         self._again = False
         self._watcher: threading.Thread | None = None
         self._contacted = threading.Event()
-        self._follower: Follower | None = None
+        self._copier = Copier(self._pair, self._on_progress, self._explain)
         self._succession: Succession | None = None
         self._given_up: dict[str, bytes] = {}
         self._passes = 0
@@ -285,15 +286,11 @@ class Mirror:
 
     def _copy_some(self, destination: Destination) -> bool:
         """Copy what is new; return whether anything was."""
-        if self._follower is None:
-            choose = partial(self._choose, destination)
-            pair = Pair(self._source, destination.store, choose, destination.options)
-            self._follower = Follower(pair, self._on_progress, partial(self._explain, destination))
         commits: dict[str, bytes] = {}
         settled = time.monotonic()
         any_copied = False
         try:
-            for job, report in self._follower.look():
+            for job, report in self._copier.look():
                 if report.copied:
                     self._say_continued(destination, job)
                 commits[job.name] = job.row.commit
@@ -306,6 +303,11 @@ class Mirror:
                 self._pause()
                 self._settle(commits)
         return any_copied
+
+    def _pair(self) -> Pair:
+        destination = self.destination()
+        choose = partial(self._choose, destination)
+        return Pair(self._source, destination.store, choose, destination.options)
 
     def _choose(self, destination: Destination) -> Iterator[CopyJob]:
         """Yield what the mirror lacks."""
@@ -365,7 +367,7 @@ class Mirror:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
 
-    def _explain(self, destination: Destination, job: CopyJob, error: CasnapError) -> str | None:
+    def _explain(self, job: CopyJob, error: CasnapError) -> str | None:
         """Say why a snapshot cannot be copied; None if it never will be."""
         if isinstance(error, SucceededError):
             run = folder_of(job.name)
@@ -374,7 +376,7 @@ class Mirror:
             self._succeeded.setdefault(run, (str(error), time.time()))
             self._given_up[job.name] = job.row.commit
             return None
-        store, source = destination.store, self._source
+        store, source = self.destination().store, self._source
         row = store.read_at_newest(lambda root: store.table(root).get(job.new_name))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
@@ -481,8 +483,7 @@ class Mirror:
         commits = {row.commit for row in self.lacking().values()}
         passes = self._passes
         self._backoff.hurry()
-        if self._follower is not None:
-            self._follower.retry_refused()
+        self._copier.retry_refused()
         while commits:
             self.wake()
             seconds_left = None if until is None else until - time.monotonic()
@@ -513,18 +514,12 @@ class Mirror:
 
     def _host_status(self) -> HostStatus:
         backoff = self._backoff
-        refused = {} if self._follower is None else dict(self._follower.refused)
         error, since = "", 0.0
         if backoff.error is not None:
             error, since = f"{backoff.error}", backoff.since or 0.0
         elif self._succeeded:
             error, since = next(iter(self._succeeded.values()))
-        return HostStatus(
-            os.getpid(),
-            error,
-            since,
-            {name: refusal.reason for name, refusal in refused.items()},
-        )
+        return HostStatus(os.getpid(), error, since, self._copier.refused)
 
 
 def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, stopped: str) -> str:

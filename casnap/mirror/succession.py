@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from casnap.errors import MirrorError
 from casnap.format.records import Row
 from casnap.mirror.notes import (
     Life,
@@ -24,10 +23,10 @@ from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here, or
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.transaction import Transaction
-from casnap.transfer.copy_jobs import Placement
+from casnap.transfer.copy_jobs import Placement, PlacementError
 
 
-class SucceededError(MirrorError):
+class SucceededError(PlacementError):
     """Another store writes the run at the mirror, and the snapshot does not follow it."""
 
 

@@ -25,6 +25,7 @@ from casnap.ranks.comm import Comm, SingleProcess
 from casnap.ranks.joining import join
 from casnap.restore.patching import LiveWeights, Patch
 from casnap.restore.renaming import Rename
+from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.nesting import is_within_call
 from casnap.runtime.units import Duration, Size, seconds_of
@@ -36,7 +37,6 @@ from casnap.storage.places.location import READS
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.opening import locate, open_at
 from casnap.storage.snapshots.table import snapshots_in
-from casnap.transfer.follow import Backoff
 
 _NONE = bytes(16)
 _PATIENCE = 60.0

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
+from casnap.runtime.backoff import Backoff
 from casnap.runtime.progress import Progress
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.folder import ServedFolder
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.pull import Source, update
-from casnap.transfer.follow import Backoff
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from casnap.errors import StoreError
 from casnap.format.records import Row
 from casnap.storage.snapshots.runs import rows_of_run, run_of
 from casnap.storage.snapshots.table import Table
@@ -14,6 +15,10 @@ from casnap.storage.writing.transaction import Transaction
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
+
+
+class PlacementError(StoreError):
+    """A snapshot has no place at its destination, as :attr:`CopyJob.place` says."""
 
 
 class Placement(NamedTuple):
@@ -39,7 +44,7 @@ class CopyJob(NamedTuple):
         row: Its row in the source's table.
         replaces: The commit ids of snapshots that it may replace there.
         place: Says otherwise how it is placed, given the table and the number of the next root. It
-            raises to give up.
+            raises :class:`PlacementError` to give up.
         prune: Given the table, what the snapshot replaces, and its new row, returns what else goes
             in the same commit.
         thin: Given the same, with what goes as well, and the transaction, returns the new rows of

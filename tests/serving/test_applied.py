@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import casnap.transfer.follow
+import casnap.runtime.backoff
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.serving import AppliedVersion, Follower
@@ -37,8 +37,8 @@ Served = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.runtime.backoff, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.runtime.backoff, "_LONGEST", 0.05)
 
 
 def take(store: Store, value: int, **options: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import casnap.transfer.follow
+import casnap.runtime.backoff
 from casnap import StateDict, Store
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError
 from casnap.serving import FollowEvent, PullOptions
@@ -30,8 +30,8 @@ from tests.support.sweep import sweep
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.runtime.backoff, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.runtime.backoff, "_LONGEST", 0.05)
 
 
 def follow(store: Store, live: Path, **options: Any) -> Iterator[FollowEvent]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import casnap.transfer.follow
+import casnap.runtime.backoff
 from casnap import Store
 from casnap.errors import (
     BackendError,
@@ -285,8 +285,8 @@ def test_casts_from_a_version_that_is_damaged(base: Path) -> None:
 def test_a_bucket_that_goes_away(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.runtime.backoff, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.runtime.backoff, "_LONGEST", 0.05)
     live = tmp_path / "live"
     store = store_in(bucket)
     take(store, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import casnap.mirror.mirror
-import casnap.transfer.follow
+import casnap.runtime.backoff
 from casnap.backends import LocalBackend
 from tests.support.faulty import FaultyBackend
 
@@ -15,8 +15,8 @@ from tests.support.faulty import FaultyBackend
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have mirrors try again soon."""
-    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.runtime.backoff, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.runtime.backoff, "_LONGEST", 0.05)
     monkeypatch.setattr(casnap.mirror.mirror, "_LOOK", 0.1)
 
 

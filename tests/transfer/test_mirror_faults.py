@@ -24,8 +24,8 @@ from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.storage.snapshots.table import snapshots_in
+from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
-from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
 from tests.support.faults import (
@@ -215,10 +215,10 @@ def test_many_at_once(tmp_path: Path) -> None:
 # --- processes ------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, time, casnap.mirror.mirror, casnap.transfer.follow
+import sys, time, casnap.mirror.mirror, casnap.runtime.backoff
 from tests.support.faults import take
 from casnap import Store
-casnap.transfer.follow._LONGEST = 0.05
+casnap.runtime.backoff._LONGEST = 0.05
 store = Store(sys.argv[1], chunk_size=1 << 16, mirror=sys.argv[2])
 for step in range(3):
     take(store, step)
@@ -316,7 +316,7 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 # --- casnap cp --follow ---------------------------------------------------------------------------
 
 
-def follower(here: Any, there: Any) -> ContinuousCopy:
+def copier(here: Any, there: Any) -> Copier:
     def open_pair() -> Pair:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
         open_store = source.open_store
@@ -327,12 +327,12 @@ def follower(here: Any, there: Any) -> ContinuousCopy:
 
         return Pair(open_store, target.open_store, chosen, CopyOptions(part_bytes=CHUNK))
 
-    return ContinuousCopy(open_pair, FollowOptions(interval=0.001))
+    return Copier(open_pair)
 
 
 def follow(here: Any, there: Any, count: int) -> Iterator[str]:
     """Follow until so many snapshots were copied; yield their names."""
-    for number, report in enumerate(follower(here, there).reports(), 1):
+    for number, report in enumerate(copier(here, there).follow(0.001), 1):
         yield from report.copied
         if number == count:
             return
@@ -384,7 +384,7 @@ def test_follow_copies_what_is_new_alone(tmp_path: Path) -> None:
     source = filled(tmp_path / "here")
     copy = Store(tmp_path / "there", chunk_size=CHUNK).make()
     copied = []
-    for report in follower(tmp_path / "here", tmp_path / "there").reports():
+    for report in copier(tmp_path / "here", tmp_path / "there").follow(0.001):
         copied += report.copied
         if len(copied) == 3:
             # What is deleted there is not copied again; what is taken anew here replaces its own.
@@ -404,13 +404,11 @@ def test_follow_copies_what_is_new_alone(tmp_path: Path) -> None:
 def test_follow_gives_up_in_the_end(tmp_path: Path) -> None:
     filled(tmp_path / "here")
     there = FaultyBackend(LocalBackend(tmp_path / "there"))
-    following = follower(tmp_path / "here", there)
-    following._options = FollowOptions(interval=0.001, give_up_after=0.1)
     with there.during(DEAD), unavailable("unreachable", match="on purpose"):
-        next(following.reports())
+        next(copier(tmp_path / "here", there).follow(0.001, give_up_after=0.1))
     with there.during(Fault(fail(BackendError), times=None)), pytest.raises(BackendError):
         # A wrong argument would not get better.
-        next(follower(tmp_path / "here", there).reports())
+        next(copier(tmp_path / "here", there).follow(0.001))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,65 @@
+"""Longer and longer pauses between the tries of work that fails again and again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+_log = logging.getLogger("casnap")
+_random = random.SystemRandom()
+# The first and the longest pause after a failure, in seconds.
+_FIRST, _LONGEST = 1.0, 60.0
+
+
+class Backoff:
+    """The failures of some work that is tried again and again: after each, it waits longer.
+
+    Args:
+        task: The work, for messages.
+
+    Attributes:
+        error: The last failure; None if the last try was a success.
+        since: When it began to fail, in seconds since the epoch.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.error: BaseException | None = None
+        self.since: float | None = None
+        self._task = task
+        self._failures = 0
+        self._next = 0.0
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note a failure; log the first one."""
+        if self.since is None:
+            self.since = time.time()
+            _log.warning("%s fails, and is tried again: %.1000s", self._task, error)
+        else:
+            _log.info("%s fails still: %.1000s", self._task, error)
+        self.error = error
+        # Random, so that many hosts do not come back together.
+        delay = min(_LONGEST, _FIRST * 2 ** min(self._failures, 10))
+        self._failures += 1
+        self._next = time.monotonic() + delay * _random.uniform(0.5, 1.0)
+
+    def note_success(self) -> None:
+        """Note that a try did not fail."""
+        if self.since is not None:
+            _log.warning("%s works again", self._task)
+        self.error, self.since = None, None
+        self._failures, self._next = 0, 0.0
+
+    def hurry(self) -> None:
+        """Have the next try at once."""
+        self._next = 0.0
+
+    @property
+    def failing_for(self) -> float:
+        """For how many seconds it has been failing."""
+        return 0.0 if self.since is None else time.time() - self.since
+
+    @property
+    def delay(self) -> float:
+        """How many seconds to wait before the next try; 0 for none."""
+        return max(0.0, self._next - time.monotonic())

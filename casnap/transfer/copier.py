@@ -1,0 +1,182 @@
+"""Copying each new snapshot of a store as it is committed, for as long as asked.
+
+A :class:`Copier` copies what is new since its last look. A mirror has one on a thread of its own,
+and ``casnap cp --follow`` follows with one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from casnap.errors import (
+    CasnapError,
+    DamagedError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    UnavailableError,
+)
+from casnap.runtime.backoff import Backoff
+from casnap.runtime.progress import Progress
+from casnap.storage.reading.repository import Repository
+from casnap.transfer.copy import copy_snapshots
+from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport, PlacementError
+
+_log = logging.getLogger("casnap")
+# After how many seconds to try again a snapshot that waits for the user to act.
+_RETRY_REFUSED = 60.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is followed, and where its snapshots go.
+
+    Attributes:
+        source: The store to read from.
+        destination: The store to write to.
+        choose: Returns the snapshots that are meant, as the source has them now.
+        options: How to copy.
+    """
+
+    source: Repository
+    destination: Repository
+    choose: Callable[[], Iterable[CopyJob]]
+    options: CopyOptions = field(default_factory=CopyOptions)
+
+
+class _Refusal(NamedTuple):
+    """A snapshot that cannot be copied until the user acts: its commit id, and the reason."""
+
+    commit: bytes
+    reason: str
+
+
+class Copier:
+    """Copies what was committed since its last look.
+
+    Args:
+        open_pair: Opens both stores, at the first look.
+        progress: As for a copy.
+        explain: Returns the reason why a snapshot cannot be copied, given the error; None if it is
+            not to be tried again.
+    """
+
+    def __init__(
+        self,
+        open_pair: Callable[[], Pair],
+        progress: Progress | None = None,
+        explain: Callable[[CopyJob, CasnapError], str | None] = lambda _, error: str(error),
+    ) -> None:
+        self._open_pair = open_pair
+        self._pair: Pair | None = None
+        self._progress = progress
+        self._explain = explain
+        self._seen_root: bytes | None = None
+        self._retry_at = 0.0
+        self._refused: dict[str, _Refusal] = {}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Snapshots, by name, that cannot be copied until the user acts, and the reasons."""
+        # Another thread may be copying.
+        return {name: refusal.reason for name, refusal in dict(self._refused).items()}
+
+    def retry_refused(self) -> None:
+        """Try what was refused again at the next look."""
+        self._retry_at = 0.0
+
+    def look(
+        self, choose_of: Callable[[Iterable[CopyJob]], Iterable[CopyJob]] = iter
+    ) -> Iterator[tuple[CopyJob, CopyReport]]:
+        """Copy the snapshots that are new, and yield each with its report.
+
+        Args:
+            choose_of: Returns those to copy of the snapshots that are meant, in their order.
+        """
+        pair = self._pair = self._pair or self._open_pair()
+        root = pair.source.newest()
+        is_retry = bool(self._refused) and time.monotonic() >= self._retry_at
+        if root.commit == self._seen_root and not is_retry:
+            return
+        try:
+            jobs = pair.choose()
+        except SnapshotNotFoundError:
+            jobs = ()  # there is nothing yet
+        names: set[str] = set()
+        for job in choose_of(jobs):
+            names.add(job.name)
+            refusal = self._refused.get(job.name)
+            if refusal is not None and refusal.commit == job.row.commit and not is_retry:
+                continue
+            try:
+                report = copy_snapshots(
+                    pair.source, pair.destination, [job], pair.options, self._progress
+                )
+            except SnapshotNotFoundError:
+                # It was deleted meanwhile.
+                continue
+            except (SnapshotExistsError, DamagedError, PlacementError) as e:
+                reason = self._explain(job, e)
+                if reason is not None:
+                    self._refuse(job, reason, pair.destination.backend.uri)
+                continue
+            self._refused.pop(job.name, None)
+            yield job, report
+        self._refused = {name: each for name, each in self._refused.items() if name in names}
+        self._seen_root = root.commit
+
+    def _refuse(self, job: CopyJob, reason: str, uri: str) -> None:
+        refusal = _Refusal(job.row.commit, reason)
+        if self._refused.get(job.name) != refusal:
+            _log.warning("%s is not copied to %s: %s", job.name, uri, reason)
+        self._refused[job.name] = refusal
+        self._retry_at = time.monotonic() + _RETRY_REFUSED
+
+    def follow(self, interval: float, give_up_after: float | None = None) -> Iterator[CopyReport]:
+        """Copy what the source holds, then each new snapshot, and yield the reports; for ever.
+
+        A snapshot that was copied is not copied again, even if it is deleted at the destination. If
+        it is taken anew under its name, its own earlier copy is replaced, and no other snapshot.
+
+        Args:
+            interval: How often to look, in seconds.
+            give_up_after: For how many seconds failures may go on without a success; None for ever.
+
+        Raises:
+            CasnapError: It cannot begin, or has failed for so long.
+        """
+        copied: dict[str, set[bytes]] = {}
+        backoff = Backoff("the copy")
+        while True:
+            try:
+                for job, report in self.look(partial(_not_copied, copied)):
+                    copied.setdefault(job.new_name, set()).add(job.row.commit)
+                    if report.copied:
+                        yield report
+            except CasnapError as e:
+                # At the beginning, only what may pass is tried again: it may be a wrong argument.
+                if self._pair is None and not isinstance(e, UnavailableError):
+                    raise
+                backoff.note_failure(e)
+                if give_up_after is not None and backoff.failing_for >= give_up_after:
+                    raise
+            else:
+                backoff.note_success()
+            time.sleep(max(interval, backoff.delay))
+
+
+def _not_copied(copied: dict[str, set[bytes]], jobs: Iterable[CopyJob]) -> Iterator[CopyJob]:
+    """Yield the snapshots that were not copied yet, in the order of their roots.
+
+    Args:
+        copied: The commits that were copied, by the name at the destination.
+        jobs: The snapshots.
+    """
+    for job in sorted(jobs, key=lambda job: job.row.seq):
+        commits = frozenset(copied.get(job.new_name, ()))
+        if job.row.commit not in commits:
+            yield job._replace(replaces=commits)
