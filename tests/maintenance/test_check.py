@@ -17,10 +17,6 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
-from casnap.runtime.threads import run_shielded
-from casnap.storage.log.roots import put_next_root
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.transaction import Transaction
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
     FROZEN,
@@ -45,6 +41,7 @@ from tests.support.damaged import (
 from tests.support.faults import CHUNK, elsewhere, files
 from tests.support.faulty import Call, Fault, FaultyBackend
 from tests.support.forger import Forger
+from tests.support.written import change_of, commit, put_next_root
 
 Hurts = set[tuple[str, str]]
 
@@ -210,15 +207,9 @@ def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
     opened = Store(store).make()
     digest, place = record_of(store, FROZEN)
 
-    def copy(crew: object) -> None:
-        transaction = Transaction(opened.open_store, crew)  # type: ignore[arg-type]
-        try:
-            transaction.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
-            publish(transaction, lambda table, seq: {})
-        finally:
-            transaction.close()
-
-    run_shielded(copy)
+    with change_of(opened) as transaction:
+        transaction.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
+        commit(transaction)
     change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     report = opened.check(data=True)
     assert hurts_of(report) == set()

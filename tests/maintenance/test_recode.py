@@ -16,13 +16,11 @@ from casnap.format.delta import MOST_LINKS, encode_delta
 from casnap.format.digest import Digest
 from casnap.format.records import DeltaPlace, Place, pack_key
 from casnap.maintenance.usage import disk_usage
-from casnap.runtime.threads import Crew
 from casnap.storage.packs.chunk_reads import Want
-from casnap.storage.writing.commit import publish
 from casnap.storage.writing.copying import ChunkBuffer
-from casnap.storage.writing.transaction import Transaction
 from tests.support.ranks import World
 from tests.support.servers import Bucket
+from tests.support.written import change_of, commit
 
 CHUNK = 64 << 10
 SIZE = 4 * CHUNK
@@ -213,8 +211,7 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
     states = taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    with Crew() as crew:
-        transaction = Transaction(store.open_store, crew)
+    with change_of(store) as transaction:
         contents = store["run/004"].contents
         path, entry, _ = contents.entry("m/w")
         chunks = [digest for digest, _ in contents.chunks(path, entry)]
@@ -225,8 +222,7 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
         other = Store(tmp_path / "s")
         other.prune(Retention(keep_last=1))
         assert other.gc(grace=3600).condemned_packs > 0
-        publish(transaction, lambda table, seq: {"other/again": row})
-        transaction.close()
+        commit(transaction, {"other/again": row})
     for _ in range(3):
         other.gc(grace=0)
     assert torch.equal(restored(store, "other/again"), states[4])
@@ -241,11 +237,9 @@ def add_delta(store: Store, digest: Digest, base: Digest) -> None:
         open_store.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
     stored = encode_delta(raws[digest], raws[base], base)
     assert stored is not None
-    with Crew() as crew:
-        transaction = Transaction(open_store, crew)
+    with change_of(open_store) as transaction:
         transaction.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
-        publish(transaction, lambda table, seq: {})
-        transaction.close()
+        commit(transaction)
 
 
 def chunks_of(store: Store, name: str) -> list[Digest]:
@@ -455,14 +449,12 @@ def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -
     chunks = ChunkBuffer(1 << 20).read(store.open_store, [digest, base, *others])
     stored = encode_delta(chunks[digest], chunks[base], base)
     assert stored is not None
-    with Crew() as crew:
-        transaction = Transaction(store.open_store, crew)
+    with change_of(store) as transaction:
         assert all(transaction.reused.reuse([base]))
         transaction.new_packs.copy_stored(digest, stored, len(chunks[digest]), Codec.DELTA)
         for each in others:
             transaction.new_packs.copy_stored(each, chunks[each], len(chunks[each]), Codec.RAW)
-        publish(transaction, lambda table, seq: {})
-        transaction.close()
+        commit(transaction)
 
 
 def test_a_copy_out_of_a_pack_stands_on_nothing_that_stands_on_it(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ from casnap.format.records import (
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.usage import disk_usage
 from casnap.runtime.typing import override
-from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.log.roots import newest_root
 from casnap.storage.packs.pack import new_id
 from tests.support.garbage import collecting
 from tests.support.remote import RemoteDouble
+from tests.support.written import put_next_root
 
 pytestmark = pytest.mark.usefixtures("collected_by_hand")
 

@@ -21,7 +21,7 @@ from casnap.format.digest import digest_of
 from casnap.format.records import CONFIG_KEY, PackId, pack_key, root_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
-from casnap.storage.log.roots import put_next_root, sealed_root
+from casnap.storage.log.roots import sealed_root
 from tests.support.cli_calls import Terminal, failure, invoke
 from tests.support.damaged import (
     FROZEN,
@@ -53,6 +53,7 @@ from tests.support.damaged import (
 )
 from tests.support.faults import CHUNK, backend_faults, elsewhere, files, in_child
 from tests.support.faulty import Call, Fault, FaultyBackend, fail
+from tests.support.written import put_next_root
 
 # --- what is saved ----------------------------------------------------------------------------
 

@@ -26,16 +26,14 @@ from casnap.format.records import pack_key
 from casnap.ranks import joining
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
-from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.lookup.index import Index
 from casnap.storage.packs.chunk_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.transaction import Transaction
 from tests.support.examples import FEW
 from tests.support.links import forget_links
 from tests.support.ranks import World
 from tests.support.reads import CountingBackend
+from tests.support.written import change_of, commit
 
 CHUNK = 256 << 10
 
@@ -127,17 +125,10 @@ class Watched(Repository):
 
 def put(open_store: Repository, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
-
-    def commit(crew: Crew) -> None:
-        transaction = Transaction(open_store, crew, codec)
-        try:
-            for raw in raws:
-                transaction.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
-            publish(transaction, lambda table, seq: {})
-        finally:
-            transaction.close()
-
-    run_shielded(commit)
+    with change_of(open_store, codec) as transaction:
+        for raw in raws:
+            transaction.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
+        commit(transaction)
 
 
 class Chunks:

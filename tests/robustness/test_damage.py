@@ -18,9 +18,6 @@ from casnap import StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
-from casnap.runtime.threads import Crew
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.transaction import Transaction
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
     KEY,
@@ -40,6 +37,7 @@ from tests.support.damaged import (
     pristine_store,  # noqa: F401 - a fixture
 )
 from tests.support.faults import CHUNK, assert_equal
+from tests.support.written import change_of, commit
 
 
 class Spy(StateDict):
@@ -372,11 +370,9 @@ def test_one_damage_to_a_small_chunk_hurts_no_snapshot(
 def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
     nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
     open_store = Store(store).open_store
-    with Crew() as crew:
-        transaction = Transaction(open_store, crew)
+    with change_of(open_store) as transaction:
         digests = [transaction.put_node(node) for node in nodes]
-        publish(transaction, lambda table, seq: {})
-        transaction.close()
+        commit(transaction)
     result = [digest for digest, _ in all_places_of(store)]
     assert [result.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
     assert [Store(store).open_store.node(digest) for digest in digests] == nodes

@@ -21,11 +21,11 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.environment import boot_id
-from casnap.storage.log.roots import put_next_root
 from casnap.storage.lookup.index_cache import MOST_FOLDERS
 from casnap.storage.packs.pack import new_id
 from tests.support.cli_calls import process
 from tests.support.faults import CHUNK, assert_holds, assert_store, in_child, take
+from tests.support.written import put_next_root
 
 WANTED = torch.arange(CHUNK // 4, dtype=torch.int32)
 """A chunk that the attacker expects the victim to take."""

@@ -15,14 +15,11 @@ from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, id_from_name, pack_key
-from casnap.runtime.threads import Crew
-from casnap.storage.log.roots import put_next_root
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.transaction import Transaction
 from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, assert_holds, content, files, in_child, take
 from tests.support.faulty import Call, Fault, FaultyBackend
 from tests.support.unavailable import EXHAUSTED
+from tests.support.written import change_of, commit, put_next_root
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]
 ALONE = FROZEN * 7 + 1
@@ -173,12 +170,10 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
     digest = record_of(path, ALONE)[0]
 
     def move(pack: bytes) -> None:
-        with Crew() as crew:
-            transaction = Transaction(store.open_store, crew)
+        with change_of(store) as transaction:
             raw = memoryview(bytearray(ALONE.numpy().tobytes()))
             transaction.new_packs.copy(digest, raw, is_node=False)
-            root = publish(transaction, lambda table, seq: {})
-            transaction.close()
+            root = commit(transaction)
         assert put_next_root(store.open_store.backend, root, condemned={PackId(pack): root.seq})
         assert store.gc(grace=0).deleted_packs
 

@@ -22,11 +22,12 @@ from casnap.format.records import (
     decode_segment,
     segment_key,
 )
-from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.log.roots import newest_root
 from casnap.storage.lookup.segment_search import search
 from casnap.storage.writing.segments import write_segments
 from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
+from tests.support.written import put_next_root
 
 RECORDS = 160_000
 

@@ -11,9 +11,10 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import Root, pack_key
-from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.log.roots import newest_root
 from casnap.storage.reading.repository import Repository
 from tests.support.remote import RemoteDouble
+from tests.support.written import put_next_root
 
 
 def state_of(tensors: int = 20, seed: int = 0) -> dict[str, StateDict]:

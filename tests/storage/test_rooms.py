@@ -19,14 +19,12 @@ from casnap.backends.remote import together
 from casnap.backends.retries import Operation, Retries
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Segment, pack_key
-from casnap.runtime.threads import Crew
 from casnap.runtime.typing import override
-from casnap.storage.log.roots import newest_root, put_next_root
+from casnap.storage.log.roots import newest_root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.commit import publish
 from casnap.storage.writing.copying import copy_verified, one_at_a_time
-from casnap.storage.writing.transaction import Transaction
 from tests.support.random_segments import put_segment
+from tests.support.written import change_of, commit, put_next_root
 
 HALF = 512 << 10
 
@@ -69,14 +67,10 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     more = put_segment(backend, records)
     assert put_next_root(backend, root, segments=(*root.segments, more)) is not None
     there = Store(tmp_path / "there").make()
-    with one_at_a_time(), Crew() as crew:
-        transaction = Transaction(there.open_store, crew)
-        try:
-            wanted = [(digest, False), (other, False)]
-            copy_verified(Repository(backend), wanted, transaction.new_packs, lambda *_: None)
-            publish(transaction, lambda table, seq: {})
-        finally:
-            transaction.close()
+    with one_at_a_time(), change_of(there) as transaction:
+        wanted = [(digest, False), (other, False)]
+        copy_verified(Repository(backend), wanted, transaction.new_packs, lambda *_: None)
+        commit(transaction)
     assert there.check(data=True).ok
     for ident in (digest, other):
         assert there.open_store.index.find(there.open_store.view(), [ident]) != [None]
@@ -86,16 +80,12 @@ def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
     """It ends where its last chunk ends: ``check`` and readers compare its length with that."""
     store = Store(tmp_path).make()
     chunk = os.urandom(1 << 20)
-    with Crew() as crew:
-        transaction = Transaction(store.open_store, crew)
-        try:
-            room = transaction.new_packs.room(2 << 20, 2)
-            assert room is not None
-            room.view[:] = chunk + bytes(range(256)) * (1 << 12)
-            room.keep([(digest_of(chunk), 0, len(chunk))])
-            publish(transaction, lambda table, seq: {})
-        finally:
-            transaction.close()
+    with change_of(store) as transaction:
+        room = transaction.new_packs.room(2 << 20, 2)
+        assert room is not None
+        room.view[:] = chunk + bytes(range(256)) * (1 << 12)
+        room.keep([(digest_of(chunk), 0, len(chunk))])
+        commit(transaction)
     report = store.check(data=True)
     assert report.ok, report.damages
 

@@ -13,11 +13,11 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.storage.log.roots import put_next_root
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.garbage import wait_for_collectors
 from tests.support.object_stores import store_in
 from tests.support.servers import Bucket
+from tests.support.written import put_next_root
 
 CHUNK = 64 << 10
 

@@ -20,9 +20,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import Row, encode, pack_key, root_key, seal, unseal
 from casnap.format.tree import Branch
 from casnap.state.stateful import StateDict
-from casnap.storage.log.roots import put_next_root
 from casnap.storage.snapshots.table import Table, change_table, snapshots_in
 from tests.support.cli_calls import document, invoke
+from tests.support.written import put_next_root
 
 CHUNK = 64 << 10
 LARGE = {"notes": "x" * 60_000, "loss": 0.5, "step": 7}

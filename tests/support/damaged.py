@@ -22,9 +22,9 @@ from casnap.maintenance.check import CheckReport
 from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.survey import Survey
-from casnap.storage.log.roots import put_next_root
 from casnap.storage.writing.segments import drop_packs
 from tests.support.faults import CHUNK
+from tests.support.written import put_next_root
 
 STEPS = {"a": 0, "b": 1, "run/c": 2}
 KEY = "state"

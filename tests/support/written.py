@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from casnap import Snapshot, Store
+from casnap.backends import Backend
+from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.entries import (
     INLINE_BYTES,
@@ -21,7 +25,7 @@ from casnap.format.entries import (
     with_payload,
 )
 from casnap.format.grid import grid_of
-from casnap.format.records import CONFIG_KEY, Row, Stats, encode
+from casnap.format.records import CONFIG_KEY, Root, Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tree import Tree, build
 from casnap.runtime.buffers import bytes_at
@@ -29,10 +33,40 @@ from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
-from casnap.storage.writing import commit
+from casnap.storage.log.roots import next_root, put_root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.commit import publish as put_change
+from casnap.storage.writing.rank_parts import OtherRanks
 from casnap.storage.writing.transaction import Transaction
 
 State = Mapping[str, Mapping[str, Any]]
+
+
+@contextmanager
+def change_of(store: Store | Repository, codec: Codec = Codec.RAW) -> Iterator[Transaction]:
+    """Give a change of a store, to be filled with chunks and nodes, and committed."""
+    open_store = store.open_store if isinstance(store, Store) else store
+    with Crew() as crew:
+        transaction = Transaction(open_store, crew, codec)
+        try:
+            yield transaction
+        finally:
+            transaction.close()
+
+
+def commit(
+    transaction: Transaction,
+    rows: Mapping[str, Row | None] | None = None,
+    others: OtherRanks | None = None,
+) -> Root:
+    """Put the root with what a change holds, and with some rows as they are."""
+    return put_change(transaction, lambda _table, _seq: dict(rows or {}), others)
+
+
+def put_next_root(backend: Backend, root: Root, **changes: Any) -> Root | None:
+    """Put the root after this one, with some fields changed; None if another took its number."""
+    new_root = next_root(backend.uri, root, os.urandom(16), **changes)
+    return new_root if put_root(backend, new_root) else None
 
 
 def write(
@@ -51,33 +85,27 @@ def write(
         own: Paths of what each rank keeps for itself; all else is global, as rank 0 holds it.
     """
     ranks = [states] if isinstance(states, Mapping) else list(states)
-    with Crew() as crew:
-        transaction = Transaction(store.open_store, crew)
-        try:
-            writer = _Writer(store, transaction)
-            top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
-            for rank, state in enumerate(ranks):
-                for key, value in state.items():
-                    leaves = list(flatten(value, key))
-                    mine = [leaf for leaf in leaves if leaf.path in own]
-                    if mine:
-                        top.ranks[str(rank)][key] = writer.tree(key, mine)
-                    if rank == 0 and len(mine) < len(leaves):
-                        others = [leaf for leaf in leaves if leaf.path not in own]
-                        top.shared[key] = writer.tree(key, others)
-            writer.finish()
-            digest = transaction.put_node(encode(top))
+    with change_of(store) as transaction:
+        writer = _Writer(store, transaction)
+        top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
+        for rank, state in enumerate(ranks):
+            for key, value in state.items():
+                leaves = list(flatten(value, key))
+                mine = [leaf for leaf in leaves if leaf.path in own]
+                if mine:
+                    top.ranks[str(rank)][key] = writer.tree(key, mine)
+                if rank == 0 and len(mine) < len(leaves):
+                    others = [leaf for leaf in leaves if leaf.path not in own]
+                    top.shared[key] = writer.tree(key, others)
+        writer.finish()
+        digest = transaction.put_node(encode(top))
 
-            def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
-                stats = Stats(
-                    writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1
-                )
-                ref = transaction.ref(digest)
-                return {name: Row(transaction.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
+        def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
+            stats = Stats(writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1)
+            ref = transaction.ref(digest)
+            return {name: Row(transaction.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
 
-            commit.publish(transaction, change)
-        finally:
-            transaction.close()
+        put_change(transaction, change)
     return store[name]
 
 
@@ -125,12 +153,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 def publish(store: Store, rows: dict[str, Row]) -> None:
     """Put rows into the table as they are."""
-    with Crew() as crew:
-        transaction = Transaction(store.open_store, crew)
-        try:
-            commit.publish(transaction, lambda _table, _seq: dict(rows))
-        finally:
-            transaction.close()
+    with change_of(store) as transaction:
+        commit(transaction, rows)
 
 
 def configure(path: Path, **changes: Any) -> None:

@@ -12,12 +12,11 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
-from casnap.runtime.threads import Crew
 from casnap.storage.lookup.index import Index
-from casnap.storage.writing.commit import publish
 from casnap.storage.writing.rank_parts import OtherRanks, finish_rank_part
 from casnap.storage.writing.transaction import Transaction
 from tests.support.faults import CHUNK
+from tests.support.written import change_of, commit
 
 pytestmark = pytest.mark.usefixtures("unannounced")
 KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)
@@ -39,8 +38,7 @@ def store(tmp_path: Path) -> Store:
 @contextmanager
 def writer(store: Store) -> Iterator[tuple[Transaction, Callable[[], None]]]:
     """Give a transaction that relies on the chunk, and what has it copied, and its pack deleted."""
-    with Crew() as crew:
-        transaction = Transaction(Store(store.uri).open_store, crew)
+    with change_of(Store(store.uri)) as transaction:
         chunks = transaction.chunk_writer()
         chunks.store([memoryview(bytearray(KEPT.numpy().tobytes()))])
         chunks.finish()
@@ -49,10 +47,7 @@ def writer(store: Store) -> Iterator[tuple[Transaction, Callable[[], None]]]:
             store.delete("full")
             assert Store(store.uri).gc(grace=0).repacked_packs
 
-        try:
-            yield transaction, repack
-        finally:
-            transaction.close()
+        yield transaction, repack
 
 
 def assert_whole(store: Store) -> None:
@@ -65,7 +60,7 @@ def assert_whole(store: Store) -> None:
 def test_copies_are_relied_on(store: Store) -> None:
     with writer(store) as (transaction, repack):
         repack()
-        publish(transaction, lambda table, seq: {})
+        commit(transaction)
     assert_whole(store)
 
 
@@ -75,7 +70,7 @@ def test_what_is_nowhere_any_more(store: Store) -> None:
         store.delete("kept")
         store.gc(grace=0)
         with pytest.raises(FencedError, match="grace"):
-            publish(transaction, lambda table, seq: {})
+            commit(transaction)
 
 
 def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +90,12 @@ def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(Index, "find", fail)
         with pytest.raises(FencedError):
-            publish(transaction, lambda table, seq: {})
+            commit(transaction)
 
 
 def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
     """Asked to move, a rank looks at a newer root than the one that rank 0 is about to follow."""
-    with writer(store) as (transaction, repack), Crew() as crew:
+    with writer(store) as (transaction, repack), change_of(store) as leader:
         handover = finish_rank_part(transaction, 2)
         store.take({"s": StateDict(x=torch.randn(CHUNK))}, "scratch")
         store.delete("scratch")
@@ -113,8 +108,6 @@ def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
                 repack()
             return [finish_rank_part(transaction, 2, seq)]
 
-        leader = Transaction(store.open_store, crew)
-        publish(leader, lambda table, seq: {}, OtherRanks([handover], move))  # type: ignore[arg-type]
-        leader.close()
+        commit(leader, others=OtherRanks([handover], move))  # type: ignore[arg-type]
         assert asked
     assert_whole(store)

@@ -25,7 +25,6 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import NodeRef, UnfinishedCopy, pack_key, root_key
-from casnap.storage.log.roots import put_next_root
 from casnap.storage.writing.copying import ChunkBuffer
 from casnap.transfer import delta_sends
 from casnap.transfer.copy import copy_snapshots
@@ -42,7 +41,7 @@ from tests.support.copies import (
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take
 from tests.support.mounts import as_nobody
 from tests.support.remote import RemoteDouble
-from tests.support.written import configure
+from tests.support.written import configure, put_next_root
 
 
 @pytest.fixture
