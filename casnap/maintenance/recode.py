@@ -17,7 +17,6 @@ from casnap.format.digest import Digest
 from casnap.format.records import Root, Row, SegmentRef
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import Crew
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, snapshot_before
@@ -26,9 +25,8 @@ from casnap.storage.snapshots.references import MANIFEST, is_node, walk
 from casnap.storage.snapshots.runs import folders_of
 from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.storage.writing.chunk_forms import ChunkForms
-from casnap.storage.writing.commit import publish
 from casnap.storage.writing.copying import ChunkBuffer, one_at_a_time
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 RECODED = "recoded"
 """The note of a snapshot whose chunks were recoded."""
@@ -126,32 +124,25 @@ class _Recoder:
         groups = batches(pairs, lambda pair: pair.nbytes, _GROUP_BYTES)
         is_last = False
         while not is_last:
-            with one_at_a_time(), Crew() as crew:
-                transaction = Transaction(self._store, crew)
-                try:
-                    is_last = self._recode_some(transaction, groups)
-                    self._publish(transaction, contents, is_last=is_last)
-                except BaseException as e:
-                    crew.fail(e)
-                    raise
-                finally:
-                    transaction.close()
+            with one_at_a_time(), Session(self._store) as session:
+                is_last = self._recode_some(session, groups)
+                self._publish(session, contents, is_last=is_last)
 
-    def _publish(self, transaction: Transaction, contents: Contents, *, is_last: bool) -> None:
+    def _publish(self, session: Session, contents: Contents, *, is_last: bool) -> None:
         def change(table: Table, _seq: int) -> dict[str, Row | None]:
             row = table.get(contents.name)
             if not is_last or row is None or row.commit != contents.row.commit:
                 return {}
             return {contents.name: row.with_notes({RECODED: True})}
 
-        publish(transaction, change)
+        session.commit(change)
 
-    def _recode_some(self, transaction: Transaction, groups: Iterator[list[CellPair]]) -> bool:
+    def _recode_some(self, session: Session, groups: Iterator[list[CellPair]]) -> bool:
         """Recode some chunks, into new packs; return whether they were the last ones."""
         self._store.read_at_newest(self._learn_bases)
         nbytes = 0
         for group in groups:
-            nbytes += self._recode_group(transaction, group)
+            nbytes += self._recode_group(session, group)
             if nbytes >= _COMMIT_BYTES:
                 return False
         return True
@@ -162,13 +153,13 @@ class _Recoder:
             self._bases.update(self._store.index.bases_in(ref))
         self._with_bases = segments
 
-    def _recode_group(self, transaction: Transaction, group: list[CellPair]) -> int:
+    def _recode_group(self, session: Session, group: list[CellPair]) -> int:
         """Recode some chunks; return how many bytes were read."""
-        transaction.renew_announcement()
-        sizes = {pair.digest: self._stored_bytes(transaction.base, pair.digest) for pair in group}
+        session.renew_announcement()
+        sizes = {pair.digest: self._stored_bytes(session.base, pair.digest) for pair in group}
         todo = [pair for pair in group if sizes[pair.digest]]
         bases = list(dict.fromkeys(pair.base for pair in todo if pair.base is not None))
-        places = transaction.reused.reuse(bases) if bases else []
+        places = session.rely_on(bases) if bases else []
         usable = {base for base, place in zip(bases, places, strict=True) if place is not None}
         chunks = dict.fromkeys([*(pair.digest for pair in todo), *usable])
         self._buffer.clear()
@@ -176,9 +167,9 @@ class _Recoder:
         for digest, base, nbytes in todo:
             # The chains that end in a chunk must not become longer.
             base_raw = None if base is None or digest in self._bases else raws.get(base)
-            form = self._forms.choose(transaction.base, digest, raws[digest], base, base_raw)
+            form = self._forms.choose(session.base, digest, raws[digest], base, base_raw)
             if form is not None and len(form.content) < _WORTH * sizes[digest]:
-                self._forms.write(transaction.new_packs, digest, nbytes, form)
+                self._forms.write(session.new_packs, digest, nbytes, form)
                 if form.base is not None:
                     self._bases.add(form.base)
                 self._recoding.chunks += 1

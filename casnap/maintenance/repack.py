@@ -12,12 +12,10 @@ from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.recent_marks import RecentMarks
 from casnap.runtime.batches import batches
-from casnap.runtime.threads import Crew
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.commit import publish
 from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
 _BATCH_BYTES = 1 << 30
@@ -98,16 +96,16 @@ def _proven_elsewhere(
     return proven
 
 
-def _can_stand_on(transaction: Transaction, digest: Digest, base: Digest) -> bool:
+def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
     """Rely on the base of a delta, unless that stands on the same chunk or is nowhere.
 
     Of several deltas of a chunk, the one that was read may be another than that of which another
     collector has found the end.
     """
-    chain = transaction.store.index.newest_chain(transaction.base, base)
+    chain = session.store.index.newest_chain(session.base, base)
     if not chain or digest in dict(chain):
         return False
-    return transaction.reused.reuse([base])[0] is not None
+    return session.rely_on([base])[0] is not None
 
 
 def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
@@ -119,30 +117,21 @@ def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dic
 
     chunks = [digest for digest, is_node in to_copy.items() if not is_node]
     codec = codec_among(store.index.find(store.view(), chunks))
-    with one_at_a_time(), Crew() as crew:
-        transaction = Transaction(store, crew, codec)
+    with one_at_a_time(), Session(store, codec=codec) as session:
         try:
-            try:
-                copy_verified(
-                    store,
-                    to_copy.items(),
-                    transaction.new_packs,
-                    count,
-                    keeps_delta=partial(_can_stand_on, transaction),
-                )
-            except (DamagedError, UnsupportedFormatError) as e:
-                if isinstance(e, DamagedError) and store.newest() != transaction.base.root:
-                    # Another collector has moved the chunks, so this one must mark again.
-                    raise
-                _log.warning(
-                    "some of what a pack holds cannot be copied out of it, so it stays: %s", e
-                )
-            if sizes:
-                publish(transaction, lambda table, seq: {})
-            records = transaction.new_packs.segment().records
-            return {digest: PackId(place.pack) for digest, place in records}
-        except BaseException as e:
-            crew.fail(e)
-            raise
-        finally:
-            transaction.close()
+            copy_verified(
+                store,
+                to_copy.items(),
+                session.new_packs,
+                count,
+                keeps_delta=partial(_can_stand_on, session),
+            )
+        except (DamagedError, UnsupportedFormatError) as e:
+            if isinstance(e, DamagedError) and store.newest() != session.base.root:
+                # Another collector has moved the chunks, so this one must mark again.
+                raise
+            _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
+        if sizes:
+            session.commit(lambda table, seq: {})
+        records = session.new_packs.segment().records
+        return {digest: PackId(place.pack) for digest, place in records}

@@ -22,7 +22,7 @@ from casnap.storage.snapshots.retention import Retention, RetentionChange
 from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here, origin_of, run_of
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.transfer.copy_jobs import Placement, PlacementError
 
 
@@ -121,7 +121,7 @@ class Succession:
         return {v.name: rows[v.name] for v in verdicts if not v.kept}
 
     def thin(
-        self, table: Table, gone_rows: Mapping[str, Row], row: Row, transaction: Transaction
+        self, table: Table, gone_rows: Mapping[str, Row], row: Row, session: Session
     ) -> dict[str, Row]:
         """Return the new rows of the copies of the run that the retention thins."""
         rules = None if self.retention is None else self.retention.thin
@@ -129,4 +129,4 @@ class Succession:
             return {}
         rows = {n: copy for n, copy in copies_in(table, self.run).items() if n not in gone_rows}
         rows[self.new_name] = row
-        return thin_run(self.destination, rows.items(), rules, transaction, self.new_name)
+        return thin_run(self.destination, rows.items(), rules, session, self.new_name)

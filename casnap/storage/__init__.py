@@ -10,5 +10,5 @@ Its rooms, each above those before it:
 - ``snapshots``: the table of snapshots, what each holds, and which of them stay.
 
 Imports ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
-``writing/commit.py``.
+``writing/session.py``.
 """

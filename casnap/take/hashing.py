@@ -10,7 +10,7 @@ from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.packs.pack import Raw, SelectNew
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 
@@ -38,23 +38,21 @@ class Hasher:
 
     Args:
         state: The state that the pieces are of.
-        transaction: Where new chunks are stored.
+        session: Where new chunks are stored.
         progress: Told how many bytes are done.
 
     Attributes:
         digests: What was hashed so far.
     """
 
-    def __init__(
-        self, state: CapturedState, transaction: Transaction, progress: Progress | None
-    ) -> None:
+    def __init__(self, state: CapturedState, session: Session, progress: Progress | None) -> None:
         self.digests = Digests(
             {i: bytearray(DIGEST_SIZE * g.count) for i, g in state.grids.items() if g.count > 1},
             {},
             {i: {} for i in state.assigned},
         )
         self._state = state
-        self._transaction = transaction
+        self._session = session
         self._counter = (
             None
             if progress is None
@@ -76,7 +74,7 @@ class Hasher:
             batches: The pieces.
             divide_new: Returns which of some new chunks this rank is to write; None for all.
         """
-        writer = self._transaction.chunk_writer(divide_new)
+        writer = self._session.writer(divide_new)
         try:
             for batch in batches:
                 try:

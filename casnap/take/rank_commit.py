@@ -25,10 +25,9 @@ from casnap.storage.snapshots.retention import RetentionChange, unknown_metrics
 from casnap.storage.snapshots.runs import rows_of_run
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.rank_parts import OtherRanks, RankPart, finish_rank_part
+from casnap.storage.writing.rank_parts import OtherRanks, RankPart
 from casnap.storage.writing.reused_packs import COLLECTED
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions, check_take
 from casnap.take.unchanged import note_weights
@@ -87,7 +86,7 @@ class TakeCommit:
     started: float
     notes: Mapping[str, Any]
 
-    def lead(self, transaction: Transaction, summary: ManifestSummary) -> TakeResult:
+    def lead(self, session: Session, summary: ManifestSummary) -> TakeResult:
         """On rank 0, commit the snapshot with all that the ranks wrote.
 
         Raises:
@@ -95,7 +94,7 @@ class TakeCommit:
             RankError: Another rank failed, died or hangs.
         """
         comm = self.comm
-        comm.broadcast(transaction.commit_id)
+        comm.broadcast(session.commit_id)
 
         def move(seq: int) -> list[RankPart]:
             comm.broadcast_message(_Instruction(move=seq), _Instruction)
@@ -104,9 +103,9 @@ class TakeCommit:
         try:
             others = OtherRanks(self._rank_parts(), move, comm.check_not_abandoned)
             self._check_written(others)
-            result = self._put_root(transaction, summary, others)
+            result = self._put_root(session, summary, others)
         except Exception as e:
-            if not comm.ended and not transaction.may_be_referenced:
+            if not comm.ended and not session.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
             raise
         if self.options.warn_unchanged:
@@ -158,10 +157,10 @@ class TakeCommit:
             )
 
     def _put_root(
-        self, transaction: Transaction, summary: ManifestSummary, others: OtherRanks
+        self, session: Session, summary: ManifestSummary, others: OtherRanks
     ) -> TakeResult:
         """Put the root, which prunes the run too, and see to the markers."""
-        digest = transaction.put_node(encode(summary.manifest))
+        digest = session.put_node(encode(summary.manifest))
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
         released: dict[str, Row] = {}
@@ -172,10 +171,10 @@ class TakeCommit:
             check_take(table, self.name, options, uri)
             replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
-            new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
+            new_bytes = session.new_packs.stored_bytes + others.new_bytes
             row = Row(
-                commit=transaction.commit_id,
-                manifest=transaction.ref(digest),
+                commit=session.commit_id,
+                manifest=session.ref(digest),
                 seq=seq,
                 time=time.time(),
                 world_size=self.comm.size,
@@ -188,16 +187,16 @@ class TakeCommit:
             if replaced_row is not None:
                 released[self.name] = replaced_row
             dropped_rows = dict(released)
-            thinned = self._thinned(table, row, released, transaction)
+            thinned = self._thinned(table, row, released, session)
             released.update({n: r for n in thinned if (r := table.get(n)) is not None})
             return {**dict.fromkeys(dropped_rows), **thinned, self.name: row}
 
-        publish(transaction, change, others)
+        session.commit(change, others)
         assert row is not None
         options.hooks.on_release(list(released.values()))
         options.hooks.on_commit()
         replace_markers(self.store, self.name, row, dropped_rows)
-        requests = dict(transaction.requests + others.requests)
+        requests = dict(session.requests + others.requests)
         return TakeResult(row, requests, options.hooks.count_freed())
 
     def _unkept(self, table: Table, row: Row) -> dict[str, Row]:
@@ -234,7 +233,7 @@ class TakeCommit:
         return {verdict.name: verdict.row for verdict in verdicts if not verdict.kept}
 
     def _thinned(
-        self, table: Table, row: Row, dropped_rows: Mapping[str, Row], transaction: Transaction
+        self, table: Table, row: Row, dropped_rows: Mapping[str, Row], session: Session
     ) -> dict[str, Row]:
         """Return the new rows of the snapshots of the run that this one thins."""
         rules = None if self.options.retention is None else self.options.retention.thin
@@ -243,25 +242,25 @@ class TakeCommit:
         run = folder_of(self.name)
         rows = rows_of_run(table, run)
         rows = {n: r for n, r in rows.items() if n not in dropped_rows} | {self.name: row}
-        return thin_run(self.store, rows.items(), rules, transaction, self.name)
+        return thin_run(self.store, rows.items(), rules, session, self.name)
 
     # --- the other ranks ---
 
-    def follow(self, transaction: Transaction) -> TakeResult:
+    def follow(self, session: Session) -> TakeResult:
         """Hand over what this rank wrote, and do what rank 0 says until it has committed.
 
         Raises:
             RankError: Another rank failed, died or hangs.
         """
         commit = bytes(self.comm.broadcast())
-        part = self._finish(transaction)
+        part = self._finish(session)
         try:
             while True:
                 self.comm.gather_messages(part, RankPart)
                 instruction = self.comm.broadcast_message(None, _Instruction)
                 if instruction.move is None:
                     break
-                part = self._finish(transaction, instruction.move)
+                part = self._finish(session, instruction.move)
         except RankError as e:
             has_ended = 0 not in e.ranks and self.comm.await_end(0)
             row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
@@ -275,14 +274,14 @@ class TakeCommit:
                 e.ranks,
             ) from e
         if instruction.error is not None:
-            transaction.may_be_referenced = False
+            session.withdraw()
             raise error_of_ranks(self.comm.operation, {0: instruction.error})
         assert instruction.result is not None
         return instruction.result
 
-    def _finish(self, transaction: Transaction, seq: int = 0) -> RankPart:
+    def _finish(self, session: Session, seq: int = 0) -> RankPart:
         """Return what this rank hands over; if some of it is gone, a part that says so."""
         try:
-            return finish_rank_part(transaction, self.comm.size, seq)
+            return session.part(self.comm.size, seq)
         except FencedError as e:
             return RankPart(b"", 0, 0, fenced=str(e))

@@ -19,7 +19,7 @@ from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import checked_metadata
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.take import pending as background
 from casnap.take.attempts import unclear_commits
 from casnap.take.capture import StateSource
@@ -249,17 +249,16 @@ class _Take:
 
     def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options
-        transaction = Transaction(
+        with Session(
             self._open_store,
             crew,
             self._codec,
             self._requests_before,
             self._base_root,
             puts_root=comm.rank == 0,
-        )
-        try:
+        ) as session:
             comm.enter_phase("hashing and writing")
-            hasher = Hasher(self.state, transaction, options.progress)
+            hasher = Hasher(self.state, session, options.progress)
             if self._division.is_single_process:
                 hasher.hash_all(batches, crew)
             else:
@@ -267,19 +266,16 @@ class _Take:
             comm.enter_phase("assembling the manifest")
             with python_gc_paused():
                 summary = build_manifest(
-                    comm, self.state, self._division, hasher.digests, transaction.put_node
+                    comm, self.state, self._division, hasher.digests, session.put_node
                 )
             comm.enter_phase("committing")
             commit = TakeCommit(
                 self._open_store, self._name, options, comm, self._started, self._notes
             )
             if summary is None:
-                return commit.follow(transaction)
-            return commit.lead(transaction, summary)
-        except BaseException as e:
-            crew.fail(e)
-            raise
-        finally:
-            transaction.close()
-            if comm.rank == 0 and transaction.may_be_referenced:
-                unclear_commits.add(transaction.commit_id)
+                return commit.follow(session)
+            try:
+                return commit.lead(session, summary)
+            finally:
+                if session.may_be_referenced:
+                    unclear_commits.add(session.commit_id)

@@ -11,7 +11,7 @@ from casnap.format.records import Row
 from casnap.storage.snapshots.runs import rows_of_run, run_of
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.hooks import CommitHooks
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
@@ -47,7 +47,7 @@ class CopyJob(NamedTuple):
             raises :class:`PlacementError` to give up.
         prune: Given the table, what the snapshot replaces, and its new row, returns what else goes
             in the same commit.
-        thin: Given the same, with what goes as well, and the transaction, returns the new rows of
+        thin: Given the same, with what goes as well, and the session, returns the new rows of
             the snapshots that are thinned in the same commit.
     """
 
@@ -57,7 +57,7 @@ class CopyJob(NamedTuple):
     replaces: frozenset[bytes] = frozenset()
     place: Callable[[Table, int], Placement] | None = None
     prune: Callable[[Table, Mapping[str, Row], Row], Mapping[str, Row]] | None = None
-    thin: Callable[[Table, Mapping[str, Row], Row, Transaction], Mapping[str, Row]] | None = None
+    thin: Callable[[Table, Mapping[str, Row], Row, Session], Mapping[str, Row]] | None = None
 
     def placement(self, table: Table, seq: int) -> Placement:
         """Return how it is placed in a table, for the root of a number."""

@@ -18,7 +18,7 @@ from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.chunk_forms import ChunkForms, Form
 from casnap.storage.writing.copying import ChunkBuffer
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.transfer.copy_jobs import CopyJob
 
 # So many bytes of chunks are held by a thread while they are encoded, and as many of their bases:
@@ -65,11 +65,11 @@ class DeltaSender:
             # The one before may have been collected meanwhile. If this one is damaged, that shows.
             return {}
 
-    def send(self, transaction: Transaction, sizes: Mapping[Digest, int], report: Report) -> None:
-        """Write some chunks into the new packs of a transaction.
+    def send(self, session: Session, sizes: Mapping[Digest, int], report: Report) -> None:
+        """Write some chunks into the new packs of a session.
 
         Args:
-            transaction: The transaction.
+            session: The session.
             sizes: The raw length of each chunk.
             report: Called after each, from any thread.
 
@@ -77,9 +77,9 @@ class DeltaSender:
             DamagedError: Some are nowhere whole in the source.
             BackendError: Some cannot be read, and may be whole.
         """
-        bases = self._usable_bases(transaction, sizes)
+        bases = self._usable_bases(session, sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
-        send = partial(self._send_some, transaction, bases, report)
+        send = partial(self._send_some, session, bases, report)
         # A copy in the background leaves most cores to the training that it runs beside.
         threads = max(1, cores() // 4) if works_in_background() else cores()
         few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
@@ -88,7 +88,7 @@ class DeltaSender:
 
     def _send_some(
         self,
-        transaction: Transaction,
+        session: Session,
         bases: Mapping[Digest, Digest],
         report: Report,
         digests: list[Digest],
@@ -98,21 +98,19 @@ class DeltaSender:
         for digest in digests:
             raw, base = raws[digest], bases.get(digest)
             base_raw = None if base is None else raws.get(base)
-            form = self._forms.choose(transaction.base, digest, raw, base, base_raw)
+            form = self._forms.choose(session.base, digest, raw, base, base_raw)
             self._forms.write(
-                transaction.new_packs, digest, len(raw), form or Form(raw, Codec.RAW, None)
+                session.new_packs, digest, len(raw), form or Form(raw, Codec.RAW, None)
             )
             report(digest, len(raw))
         buffer.clear()
         self._buffers.append(buffer)
 
-    def _usable_bases(
-        self, transaction: Transaction, digests: Iterable[Digest]
-    ) -> dict[Digest, Digest]:
+    def _usable_bases(self, session: Session, digests: Iterable[Digest]) -> dict[Digest, Digest]:
         """Return the candidates that the destination has, which it then keeps."""
         bases = {d: base for d in digests if (base := self._bases.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
-        places = transaction.reused.reuse(candidates) if candidates else []
+        places = session.rely_on(candidates) if candidates else []
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 

@@ -22,10 +22,9 @@ from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.references import digest_in
 from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
-from casnap.storage.writing.commit import Change, publish
 from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
 from casnap.transfer.delta_sends import DeltaSender
@@ -59,10 +58,6 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
     return placement
 
 
-class _CopiedMeanwhileError(Exception):
-    """Ends a part of a snapshot that another process has copied."""
-
-
 class SnapshotCopy:
     """The copying of one snapshot.
 
@@ -93,6 +88,8 @@ class SnapshotCopy:
         self._looks_again = False
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
+        # Its row, once it is committed, and those of the snapshots that go with that.
+        self._row: Row | None = None
         self._gone: dict[str, Row] = {}
         self._sender: DeltaSender | None = None
 
@@ -172,39 +169,29 @@ class SnapshotCopy:
         Raises:
             FencedError: A collector has deleted what this has written or relied on.
         """
-        try:
-            while (row := run_shielded(partial(self._part, destination))) is None:
-                continue
-        except _CopiedMeanwhileError:
+        while not run_shielded(partial(self._part, destination)):
+            continue
+        if self._row is None:
             return False
-        replace_markers(destination, self._job.new_name, row, self._gone)
+        replace_markers(destination, self._job.new_name, self._row, self._gone)
         self._options.hooks.on_release(list(self._gone.values()))
         self._options.hooks.on_commit()
         return True
 
-    def _part(self, destination: Repository, crew: Crew) -> Row | None:
-        """Send a part, and commit it; return the row of the snapshot if that completes it."""
-        with one_at_a_time():
-            transaction = Transaction(destination, crew)
-            try:
-                planned, is_last = self._plan(transaction.reused.reuse)
-                sizes = self._send(transaction, planned, crew)
-                if len(sizes) < len(planned):  # its time is over
-                    remaining = planned.keys() - {digest for digest, _ in sizes}
-                    self._pending = chain(filter(remaining.__contains__, planned), self._pending)
-                elif is_last:
-                    return self._finish(transaction, len(sizes))
-                self._keep(transaction, sizes)
-            except BaseException as e:
-                crew.fail(e)
-                raise
-            finally:
-                transaction.close()
-        return None
+    def _part(self, destination: Repository, crew: Crew) -> bool:
+        """Send a part, and commit it; return whether the destination has the snapshot then."""
+        with one_at_a_time(), Session(destination, crew) as session:
+            planned, is_last = self._plan(session.rely_on)
+            sizes = self._send(session, planned, crew)
+            if len(sizes) < len(planned):  # its time is over
+                remaining = planned.keys() - {digest for digest, _ in sizes}
+                self._pending = chain(filter(remaining.__contains__, planned), self._pending)
+            elif is_last:
+                self._finish(session, len(sizes))
+                return True
+            return not self._keep(session, sizes)
 
-    def _send(
-        self, transaction: Transaction, planned: Planned, crew: Crew
-    ) -> list[tuple[Digest, int]]:
+    def _send(self, session: Session, planned: Planned, crew: Crew) -> list[tuple[Digest, int]]:
         """Copy chunks into new packs, until the part's time is over.
 
         Returns:
@@ -218,14 +205,14 @@ class SnapshotCopy:
                 raise crew.error
             sizes.append((digest, nbytes))
             self._tally.bytes.add(nbytes)
-            transaction.renew_announcement()
+            session.renew_announcement()
 
-        destination = transaction.store
+        destination = session.store
         sends_small = compresses_copies(
-            transaction.base.root, destination.backend, gets_all=self._options.gets_all
+            session.base.root, destination.backend, gets_all=self._options.gets_all
         )
         # A store that compresses compresses all; another one takes chunks as they are.
-        transaction.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))
+        session.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))
         if sends_small and self._sender is None:
             self._sender = DeltaSender(self._source, destination, self._job)
 
@@ -238,109 +225,105 @@ class SnapshotCopy:
             if self._sender is not None:
                 places = {digest: planned[digest] for digest in digests}
                 raw_sizes = {d: place.raw_size if place else 0 for d, place in places.items()}
-                self._sender.send(transaction, raw_sizes, note)
+                self._sender.send(session, raw_sizes, note)
             else:
                 chunks = ((digest, False) for digest in digests)
-                copy_verified(self._source, chunks, transaction.new_packs, note)
+                copy_verified(self._source, chunks, session.new_packs, note)
             if time.monotonic() >= ends:
                 break
         return sizes
 
-    def _keep(self, transaction: Transaction, sizes: list[tuple[Digest, int]]) -> None:
-        """Commit what was sent, so that no collector deletes it."""
-        parts = unfinished.put_part(transaction, sizes)
+    def _keep(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
+        """Commit what was sent, so that no collector deletes it; False as of :meth:`_commit`."""
+        parts = unfinished.put_part(session, sizes)
 
-        def change(table: Table, seq: int) -> dict[str, Row | None]:
-            self._placement(transaction, table, seq)
-            return {}
+        def update_root(root: Root) -> Root:
+            return unfinished.with_parts(session, root, self._job, parts)
 
-        self._publish(
-            transaction,
-            change,
-            len(sizes),
-            lambda root: unfinished.with_parts(transaction, root, self._job, parts),
-        )
+        if not self._commit(session, lambda *_: {}, len(sizes), update_root):
+            return False
         self._parts |= parts
+        return True
 
-    def _finish(self, transaction: Transaction, chunks: int) -> Row:
+    def _finish(self, session: Session, chunks: int) -> None:
         """Write the tree, and commit the snapshot."""
-        nodes = self._put_nodes(transaction)
+        nodes = self._put_nodes(session)
         job = self._job
         contents = Contents(self._source, job.name, job.row)
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
-        new_rows: list[Row] = []
+        row = job.row
         notes = self._options.hooks.notes(job.new_name)
 
-        def change(table: Table, seq: int) -> dict[str, Row | None]:
-            placement = self._placement(transaction, table, seq)
+        def change(table: Table, seq: int, placement: Placement) -> dict[str, Row | None]:
+            nonlocal row
             stats = msgspec.structs.replace(
                 job.row.stats,
-                new_bytes=self._new_bytes + transaction.new_packs.stored_bytes,
+                new_bytes=self._new_bytes + session.new_packs.stored_bytes,
             )
-            new_rows.append(
-                msgspec.structs.replace(
-                    job.row.of_this_version(),
-                    manifest=transaction.ref(Digest(job.row.manifest.digest)),
-                    seq=seq,
-                    stats=stats,
-                    metadata=metadata,
-                    metadata_node=b"",
-                    tags=tuple(sorted({*job.row.tags, *placement.tags})),
-                    notes=dict(sorted({**notes, **placement.notes}.items())),
-                )
+            row = msgspec.structs.replace(
+                job.row.of_this_version(),
+                manifest=session.ref(Digest(job.row.manifest.digest)),
+                seq=seq,
+                stats=stats,
+                metadata=metadata,
+                metadata_node=b"",
+                tags=tuple(sorted({*job.row.tags, *placement.tags})),
+                notes=dict(sorted({**notes, **placement.notes}.items())),
             )
             self._gone = dict(placement.replaced)
             if job.prune is not None:
-                self._gone |= job.prune(table, placement.replaced, new_rows[-1])
+                self._gone |= job.prune(table, placement.replaced, row)
             changes: dict[str, Row | None] = dict.fromkeys(self._gone)
             if job.thin is not None:
-                changes |= job.thin(table, self._gone, new_rows[-1], transaction)
-            changes[job.new_name] = new_rows[-1]
+                changes |= job.thin(table, self._gone, row, session)
+            changes[job.new_name] = row
             return changes
 
         def update_root(root: Root) -> Root:
-            self._check_kept(transaction.store, root)
+            self._check_kept(session.store, root)
             return unfinished.without(root, job)
 
-        self._publish(transaction, change, chunks + nodes, update_root)
-        return new_rows[-1]
+        if self._commit(session, change, chunks + nodes, update_root):
+            self._row = row
 
-    def _put_nodes(self, transaction: Transaction) -> int:
+    def _put_nodes(self, session: Session) -> int:
         """Write the nodes that the destination lacks; return how many."""
         count = 0
         # The manifest last, as a take writes it.
         for digests in _batches([digest_in(node) for node in reversed(self._tree.nodes)]):
             lacking = []
-            for digest, place in zip(digests, transaction.reused.reuse(digests), strict=True):
+            for digest, place in zip(digests, session.rely_on(digests), strict=True):
                 if place is None:
                     lacking.append(digest)
                 else:
                     self._tally.count_present(place)
             self._source.cache_nodes(lacking)
-            claimed = transaction.new_packs.claim(lacking, [True] * len(lacking))
+            claimed = session.new_packs.claim(lacking, [True] * len(lacking))
             for digest, is_mine in zip(lacking, claimed, strict=True):
                 if is_mine:
-                    transaction.new_packs.add_node(digest, self._source.node(digest))
+                    session.new_packs.add_node(digest, self._source.node(digest))
                     count += 1
         return count
 
-    def _publish(
+    def _commit(
         self,
-        transaction: Transaction,
-        change: Change,
+        session: Session,
+        change: Callable[[Table, int, Placement], dict[str, Row | None]],
         chunks: int,
         update_root: Callable[[Root], Root],
-    ) -> None:
-        publish(transaction, change, update_root=update_root)
-        self._new_bytes += transaction.new_packs.stored_bytes
-        self._tally.count_sent(chunks, transaction.new_packs.stored_bytes)
+    ) -> bool:
+        """Commit what was sent; return False if another process has copied the snapshot meanwhile."""
 
-    def _placement(self, transaction: Transaction, table: Table, seq: int) -> Placement:
-        placement = placement_in(table, self._job, transaction.store.backend, seq)
-        if placement is None:
-            raise _CopiedMeanwhileError
-        return placement
+        def placed(table: Table, seq: int) -> dict[str, Row | None] | None:
+            placement = placement_in(table, self._job, session.store.backend, seq)
+            return None if placement is None else change(table, seq, placement)
+
+        if session.commit(placed, update_root=update_root) is None:
+            return False
+        self._new_bytes += session.new_packs.stored_bytes
+        self._tally.count_sent(chunks, session.new_packs.stored_bytes)
+        return True
 
     def _check_kept(self, store: Repository, root: Root) -> None:
         """Check that a root still refers to what this does not rely on by itself.

@@ -15,15 +15,15 @@ from casnap.format.entries import KnownEntry, Manifest, Payload, ValueEntry
 from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode_kept, encode
 from casnap.format.tree import build
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 from casnap.transfer.copy_jobs import CopyJob
 
 
-def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
+def put_part(session: Session, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
     """Store the tree that refers to some chunks.
 
     Args:
-        transaction: The one that wrote them.
+        session: The one that wrote them.
         sizes: Digest and raw length of each.
 
     Returns:
@@ -33,7 +33,7 @@ def put_part(transaction: Transaction, sizes: list[tuple[Digest, int]]) -> dict[
         f"/{number}": ValueEntry(Payload(nbytes, b"", digest), "bytes")
         for number, (digest, nbytes) in enumerate(sizes)
     }
-    return {transaction.commit_id.hex(): build(entries, transaction.put_node)}
+    return {session.commit_id.hex(): build(entries, session.put_node)}
 
 
 def parts_of(store: Repository, root: Root, job: CopyJob) -> dict[str, bytes]:
@@ -45,10 +45,10 @@ def parts_of(store: Repository, root: Root, job: CopyJob) -> dict[str, bytes]:
     return decode_kept(node, Manifest, "the manifest of an unfinished copy").shared
 
 
-def with_parts(transaction: Transaction, root: Root, job: CopyJob, parts: dict[str, bytes]) -> Root:
+def with_parts(session: Session, root: Root, job: CopyJob, parts: dict[str, bytes]) -> Root:
     """Return a root that refers to some more parts of a snapshot."""
-    every = {**parts_of(transaction.store, root, job), **parts}
-    manifest = transaction.put_table_node(encode(Manifest(every, {"0": {}})))
+    every = {**parts_of(session.store, root, job), **parts}
+    manifest = session.put_table_node(encode(Manifest(every, {"0": {}})))
     copy = UnfinishedCopy(NodeRef(manifest, None), time.time())
     return msgspec.structs.replace(root, copies={**root.copies, job.row.commit: copy})
 

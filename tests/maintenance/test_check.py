@@ -207,9 +207,9 @@ def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
     opened = Store(store).make()
     digest, place = record_of(store, FROZEN)
 
-    with change_of(opened) as transaction:
-        transaction.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
-        commit(transaction)
+    with change_of(opened) as session:
+        session.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
+        commit(session)
     change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     report = opened.check(data=True)
     assert hurts_of(report) == set()

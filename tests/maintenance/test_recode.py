@@ -211,18 +211,18 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
     states = taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    with change_of(store) as transaction:
+    with change_of(store) as session:
         contents = store["run/004"].contents
         path, entry, _ = contents.entry("m/w")
         chunks = [digest for digest, _ in contents.chunks(path, entry)]
-        assert all(transaction.reused.reuse(chunks))
+        assert all(session.rely_on(chunks))
         row, manifest = contents.row, Digest(contents.row.manifest.digest)
         trees = [manifest, Digest(contents.manifest.shared["m"])]
-        assert None not in transaction.reused.reuse(trees)
+        assert None not in session.rely_on(trees)
         other = Store(tmp_path / "s")
         other.prune(Retention(keep_last=1))
         assert other.gc(grace=3600).condemned_packs > 0
-        commit(transaction, {"other/again": row})
+        commit(session, {"other/again": row})
     for _ in range(3):
         other.gc(grace=0)
     assert torch.equal(restored(store, "other/again"), states[4])
@@ -237,9 +237,9 @@ def add_delta(store: Store, digest: Digest, base: Digest) -> None:
         open_store.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
     stored = encode_delta(raws[digest], raws[base], base)
     assert stored is not None
-    with change_of(open_store) as transaction:
-        transaction.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
-        commit(transaction)
+    with change_of(open_store) as session:
+        session.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
+        commit(session)
 
 
 def chunks_of(store: Store, name: str) -> list[Digest]:
@@ -449,12 +449,12 @@ def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -
     chunks = ChunkBuffer(1 << 20).read(store.open_store, [digest, base, *others])
     stored = encode_delta(chunks[digest], chunks[base], base)
     assert stored is not None
-    with change_of(store) as transaction:
-        assert all(transaction.reused.reuse([base]))
-        transaction.new_packs.copy_stored(digest, stored, len(chunks[digest]), Codec.DELTA)
+    with change_of(store) as session:
+        assert all(session.rely_on([base]))
+        session.new_packs.copy_stored(digest, stored, len(chunks[digest]), Codec.DELTA)
         for each in others:
-            transaction.new_packs.copy_stored(each, chunks[each], len(chunks[each]), Codec.RAW)
-        commit(transaction)
+            session.new_packs.copy_stored(each, chunks[each], len(chunks[each]), Codec.RAW)
+        commit(session)
 
 
 def test_a_copy_out_of_a_pack_stands_on_nothing_that_stands_on_it(tmp_path: Path) -> None:

@@ -125,10 +125,10 @@ class Watched(Repository):
 
 def put(open_store: Repository, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
-    with change_of(open_store, codec) as transaction:
+    with change_of(open_store, codec) as session:
         for raw in raws:
-            transaction.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
-        commit(transaction)
+            session.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
+        commit(session)
 
 
 class Chunks:

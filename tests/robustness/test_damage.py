@@ -370,9 +370,9 @@ def test_one_damage_to_a_small_chunk_hurts_no_snapshot(
 def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
     nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
     open_store = Store(store).open_store
-    with change_of(open_store) as transaction:
-        digests = [transaction.put_node(node) for node in nodes]
-        commit(transaction)
+    with change_of(open_store) as session:
+        digests = [session.put_node(node) for node in nodes]
+        commit(session)
     result = [digest for digest, _ in all_places_of(store)]
     assert [result.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
     assert [Store(store).open_store.node(digest) for digest in digests] == nodes

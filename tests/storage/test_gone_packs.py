@@ -170,10 +170,10 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
     digest = record_of(path, ALONE)[0]
 
     def move(pack: bytes) -> None:
-        with change_of(store) as transaction:
+        with change_of(store) as session:
             raw = memoryview(bytearray(ALONE.numpy().tobytes()))
-            transaction.new_packs.copy(digest, raw, is_node=False)
-            root = commit(transaction)
+            session.new_packs.copy(digest, raw, is_node=False)
+            root = commit(session)
         assert put_next_root(store.open_store.backend, root, condemned={PackId(pack): root.seq})
         assert store.gc(grace=0).deleted_packs
 

@@ -67,10 +67,10 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     more = put_segment(backend, records)
     assert put_next_root(backend, root, segments=(*root.segments, more)) is not None
     there = Store(tmp_path / "there").make()
-    with one_at_a_time(), change_of(there) as transaction:
+    with one_at_a_time(), change_of(there) as session:
         wanted = [(digest, False), (other, False)]
-        copy_verified(Repository(backend), wanted, transaction.new_packs, lambda *_: None)
-        commit(transaction)
+        copy_verified(Repository(backend), wanted, session.new_packs, lambda *_: None)
+        commit(session)
     assert there.check(data=True).ok
     for ident in (digest, other):
         assert there.open_store.index.find(there.open_store.view(), [ident]) != [None]
@@ -80,12 +80,12 @@ def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
     """It ends where its last chunk ends: ``check`` and readers compare its length with that."""
     store = Store(tmp_path).make()
     chunk = os.urandom(1 << 20)
-    with change_of(store) as transaction:
-        room = transaction.new_packs.room(2 << 20, 2)
+    with change_of(store) as session:
+        room = session.new_packs.room(2 << 20, 2)
         assert room is not None
         room.view[:] = chunk + bytes(range(256)) * (1 << 12)
         room.keep([(digest_of(chunk), 0, len(chunk))])
-        commit(transaction)
+        commit(session)
     report = store.check(data=True)
     assert report.ok, report.damages
 

@@ -29,38 +29,34 @@ from casnap.format.records import CONFIG_KEY, Root, Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tree import Tree, build
 from casnap.runtime.buffers import bytes_at
-from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
 from casnap.storage.log.roots import next_root, put_root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.commit import publish as put_change
 from casnap.storage.writing.rank_parts import OtherRanks
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 State = Mapping[str, Mapping[str, Any]]
 
 
 @contextmanager
-def change_of(store: Store | Repository, codec: Codec = Codec.RAW) -> Iterator[Transaction]:
+def change_of(store: Store | Repository, codec: Codec = Codec.RAW) -> Iterator[Session]:
     """Give a change of a store, to be filled with chunks and nodes, and committed."""
     open_store = store.open_store if isinstance(store, Store) else store
-    with Crew() as crew:
-        transaction = Transaction(open_store, crew, codec)
-        try:
-            yield transaction
-        finally:
-            transaction.close()
+    with Session(open_store, codec=codec) as session:
+        yield session
 
 
 def commit(
-    transaction: Transaction,
+    session: Session,
     rows: Mapping[str, Row | None] | None = None,
     others: OtherRanks | None = None,
 ) -> Root:
     """Put the root with what a change holds, and with some rows as they are."""
-    return put_change(transaction, lambda _table, _seq: dict(rows or {}), others)
+    root = session.commit(lambda _table, _seq: dict(rows or {}), others)
+    assert root is not None
+    return root
 
 
 def put_next_root(backend: Backend, root: Root, **changes: Any) -> Root | None:
@@ -85,8 +81,8 @@ def write(
         own: Paths of what each rank keeps for itself; all else is global, as rank 0 holds it.
     """
     ranks = [states] if isinstance(states, Mapping) else list(states)
-    with change_of(store) as transaction:
-        writer = _Writer(store, transaction)
+    with change_of(store) as session:
+        writer = _Writer(store, session)
         top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
         for rank, state in enumerate(ranks):
             for key, value in state.items():
@@ -98,30 +94,30 @@ def write(
                     others = [leaf for leaf in leaves if leaf.path not in own]
                     top.shared[key] = writer.tree(key, others)
         writer.finish()
-        digest = transaction.put_node(encode(top))
+        digest = session.put_node(encode(top))
 
         def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
-            stats = Stats(writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1)
-            ref = transaction.ref(digest)
-            return {name: Row(transaction.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
+            stats = Stats(writer.nbytes, session.new_packs.stored_bytes, writer.entries, 0.1)
+            ref = session.ref(digest)
+            return {name: Row(session.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
 
-        put_change(transaction, change)
+        session.commit(change)
     return store[name]
 
 
 class _Writer:
     """Stores the bytes of leaves, and trees of them."""
 
-    def __init__(self, store: Store, transaction: Transaction) -> None:
+    def __init__(self, store: Store, session: Session) -> None:
         self._chunk_size = store.open_store.config.chunk_size
-        self._transaction = transaction
-        self._chunks = transaction.chunk_writer()
+        self._session = session
+        self._chunks = session.writer()
         self.finish = self._chunks.finish
         self.nbytes = self.entries = 0
 
     def tree(self, key: str, leaves: list[Leaf]) -> bytes:
         entries = {leaf.path[len(key) :]: self._entry(leaf) for leaf in leaves}
-        return build(entries, self._transaction.put_node)
+        return build(entries, self._session.put_node)
 
     def _entry(self, leaf: Leaf) -> KnownEntry:
         entry, content = leaf.entry, leaf.content
@@ -133,7 +129,7 @@ class _Writer:
             return with_payload(entry, Payload(len(raw), raw))
         digests, depth = b"".join(self._chunks.store(self._cut(entry, raw))), 0
         if len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
-            digests, depth = self._transaction.put_node(digests), 1
+            digests, depth = self._session.put_node(digests), 1
         return with_payload(entry, Payload(len(raw), b"", digests, depth))
 
     def _cut(self, entry: KnownEntry, raw: bytes) -> list[memoryview]:
@@ -153,8 +149,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 def publish(store: Store, rows: dict[str, Row]) -> None:
     """Put rows into the table as they are."""
-    with change_of(store) as transaction:
-        commit(transaction, rows)
+    with change_of(store) as session:
+        commit(session, rows)
 
 
 def configure(path: Path, **changes: Any) -> None:

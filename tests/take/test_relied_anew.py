@@ -13,8 +13,8 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
 from casnap.storage.lookup.index import Index
-from casnap.storage.writing.rank_parts import OtherRanks, finish_rank_part
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.rank_parts import OtherRanks
+from casnap.storage.writing.session import Session
 from tests.support.faults import CHUNK
 from tests.support.written import change_of, commit
 
@@ -36,10 +36,10 @@ def store(tmp_path: Path) -> Store:
 
 
 @contextmanager
-def writer(store: Store) -> Iterator[tuple[Transaction, Callable[[], None]]]:
-    """Give a transaction that relies on the chunk, and what has it copied, and its pack deleted."""
-    with change_of(Store(store.uri)) as transaction:
-        chunks = transaction.chunk_writer()
+def writer(store: Store) -> Iterator[tuple[Session, Callable[[], None]]]:
+    """Give a session that relies on the chunk, and what has it copied, and its pack deleted."""
+    with change_of(Store(store.uri)) as session:
+        chunks = session.writer()
         chunks.store([memoryview(bytearray(KEPT.numpy().tobytes()))])
         chunks.finish()
 
@@ -47,7 +47,7 @@ def writer(store: Store) -> Iterator[tuple[Transaction, Callable[[], None]]]:
             store.delete("full")
             assert Store(store.uri).gc(grace=0).repacked_packs
 
-        yield transaction, repack
+        yield session, repack
 
 
 def assert_whole(store: Store) -> None:
@@ -58,25 +58,25 @@ def assert_whole(store: Store) -> None:
 
 
 def test_copies_are_relied_on(store: Store) -> None:
-    with writer(store) as (transaction, repack):
+    with writer(store) as (session, repack):
         repack()
-        commit(transaction)
+        commit(session)
     assert_whole(store)
 
 
 def test_what_is_nowhere_any_more(store: Store) -> None:
-    with writer(store) as (transaction, _):
+    with writer(store) as (session, _):
         store.delete("full")
         store.delete("kept")
         store.gc(grace=0)
         with pytest.raises(FencedError, match="grace"):
-            commit(transaction)
+            commit(session)
 
 
 def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit is repeated on a newer root; the pack relied on must be looked for again."""
     find = Index.find
-    with writer(store) as (transaction, _):
+    with writer(store) as (session, _):
         for name in ("full", "kept"):
             store.delete(name)
         store.gc(grace=0)
@@ -90,13 +90,13 @@ def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(Index, "find", fail)
         with pytest.raises(FencedError):
-            commit(transaction)
+            commit(session)
 
 
 def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
     """Asked to move, a rank looks at a newer root than the one that rank 0 is about to follow."""
-    with writer(store) as (transaction, repack), change_of(store) as leader:
-        handover = finish_rank_part(transaction, 2)
+    with writer(store) as (session, repack), change_of(store) as leader:
+        handover = session.part(2)
         store.take({"s": StateDict(x=torch.randn(CHUNK))}, "scratch")
         store.delete("scratch")
         store.gc(grace=0, repack=0)
@@ -106,7 +106,7 @@ def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
             asked.append(seq)
             if len(asked) == 1:
                 repack()
-            return [finish_rank_part(transaction, 2, seq)]
+            return [session.part(2, seq)]
 
         commit(leader, others=OtherRanks([handover], move))  # type: ignore[arg-type]
         assert asked

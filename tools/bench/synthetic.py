@@ -17,8 +17,7 @@ from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.format.tree import build
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 _CHUNK = 1 << 20
 _TENSORS = 100
@@ -49,30 +48,27 @@ class Synthetic:
         self._tensors[self._new[0]] = os.urandom(32 * self._rows)
 
     def _commit(self, name: str, crew: Crew) -> None:
-        transaction = Transaction(self.store.open_store, crew)
-        try:
-            self._add_chunks(transaction)
-            lists = [transaction.put_node(digests) for digests in self._tensors]
+        with Session(self.store.open_store, crew) as session:
+            self._add_chunks(session)
+            lists = [session.put_node(digests) for digests in self._tensors]
             entries = {
                 f"/layer.{i}": TensorEntry(
                     Payload(self._rows * _CHUNK, b"", digest, 1), "uint8", (self._rows, _CHUNK)
                 )
                 for i, digest in enumerate(lists)
             }
-            tree = build(entries, transaction.put_node)
-            manifest = transaction.put_node(encode(Manifest({"model": tree}, {"0": {}})))
+            tree = build(entries, session.put_node)
+            manifest = session.put_node(encode(Manifest({"model": tree}, {"0": {}})))
 
             def change(_table: Table, seq: int) -> dict[str, Row]:
-                ref = transaction.ref(manifest)
-                return {name: Row(transaction.commit_id, ref, seq, time.time(), 1, Stats())}
+                ref = session.ref(manifest)
+                return {name: Row(session.commit_id, ref, seq, time.time(), 1, Stats())}
 
-            publish(transaction, change)
-        finally:
-            transaction.close()
+            session.commit(change)
 
-    def _add_chunks(self, transaction: Transaction) -> None:
+    def _add_chunks(self, session: Session) -> None:
         """List the new chunks in packs of about 44 MiB."""
-        writer = transaction.new_packs._chunks
+        writer = session.new_packs._chunks
         joined = b"".join(self._tensors[i] for i in self._new)
         digests = [Digest(joined[at : at + 32]) for at in range(0, len(joined), 32)]
         for first in range(0, len(digests), _PER_PACK):

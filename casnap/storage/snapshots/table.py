@@ -29,8 +29,7 @@ from casnap.storage.log.roots import release_reserve, with_advice
 from casnap.storage.log.settings import settings_of
 from casnap.storage.places.other_formats import hint_at
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.commit import publish
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3
@@ -133,10 +132,6 @@ def row_edit(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: 
     return change
 
 
-class _UnchangedError(Exception):
-    """Ends a transaction that would change nothing."""
-
-
 def change_table(
     store: Repository, change: Change, update_root: Callable[[Root], Root] = lambda root: root
 ) -> bool:
@@ -180,27 +175,20 @@ def change_settings(
 
 def commit_change(
     store: Repository,
-    change_in: Callable[[Transaction], Change],
+    change_in: Callable[[Session], Change],
     update_root: Callable[[Root], Root] = lambda root: root,
 ) -> bool:
-    """Do what :func:`change_table` does, for a change that stores nodes in the transaction."""
+    """Do what :func:`change_table` does, for a change that stores nodes in the session."""
 
-    def some(change: Change, table: Table, seq: int) -> dict[str, Row | None]:
+    def some(change: Change, table: Table, seq: int) -> dict[str, Row | None] | None:
         changes = change(table, seq)
         newest = store.newest()
-        if not changes and update_root(newest) == newest:
-            raise _UnchangedError
-        return changes
+        return changes if changes or update_root(newest) != newest else None
 
     def commit(crew: Crew) -> bool:
-        transaction = Transaction(store, crew)
-        try:
-            publish(transaction, partial(some, change_in(transaction)), update_root=update_root)
-        except _UnchangedError:
-            return False
-        finally:
-            transaction.close()
-        return True
+        with Session(store, crew) as session:
+            change = partial(some, change_in(session))
+            return session.commit(change, update_root=update_root) is not None
 
     def commit_unfenced() -> bool:
         for _ in range(_FENCED_TRIES - 1):

@@ -25,7 +25,7 @@ from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.runs import in_commit_order, runs_of
 from casnap.storage.snapshots.table import Change, Table, commit_change, snapshots_in
-from casnap.storage.writing.transaction import Transaction
+from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
 # The note of the patterns that were applied to a snapshot.
@@ -178,17 +178,17 @@ def check_keys(store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules)
         raise EntryNotFoundError(f"no snapshot has a key that {unmatched[0]!r} matches{hint}")
 
 
-def putting_in(transaction: Transaction) -> Callable[[bytes], NodeRef]:
+def putting_in(session: Session) -> Callable[[bytes], NodeRef]:
     """Return what stores the new manifests in a change of the table, while that is made."""
     # Always anew: what it relied on would be known too late.
-    return lambda node: transaction.ref(transaction.put_table_node(node))
+    return lambda node: session.ref(session.put_table_node(node))
 
 
 def thin_run(
     store: Repository,
     rows: Iterable[tuple[str, Row]],
     rules: Rules | None,
-    transaction: Transaction,
+    session: Session,
     added: str,
 ) -> dict[str, Row]:
     """Return the rows of a run that are thinned by the commit that adds a snapshot to it.
@@ -199,7 +199,7 @@ def thin_run(
         return {}
     try:
         rows = list(rows)
-        new_rows, _ = thin_table(store, rows, rules, putting_in(transaction), added)
+        new_rows, _ = thin_table(store, rows, rules, putting_in(session), added)
         if new_rows:
             _warn_of_keys(store, rows, rules, added)
     except Exception as e:  # noqa: BLE001
@@ -254,7 +254,7 @@ def thin(
         look = partial(change_with, lambda _: NodeRef(b"", None))
         store.read_at_newest(lambda root: look(store.table(root), root.seq + 1))
     else:
-        commit_change(store, lambda transaction: partial(change_with, putting_in(transaction)))
+        commit_change(store, lambda session: partial(change_with, putting_in(session)))
     return thinned
 
 

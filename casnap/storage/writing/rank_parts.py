@@ -1,10 +1,9 @@
-"""One commit for many ranks: each rank hands over its part to the rank that publishes."""
+"""One commit for many ranks: each rank hands over its part to the rank that commits."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from msgspec import Struct
 
@@ -14,14 +13,11 @@ from casnap.format.records import (
     Root,
     SegmentRef,
     decode_segment,
-    encode_segment,
 )
 from casnap.storage.lookup.index import PackSet
-from casnap.storage.writing.segments import write_segments
-from casnap.storage.writing.transaction import Transaction
 
-# Up to so many records, over all ranks, go into the one segment that the publishing rank writes.
-_MOST_RECORDS = 1 << 16
+# Up to so many records, over all ranks, go into the one segment that the committing rank writes.
+MOST_RECORDS = 1 << 16
 
 
 class RankPart(Struct, array_like=True):
@@ -47,50 +43,8 @@ class RankPart(Struct, array_like=True):
     requests: dict[str, int] = {}
 
 
-def finish_rank_part(transaction: Transaction, world: int, seq: int = 0) -> RankPart:
-    """Finish the packs of this rank, and return what the publishing rank needs to know of them.
-
-    From here on a root may stand that names the packs, until ``transaction.withdraw()``.
-
-    Args:
-        transaction: The transaction of this rank.
-        world: How many ranks hand over.
-        seq: A root number. Packs with an older base get new ids, made under this root.
-
-    Raises:
-        FencedError: A pack that it wrote or relies on is gone.
-    """
-    store, packs = transaction.store, transaction.new_packs
-    # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
-    # publishing rank compares what all rely on with the newest root.
-    base_does = store.backend.costly_requests and not seq
-    latest = transaction.base if base_does else store.view()
-    transaction.reused.confirm(latest)
-    if not transaction.may_be_referenced:
-        find = partial(store.index.find, latest)
-        packs.finish(find if store.backend.costly_requests else None)
-        transaction.cache_nodes()
-    if seq > packs.base:
-        transaction.move(seq)
-    reused = b"".join(sorted(transaction.reused.packs))
-    handover = RankPart(reused, packs.base, packs.stored_bytes)
-    segment = packs.segment()
-    if len(segment.records) * world > _MOST_RECORDS:
-        transaction.delete_segments()
-        refs = write_segments(store, segment, packs.base)
-        transaction.segments = list(refs)
-        handover.segments = refs
-    elif segment.packs:
-        handover.records = encode_segment(segment)
-    # The publishing rank can sync only what it wrote itself.
-    store.backend.sync()
-    handover.requests = dict(transaction.requests)
-    transaction.may_be_referenced = True
-    return handover
-
-
 class OtherRanks:
-    """The other ranks of a take, for the rank that publishes; none by default.
+    """The other ranks of a take, for the rank that commits; none by default.
 
     Args:
         handovers: What each of them handed over.

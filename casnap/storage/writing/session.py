@@ -1,0 +1,462 @@
+"""Writing to a store: new chunks and nodes, what they rely on, and the root that names all of it.
+
+A session writes packs, and relies on what earlier ones hold. In the end it commits a change of the
+table, or hands its part over to the rank that commits for all (``rank_parts.py``). The protocol,
+and the argument for it, are in ``docs/commit-protocol.md``. In short: a writer bases itself on root
+``n`` and relies only on packs that are live in ``n``. It puts root ``m + 1`` if all that it relied
+on is still there in ``m``, and no fence has passed the packs that it wrote.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+
+import msgspec
+
+from casnap.errors import FencedError, StorageFullError
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, digest_of
+from casnap.format.hints import named_in, names_nodes
+from casnap.format.names import is_deep
+from casnap.format.records import (
+    INLINE_METADATA_BYTES,
+    NodeRef,
+    PackId,
+    Place,
+    Root,
+    Row,
+    Segment,
+    SegmentRef,
+    encode,
+    encode_segment,
+    segment_key,
+    serves_below,
+    serving_below,
+)
+from casnap.format.tree import Tree
+from casnap.runtime.threads import Crew
+from casnap.storage.log.roots import next_root, put_root
+from casnap.storage.lookup.index import View
+from casnap.storage.packs.pack import Raw, SelectNew
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.new_packs import NewPacks
+from casnap.storage.writing.rank_parts import MOST_RECORDS, OtherRanks, RankPart
+from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks
+from casnap.storage.writing.segments import add_segment, write_segments
+
+# About so many bytes of lists of the table stand in the hints of a commit.
+_UPPER_BYTES = 16 << 10
+
+Change = Callable[[Tree[Row], int], Mapping[str, Row | None] | None]
+"""Given the table and the number of the next root, returns the rows to set, and None for each to
+remove; None instead if no root is to be put. It raises to give up."""
+
+
+class Session:
+    """The part of one process in a change: the packs it writes, the packs it relies on, the commit.
+
+    It commits once, or hands over its part. At the end of a ``with`` block it gives memory back. If
+    no root may name its packs, it deletes them.
+
+    Args:
+        store: The store.
+        crew: The crew of the background threads, which an error stops; by default one of its own.
+        codec: How new chunks are stored.
+        before: How many requests the backend had made when the change began.
+        base_root: The root that rank 0 has just read for all ranks; by default a recent one.
+        puts_root: Whether this process is to put the root, so that it has to know whether the place
+            keeps writers apart.
+
+    Attributes:
+        store: The store.
+        base: The index as the root sees it that this change is based on.
+        commit_id: The commit id of the root to be put.
+        new_packs: The packs that it writes.
+        renew_announcement: To be called now and then while the change goes on.
+        may_be_referenced: Whether a root may stand, now or later, that names the new packs.
+
+    Raises:
+        UnsupportedFormatError: The store uses a feature that its writers have to know.
+    """
+
+    def __init__(
+        self,
+        store: Repository,
+        crew: Crew | None = None,
+        codec: Codec = Codec.RAW,
+        before: Mapping[str, int] | None = None,
+        base_root: Root | None = None,
+        *,
+        puts_root: bool = True,
+    ) -> None:
+        self._before = Counter(store.backend.requests if before is None else before)
+        based_on = base_root or store.recent()
+        store.check_writable("write to", based_on, dry_run=not puts_root)
+        # Before the base is read, so that no collector frees in between what the base names. In an
+        # object store, rank 0 announces the change of all ranks.
+        with ExitStack() as stack:
+            self._crew = crew or stack.enter_context(Crew())
+            self.renew_announcement: Callable[[], None] = lambda: None
+            if puts_root or not store.backend.costly_requests:
+                self.renew_announcement = stack.enter_context(
+                    store.backend.announced(based_on.seq, at_once=store.announces_at_once)
+                )
+            self.base: View = store.recent_view(base_root)
+            self.new_packs = NewPacks(store, self.base.root.seq, self._crew, codec)
+            stack.callback(self._close)
+            self._end = stack.pop_all()
+        self.store = store
+        self.commit_id = os.urandom(16)
+        self._reused = ReusedPacks(store, self.base)
+        self.may_be_referenced = False
+        self._codec = codec
+        self._segments: list[SegmentRef] = []
+        # What the commit is told.
+        self._change: Change = lambda table, seq: None
+        self._update_root: Callable[[Root], Root] = lambda root: root
+        self._others = OtherRanks()
+        self._names: list[str] = []
+
+    @property
+    def requests(self) -> Counter[str]:
+        """How many requests the change has made so far, by kind."""
+        return Counter(self.store.backend.requests) - self._before
+
+    def writer(self, divide_new: SelectNew | None = None) -> ChunkWriter:
+        """Return what one thread stores chunks with.
+
+        Args:
+            divide_new: Returns which of the chunks that the store lacks this rank is to write; None
+                for all.
+        """
+        # To compress a known chunk takes longer than to hash it twice, so then it is never guessed.
+        guess = not self.base.live if self._codec == Codec.RAW else None
+        return ChunkWriter(self, divide_new, all_new=guess)
+
+    def rely_on(self, digests: list[Digest]) -> list[Place | None]:
+        """Rely on the digests that live packs hold; return a place of each, or None."""
+        return self._reused.reuse(digests)
+
+    def reserve(self, digests: list[Digest]) -> list[bool]:
+        """Rely on digests in live packs; return which of the others the caller is to write."""
+        self.renew_announcement()
+        is_new = [place is None for place in self.rely_on(digests)]
+        return self.new_packs.claim(digests, is_new)
+
+    def put_node(self, node: bytes) -> Digest:
+        """Store a tree node, or a list of digests, if it is new."""
+        digest = digest_of(node)
+        if self.reserve([digest])[0]:
+            self.new_packs.add_node(digest, node)
+        return digest
+
+    def put_table_node(self, node: bytes) -> Digest:
+        """Store a node of the table, even a known one: the table follows the newest root."""
+        digest = digest_of(node)
+        if self.new_packs.claim([digest], [True])[0]:
+            self.new_packs.add_node(digest, node)
+        return digest
+
+    def ref(self, digest: Digest, earlier: NodeRef | None = None) -> NodeRef:
+        """Return a node with a hint to its place."""
+        if earlier is not None and earlier.digest == digest:
+            return earlier
+        if digest in self.new_packs.nodes:
+            return NodeRef(digest, self.new_packs.nodes[digest][1])
+        return NodeRef(digest, self.store.index.find(self.base, [digest])[0])
+
+    # --- the end: a commit, or a part of one ---
+
+    def commit(
+        self,
+        change: Change,
+        others: OtherRanks | None = None,
+        update_root: Callable[[Root], Root] = lambda root: root,
+    ) -> Root | None:
+        """Finish the packs, then write the segment and put the root; repeat if its number is taken.
+
+        Args:
+            change: The change of the table.
+            others: The other ranks, if this process commits for them too.
+            update_root: Given the root before, returns it with the fields that the next one is to
+                have.
+
+        Returns:
+            The root; None if the change says that none is to be put.
+
+        Raises:
+            FencedError: Something that this relied on was collected, or is gone.
+        """
+        self._change, self._update_root = change, update_root
+        self._others = others or OtherRanks()
+        self.new_packs.finish_chunks()
+        newest = self.store.recent
+        while True:
+            root = self.store.read_at_newest(self._next_root, newest)
+            if root is None or self._put(root):
+                return root
+            # Another commit was put meanwhile, so the number is taken.
+            newest = self.store.newest
+
+    def _put(self, root: Root) -> bool:
+        """Put a root; return False if another commit has its number."""
+        self._others.check()
+        self.may_be_referenced = True
+        try:
+            if put_root(self.store.backend, root):
+                self.store.note_newest(root)
+                return True
+        except StorageFullError:
+            # Nothing can have been put.
+            self.may_be_referenced = False
+            raise
+        # The number is another commit's for ever.
+        self.may_be_referenced = False
+        self._delete_segments()
+        return False
+
+    def _next_root(self, m: Root) -> Root | None:
+        """Write everything that the root after ``m`` names, and return that root; None for none.
+
+        If ``m`` lacks a pack relied on, but a newer root was put meanwhile, that one is looked at.
+
+        Raises:
+            FencedError: A pack relied on is gone, and no newer root was put.
+        """
+        latest = self.store.index.view(m)
+        reused = self._all_reused(m, latest)
+        if reused is None:
+            return self.store.read_at_newest(self._next_root)
+        table = self.store.table(m)
+        changes = self._change(table, m.seq + 1)
+        if changes is None:
+            return None
+        top = self._write_table(table, changes)
+        like = self._serving_all(self._update_root(m))
+        if self.store.backend.costly_requests:
+            find = partial(self.store.index.find, latest)
+            self.new_packs.finish(find, self._upper_lists(top))
+        else:
+            self.new_packs.finish()
+        if m.fence > self.new_packs.base:
+            self._move(m.seq)
+        return next_root(
+            self.store.backend.uri,
+            like,
+            self.commit_id,
+            table=None if top is None else self.ref(top, m.table),
+            segments=self._write_segment(latest),
+            # A pack that was condemned meanwhile, and is relied on, is rescued, as a whole.
+            condemned={p: seq for p, seq in m.condemned.items() if p not in reused},
+        )
+
+    def _all_reused(self, m: Root, latest: View) -> set[PackId] | None:
+        """Return the packs that all ranks rely on; None if a root newer than ``m`` was put.
+
+        Raises:
+            FencedError: One of these packs is gone.
+        """
+        try:
+            self._reused.confirm(latest)
+        except FencedError:
+            if self.store.newest() == m:
+                raise
+            return None
+        self._others.move_past_fence(m, latest.packs)
+        # Condemned packs are still listed; this commit rescues them.
+        packs = self._reused.packs | self._others.reused
+        if latest.packs.issuperset(packs):
+            return packs
+        if self.store.newest() == m:
+            raise FencedError(COLLECTED)
+        return None
+
+    def _write_table(self, table: Tree[Row], changes: Mapping[str, Row | None]) -> Digest | None:
+        """Write a table with some changes; return its digest."""
+        self._names = [name for name, row in changes.items() if row is not None]
+        slim = {name: row and self._slim(row) for name, row in changes.items()}
+        return table.edit(slim, self.put_table_node)
+
+    def _serving_all(self, root: Root) -> Root:
+        """Return a root that serves the names that this commit sets: by them it is meant to."""
+        if serves_below(root) or not any(map(is_deep, self._names)):
+            return root
+        return msgspec.structs.replace(root, settings=serving_below(root.settings))
+
+    def _upper_lists(self, top: Digest | None) -> list[bytes]:
+        """Return the upper lists of the table that this commit does not write, from the top down.
+
+        Many commits wrote them. A reader with the hints of the last one needs one request
+        for all. Only what this host has cached is among them.
+        """
+        new_nodes, cache = self.new_packs.nodes, self.store.index.cache
+        todo = deque([] if top is None else [top])
+        upper: list[bytes] = []
+        nbytes = 0
+        while todo and nbytes < _UPPER_BYTES:
+            digest = todo.popleft()
+            node = new_nodes[digest][0] if digest in new_nodes else cache.node(digest)
+            if node is None or not names_nodes(node):
+                continue
+            if digest not in new_nodes:
+                upper.append(node)
+                nbytes += len(node)
+            todo.extend(named_in(node))
+        return upper
+
+    def _slim(self, row: Row) -> Row:
+        """Put large metadata into a node of their own, which is not written again with the leaf."""
+        content = encode(row.metadata)
+        if len(content) <= INLINE_METADATA_BYTES:
+            return row
+        node = self.put_table_node(content)
+        return msgspec.structs.replace(row, metadata={}, metadata_node=node)
+
+    def _write_segment(self, latest: View) -> tuple[SegmentRef, ...]:
+        """Write the segment of all new packs; return the segments of the next root."""
+        own_segment, others = self.new_packs.segment(), self._others
+        packs = (*own_segment.packs, *others.packs)
+        if not packs:
+            return (*latest.root.segments, *others.segments)
+        segment = Segment(packs, [*own_segment.records, *others.records])
+        self._delete_segments()
+        segments = add_segment(self.store, latest, segment, self.new_packs.base)
+        self._segments = [s for s in segments if s not in latest.root.segments]
+        self._cache_nodes()
+        return (*segments, *others.segments)
+
+    def part(self, world: int, seq: int = 0) -> RankPart:
+        """Finish the packs of this rank, and return what the rank that commits needs to know.
+
+        From here on a root may stand that names the packs, until :meth:`withdraw`.
+
+        Args:
+            world: How many ranks hand over.
+            seq: A root number. Packs with an older base get new ids, made under this root.
+
+        Raises:
+            FencedError: A pack that it wrote or relies on is gone.
+        """
+        store, packs = self.store, self.new_packs
+        # Asked to move, it looks at the newest root. Before that, at a remote place, its base does:
+        # the rank that commits compares what all rely on with the newest root.
+        base_does = store.backend.costly_requests and not seq
+        latest = self.base if base_does else store.view()
+        self._reused.confirm(latest)
+        if not self.may_be_referenced:
+            find = partial(store.index.find, latest)
+            packs.finish(find if store.backend.costly_requests else None)
+            self._cache_nodes()
+        if seq > packs.base:
+            self._move(seq)
+        handover = RankPart(b"".join(sorted(self._reused.packs)), packs.base, packs.stored_bytes)
+        segment = packs.segment()
+        if len(segment.records) * world > MOST_RECORDS:
+            self._delete_segments()
+            refs = write_segments(store, segment, packs.base)
+            self._segments = list(refs)
+            handover.segments = refs
+        elif segment.packs:
+            handover.records = encode_segment(segment)
+        # The rank that commits can sync only what it wrote itself.
+        store.backend.sync()
+        handover.requests = dict(self.requests)
+        self.may_be_referenced = True
+        return handover
+
+    def withdraw(self) -> None:
+        """Note that no root will name the part that this rank has handed over."""
+        self.may_be_referenced = False
+
+    def _cache_nodes(self) -> None:
+        """Keep the new nodes in the cache of this host, and the lengths of the new packs."""
+        nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
+        self.store.index.cache.keep_nodes(nodes)
+        self.store.index.pack_lengths.note(self.new_packs.lengths)
+
+    def _move(self, seq: int) -> None:
+        """Give the new packs ids that were made under another root, past a fence.
+
+        Raises:
+            FencedError: A collector has deleted one.
+        """
+        try:
+            self.new_packs.move(seq)
+        except FileNotFoundError:
+            raise FencedError(COLLECTED) from None
+
+    def _delete_segments(self) -> None:
+        """Delete the segments of a failed try to commit."""
+        segments, self._segments = self._segments, []
+        for segment in segments:
+            self.store.backend.delete(segment_key(segment.id))
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._crew.fail(error)
+        self._end.__exit__(kind, error, tb)
+
+    def _close(self) -> None:
+        self.new_packs.close()
+        if not self.may_be_referenced:
+            self._delete_segments()
+            self.new_packs.delete()
+
+
+class ChunkWriter:
+    """Stores chunks from one thread. It hashes them where they lie, and copies only new ones.
+
+    While all chunks are new, as in a first take, it copies them first and hashes them only once, in
+    the pack.
+
+    Args:
+        session: Where it stores them.
+        divide_new: Returns which of the chunks that the store lacks this rank is to write; None for
+            all.
+        all_new: Whether to begin with the guess that all chunks are new; None to never guess so.
+    """
+
+    def __init__(
+        self, session: Session, divide_new: SelectNew | None, *, all_new: bool | None
+    ) -> None:
+        self._session = session
+        self._filler = session.new_packs.filler()
+        self._divide_new = divide_new
+        self._all_new = all_new
+
+    def store(self, raws: Sequence[Raw]) -> list[Digest]:
+        """Store those chunks that are in no live pack; return the digests of all."""
+        if self._all_new:
+            return self._filler.add(raws, self._select_new)
+        digests = [digest_of(raw) for raw in raws]
+        is_new = self._select_new(digests, [len(raw) for raw in raws])
+        self._filler.add_known([(d, r) for d, r, n in zip(digests, raws, is_new, strict=True) if n])
+        return digests
+
+    def _select_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+        is_new = self._session.reserve(digests)
+        if self._divide_new is not None and any(is_new):
+            lacking = [i for i, is_new in enumerate(is_new) if is_new]
+            share = self._divide_new([digests[i] for i in lacking], [sizes[i] for i in lacking])
+            for i, is_mine in zip(lacking, share, strict=True):
+                is_new[i] = is_mine
+        if self._all_new is not None:
+            self._all_new = all(is_new)
+        return is_new
+
+    def finish(self) -> None:
+        """Have the last pack written."""
+        self._filler.seal()
