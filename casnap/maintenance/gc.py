@@ -28,7 +28,7 @@ from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.recent_marks import RecentMarks
-from casnap.maintenance.recode import recode
+from casnap.maintenance.recode import Recoding, recode
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
@@ -40,6 +40,7 @@ from casnap.storage.log.settings import grace_of, recodes
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned
+from casnap.storage.writing.retries import Obstacle, again
 from casnap.storage.writing.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
@@ -230,6 +231,7 @@ class _Collector:
         self._backend = store.backend
         self._options = options
         self._grace = DAY
+        self._what = f"{store.backend.uri}: the collection"
         self._progress = progress
         self._files: StoredFiles
         self._rewriting: Rewriting | None = None
@@ -260,15 +262,7 @@ class _Collector:
         if not self._options.dry_run:
             drop_abandoned(self._store)
         self._recode(root)
-        try:
-            self._collect()
-        except StorageFullError:
-            release_reserve(self._backend)
-            self._options = replace(self._options, repack=0)
-            if self._counts is not None:
-                # So that this time too all packs are listed: what dead takes have left may be most.
-                self._counts.clear()
-            self._collect()
+        again(self._store, self._collect, self._what, tries=2, on_full=self._use_reserve)
         if self._lacks_space and self.report.freed_bytes:
             # Something was deleted, so there may be space for the copies now.
             self._lacks_space = False
@@ -281,21 +275,33 @@ class _Collector:
                 self._backend.uri,
             )
 
+    def _use_reserve(self, _error: StorageFullError) -> None:
+        release_reserve(self._backend)
+        self._options = replace(self._options, repack=0)
+        if self._counts is not None:
+            # So that this time too all packs are listed: what dead takes have left may be most.
+            self._counts.clear()
+
     def _recode(self, root: Root) -> None:
         after = self._options.recode_after
         if after is None or self._options.dry_run or not recodes(root, self._backend):
             return
-        try:
-            # If another collector moves what is read, this begins again; what was recoded stays.
-            recoding = self._store.read_at_newest(
+
+        def give_up(error: Obstacle) -> None:
+            # What was recoded by then stands. On a full disk, what is freed now may make room.
+            self._lacks_space = isinstance(error, StorageFullError)
+
+        # If another collector moves what is read, this begins again; what was recoded stays.
+        recoding: Recoding | None = again(
+            self._store,
+            lambda: self._store.read_at_newest(
                 lambda root: recode(self._store, root, after, self._progress), lambda: root
-            )
-        except StorageFullError:
-            # What is freed now may make room.
-            self._lacks_space = True
-            return
-        except FencedError:
-            # Another collector was faster. What was recoded by then stands.
+            ),
+            f"{self._what}, which recodes",
+            tries=1,
+            give_up=give_up,
+        )
+        if recoding is None:
             return
         self.report.recoded_snapshots = recoding.snapshots
         self.report.recoded_chunks = recoding.chunks
@@ -304,13 +310,13 @@ class _Collector:
     def _collect(self) -> None:
         self._is_whole = self._counts is None or not self._counts.is_known
         self._list_files(self._store.recent())
-        while True:
-            try:
-                self._store.read_at_newest(self._mark_and_free, self._store.recent)
-                break
-            except FencedError:
-                # Another collector was faster, and deleted the copies of this one.
-                continue
+        # Another collector may be faster, and delete the copies of this one.
+        again(
+            self._store,
+            lambda: self._store.read_at_newest(self._mark_and_free, self._store.recent),
+            self._what,
+            tries=None,
+        )
         if not self._options.dry_run:
             # A root that does not name them is durable now.
             view = self._store.view()

@@ -5,20 +5,19 @@ A single process takes the same path as many ranks: its communicator is a group 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import count
 
-from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
+from casnap.errors import StateError, StorageFullError, UnavailableError
 from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import checked_metadata
+from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
 from casnap.take import pending as background
 from casnap.take.attempts import unclear_commits
@@ -31,9 +30,6 @@ from casnap.take.options import TakeOptions, agree_on_request
 from casnap.take.pending import PendingTake
 from casnap.take.rank_commit import TakeCommit, TakeResult
 from casnap.take.staging import Piece, StagedCopies, batched
-
-_log = logging.getLogger("casnap")
-_TRIES = 5
 
 
 def take(
@@ -216,36 +212,37 @@ class _Take:
             FencedError: A collector was faster, and the take cannot start again.
             StorageFullError: The disk is full, and nothing there can be freed.
         """
-        comm, limit = self._comm, self._options.threads
-        for tries in count(1):
-            try:
-                return run_shielded(lambda crew: self._store_once(batches, crew), limit)
-            except (FencedError, StorageFullError) as e:
-                if tries == _TRIES:
-                    raise
-                if isinstance(e, FencedError):
-                    if comm.ended:
-                        raise
-                    reason = "a collector went past it"
-                    self._open_store.announces_at_once = True
-                else:
-                    if not comm.resume(e):
-                        raise
-                    reason = "the disk was full, and there is room now"
-                    # Until all ranks have deleted what they wrote, and are announced no more.
-                    comm.all_gather(b"")
-                    if comm.rank == 0:
-                        self._options.hooks.on_full(e, self._count_bytes)
-                # All ranks start again, or none. The others wait here until rank 0 has made room.
-                if not all(map(any, comm.all_gather(bytes([rewind()])))):
-                    raise
-            _log.info("%s: the take starts again: %s", self._name, reason)
-            self._base_root = None
-            if comm.size > 1 and self._open_store.backend.costly_requests:
-                # Other ranks may know an older root.
-                newest = self._open_store.newest() if comm.rank == 0 else None
-                self._base_root = comm.broadcast_message(newest, Root)
-        raise AssertionError
+        limit = self._options.threads
+        return again(
+            self._open_store,
+            lambda: run_shielded(lambda crew: self._store_once(batches, crew), limit),
+            f"{self._name}: the take",
+            on_full=self._make_room,
+            rewind=lambda: self._rewind(rewind),
+        )
+
+    def _make_room(self, error: StorageFullError) -> None:
+        """Have rank 0 make room on a full disk."""
+        comm = self._comm
+        if not comm.resume(error):
+            raise error
+        # Until all ranks have deleted what they wrote, and are announced no more.
+        comm.all_gather(b"")
+        if comm.rank == 0:
+            self._options.hooks.on_full(error, self._count_bytes)
+
+    def _rewind(self, rewind: Callable[[], bool]) -> bool:
+        """Have all ranks start again, or none; return which."""
+        comm = self._comm
+        # The others wait here until rank 0 has made room.
+        if comm.ended or not all(map(any, comm.all_gather(bytes([rewind()])))):
+            return False
+        self._base_root = None
+        if comm.size > 1 and self._open_store.backend.costly_requests:
+            # Other ranks may know an older root.
+            newest = self._open_store.newest() if comm.rank == 0 else None
+            self._base_root = comm.broadcast_message(newest, Root)
+        return True
 
     def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options

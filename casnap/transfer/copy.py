@@ -11,20 +11,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from itertools import count
+from typing import NoReturn
 
-from casnap.errors import FencedError, SnapshotNotFoundError, StorageFullError
+from casnap.errors import FencedError, SnapshotNotFoundError
 from casnap.runtime.progress import Progress
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.table import Table
+from casnap.storage.writing.retries import TRIES, Obstacle, again
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
 _log = logging.getLogger("casnap")
-_TRIES = 5
 # The most nodes of earlier snapshots of this copy that are remembered.
 _MOST_SEEN = 1 << 19
 
@@ -123,7 +123,10 @@ class _Copy:
     def _copy(self, job: CopyJob) -> None:
         try:
             with Contents(self._source, job.name, job.row).reading():
-                self._copy_unfenced(job)
+                if self._destination is None or self._options.dry_run:
+                    self._try(job)
+                else:
+                    self._copy_to(self._destination, job)
         except SnapshotNotFoundError as e:
             if not self._options.skip_gone:
                 raise
@@ -131,27 +134,27 @@ class _Copy:
             self._forget()
             self.report.gone.append(job.name)
 
-    def _copy_unfenced(self, job: CopyJob) -> None:
-        for tries in count(1):
-            try:
-                self._try(job)
-            except FencedError as e:
-                assert self._destination is not None
-                self._destination.announces_at_once = True
-                self._forget()
-                if tries == _TRIES:
-                    raise FencedError(
-                        f"{job.new_name} is not copied: collectors without grace deleted what it "
-                        f"relied on, {tries} times; copy again, and give `casnap gc` a --grace"
-                    ) from e
-                _log.info("%s: a collector went past the copy, which starts again", job.new_name)
-            except StorageFullError as e:
-                self._forget()
-                if tries == _TRIES:
-                    raise
-                self._options.hooks.on_full(e, lambda: job.row.stats.logical_bytes)
-            else:
-                return
+    def _copy_to(self, destination: Repository, job: CopyJob) -> None:
+        def rewind() -> bool:
+            self._forget()
+            return True
+
+        def give_up(error: Obstacle) -> NoReturn:
+            if isinstance(error, FencedError):
+                raise FencedError(
+                    f"{job.new_name} is not copied: collectors without grace deleted what it "
+                    f"relied on, {TRIES} times; copy again, and give `casnap gc` a --grace"
+                ) from error
+            raise error
+
+        again(
+            destination,
+            lambda: self._try(job),
+            f"{job.new_name}: the copy",
+            on_full=lambda e: self._options.hooks.on_full(e, lambda: job.row.stats.logical_bytes),
+            rewind=rewind,
+            give_up=give_up,
+        )
 
     def _try(self, job: CopyJob) -> None:
         if len(self._seen) > _MOST_SEEN:

@@ -313,7 +313,7 @@ class SnapshotCopy:
         chunks: int,
         update_root: Callable[[Root], Root],
     ) -> bool:
-        """Commit what was sent; return False if another process has copied the snapshot meanwhile."""
+        """Commit what was sent; return False if another process has copied all of it meanwhile."""
 
         def placed(table: Table, seq: int) -> dict[str, Row | None] | None:
             placement = placement_in(table, self._job, session.store.backend, seq)

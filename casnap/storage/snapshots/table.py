@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from casnap.backends import Backend
 from casnap.backends.places import exists, is_folder, is_link, is_taken
 from casnap.errors import (
-    FencedError,
     InvalidNameError,
     SnapshotError,
     SnapshotExistsError,
@@ -29,10 +28,11 @@ from casnap.storage.log.roots import release_reserve, with_advice
 from casnap.storage.log.settings import settings_of
 from casnap.storage.places.other_formats import hint_at
 from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.retries import Obstacle, again
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
-_FENCED_TRIES = 3
+_TRIES = 3
 _METADATA_DEPTH = 64
 _MOST_TAGS = 100
 _TAG_CHARS = 100
@@ -190,25 +190,19 @@ def commit_change(
             change = partial(some, change_in(session))
             return session.commit(change, update_root=update_root) is not None
 
-    def commit_unfenced() -> bool:
-        for _ in range(_FENCED_TRIES - 1):
-            try:
-                return run_shielded(commit)
-            except FencedError:
-                _log.info(
-                    "%s: a collector deleted what a change relied on; the change starts again",
-                    store.backend.uri,
-                )
-        return run_shielded(commit)
+    def give_up(error: Obstacle) -> NoReturn:
+        if isinstance(error, StorageFullError):
+            raise with_advice(error, store.recent()) from error
+        raise error
 
-    try:
-        return commit_unfenced()
-    except StorageFullError:
-        release_reserve(store.backend)
-    try:
-        return commit_unfenced()
-    except StorageFullError as e:
-        raise with_advice(e, store.recent()) from e
+    return again(
+        store,
+        lambda: run_shielded(commit),
+        f"{store.backend.uri}: a change",
+        tries=_TRIES,
+        on_full=lambda _: release_reserve(store.backend),
+        give_up=give_up,
+    )
 
 
 def with_tags(row: Row, tags: Iterable[str]) -> Row:

@@ -1,0 +1,74 @@
+"""What a writer does if a collector was faster, or the disk is full: it starts again, or gives up.
+
+Nothing else knows that. A writer says how often it starts again, what makes room on a full disk,
+and what has to be agreed on before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+from typing import NoReturn, TypeAlias, TypeVar
+
+from casnap.errors import FencedError, StorageFullError
+from casnap.storage.reading.repository import Repository
+
+_log = logging.getLogger("casnap")
+T = TypeVar("T")
+
+TRIES = 5
+"""How often a writer tries that has much to lose."""
+Obstacle: TypeAlias = FencedError | StorageFullError
+
+
+def _raise(error: Obstacle) -> NoReturn:
+    raise error
+
+
+def again(
+    store: Repository,
+    work: Callable[[], T],
+    what: str,
+    *,
+    tries: int | None = TRIES,
+    on_full: Callable[[StorageFullError], None] = _raise,
+    rewind: Callable[[], bool] = lambda: True,
+    give_up: Callable[[Obstacle], T] = _raise,
+) -> T:
+    """Do some work that writes to a store, and start again if a collector or the disk prevents it.
+
+    From the first fence on, the changes of this process are announced at once, so that collectors
+    see the next try.
+
+    Args:
+        store: The store.
+        work: The work, from its beginning.
+        what: What it is, for the log.
+        tries: How often to try; None for as often as it takes.
+        on_full: Called when the disk is full; returns if there may be room now. By default there is
+            none.
+        rewind: Called before each new try; returns whether there can be one. If many ranks do the
+            work, they agree here.
+        give_up: Called with the error of the last try; by default that is raised.
+
+    Raises:
+        FencedError: A collector was faster in the last try.
+        StorageFullError: The disk is full, and nothing there can be freed.
+    """
+    for attempt in count(1):
+        try:
+            return work()
+        except (FencedError, StorageFullError) as e:
+            reason = "the disk was full, and there is room now"
+            if isinstance(e, FencedError):
+                store.announces_at_once = True
+                reason = "a collector went past it"
+            if attempt == tries:
+                return give_up(e)
+            if isinstance(e, StorageFullError):
+                on_full(e)
+            if not rewind():
+                raise
+        _log.info("%s starts again: %s", what, reason)
+    raise AssertionError
