@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.backends.places import exists, is_file, is_folder, matching, paths_in
 from casnap.errors import SnapshotNotFoundError, StateError
-from casnap.format.names import MARKER
+from casnap.format.names import MARKER, folder_of
 from casnap.integrations.notices import is_notice, put_notices, put_whole
 from casnap.integrations.trainers import (
     Value,
@@ -235,7 +235,7 @@ class CasnapTrainerMixin(_Base):
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=True,
         )
-        prefix = snapshot.name.rpartition("/")[0]
+        prefix = folder_of(snapshot.name)
         for folder in before - set(paths_in(run_dir)):
             name = f"{prefix}/{folder.name}".lstrip("/")
             if name in snapshot.store:
