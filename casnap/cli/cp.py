@@ -158,10 +158,8 @@ def _follow(
         emit({"source": source, "destination": destination, **result})
     else:
         say(f"{amount(len(names), 'snapshot')} copied")
-    if copier.refused:
-        raise CommandError(
-            "; ".join(f"{name}: {reason}" for name, reason in copier.refused.items())
-        )
+    if refused:
+        raise CommandError("; ".join(f"{name}: {reason}" for name, reason in refused.items()))
 
 
 def _facts_of(report: CopyReport) -> dict[str, Any]:

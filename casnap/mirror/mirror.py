@@ -1,11 +1,11 @@
 """The mirror of a store: another store that gets each snapshot, in the background.
 
 A take with a mirror commits its row with a note that the mirror lacks the snapshot
-(``mirror/notes.py``). A **pass** copies all snapshots with such a note, in the
-order of their commits, and removes the notes. It runs on a thread that the interpreter waits for at
-exit. A pass begins after each commit of this process, and a **watcher**, a daemon thread, begins
-others: after a failure, or for what other processes have committed. On each host one process at a
-time has a pass. Nothing here raises to a take, or makes it wait.
+(``notes.py``). A **pass** copies all snapshots with such a note, in the order of their commits, and
+removes the notes. It runs on a thread that the interpreter waits for at exit. A pass begins after
+each commit of this process, and a **watcher**, a daemon thread, begins others: after a failure, or
+for what other processes have committed. On each host one process at a time has a pass. Nothing here
+raises to a take, or makes it wait.
 """
 
 from __future__ import annotations
