@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from casnap.backends.base import TEMPORARY
-from casnap.backends.safe_paths import unlink_at
+from casnap.backends.safe_paths import check_regular, unlink_at
 from casnap.backends.system_errors import translated
+from casnap.errors import BackendError
 from casnap.runtime.fork import locked_file
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
@@ -132,13 +132,11 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
         lease: Where there are no locks, a younger one counts as locked.
     """
     try:
-        fd = _open_to_lock(name, folder)
-    except OSError:
+        fd = open_to_lock(name, folder)
+    except (OSError, BackendError):
         return _Look()
     try:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            return _Look()
         # A time in the future says nothing; then only the lock counts.
         age = time.time() - info.st_mtime
         if 0 <= age < min_age:
@@ -171,10 +169,28 @@ def _is_held_by_stopped(info: os.stat_result) -> bool:
         return False
 
 
-def _open_to_lock(name: str, folder: int) -> int:
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def open_to_lock(name: str, folder: int, make: int | None = None) -> int:
+    """Open a regular file to lock it: never through a link, and without waiting.
+
+    Args:
+        name: Its name.
+        folder: The open folder that it is in.
+        make: The mode to make it with if it is not there; None if it must be.
+
+    Raises:
+        BackendError: It is something else.
+        OSError: It cannot be opened.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags |= 0 if make is None else os.O_CREAT
     try:
         # On NFS, only a file that is open for writing can be locked.
-        return os.open(name, os.O_RDWR | flags, dir_fd=folder)
+        fd = os.open(name, os.O_RDWR | flags, make or 0, dir_fd=folder)
     except OSError:
-        return os.open(name, os.O_RDONLY | flags, dir_fd=folder)
+        fd = os.open(name, os.O_RDONLY | flags, make or 0, dir_fd=folder)
+    try:
+        check_regular(os.fstat(fd), name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -144,7 +144,12 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
         BackendError: It is something else, or reached through a link.
         OSError: It cannot be opened.
     """
-    fd = _open(path, os.O_RDONLY | _FILE)
+    try:
+        fd = _open(path, os.O_RDONLY | _FILE)
+    except OSError as e:
+        if e.errno == errno.ENXIO:
+            raise BackendError(f"{path} is a socket or a device, not a file") from None
+        raise
     try:
         info = os.fstat(fd)
         check_regular(info, path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.durability import NewNames, doubtful
+from casnap.backends.owners import new_file_in
 from casnap.backends.places import exists
 from casnap.backends.safe_paths import (
     OpenFolder,
@@ -21,7 +22,6 @@ from casnap.backends.safe_paths import (
     folder_at,
     open_folder,
     parent_of,
-    unlink_at,
 )
 from casnap.backends.system_errors import translated
 from casnap.errors import BackendError
@@ -140,12 +140,8 @@ class StoreFolder:
         name = os.urandom(12).hex()
         for folder in (f"{self.objects}/tmp", self.objects):
             with suppress(OSError, BackendError), folder_at(folder) as fd:
-                file = create_file(name, fd, 0o600)
-                try:
-                    return os.fstat(file)
-                finally:
-                    os.close(file)
-                    unlink_at(name, fd)
+                if (made := new_file_in(fd, name)) is not None:
+                    return made
         return None
 
     def _check_record(self, folder: int, check: Callable[[], None]) -> None:

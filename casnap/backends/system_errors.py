@@ -44,19 +44,19 @@ _ADVICE = {
 }
 
 
-def told(error: OSError, subject: str) -> BackendError:
+def told(error: OSError, subject: str, kept: str = "earlier snapshots are whole") -> BackendError:
     """Return the error of casnap for one of the system, with what to do about it.
 
     Args:
         error: The error.
         subject: What it is about: a path.
+        kept: What a full disk does no harm to.
     """
     number, text = error.errno, error.strerror or str(error)
     if number in NO_SPACE:
         lack = "quota" if number == errno.EDQUOT else "space"
         return StorageFullError(
-            f"no {lack} left to write {subject}; earlier snapshots are whole. "
-            "Free some space, then try again"
+            f"no {lack} left to write {subject}; {kept}. Free some space, then try again"
         )
     if number in EXHAUSTED:
         cause = "no memory left" if number in _MEMORY else "too many files open (`ulimit -n`)"
@@ -75,8 +75,8 @@ def told(error: OSError, subject: str) -> BackendError:
         return BackendError(f"{subject} is a folder, not a file")
     if number in _DENIED:
         return BackendError(
-            f"{subject}: {text}; may this user have it? Whoever reads a store needs the right to "
-            "read all that is in it, and to look into its folders; whoever writes, also to write: "
+            f"{subject}: {text}; may this user have it? Whoever reads needs the right to read all "
+            "that is in a folder, and to look into its folders; whoever writes, also to write: "
             "after chown, chgrp or chmod of a folder, do the same with -R"
         )
     advice = _ADVICE.get(number or 0)

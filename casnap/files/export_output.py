@@ -27,6 +27,7 @@ class ExportOutput:
         out: Its name.
         is_folder: Whether it is a folder.
         nbytes: About how many bytes it will have.
+        mode: The mode of its files, off which the umask is taken.
 
     Raises:
         FileFormatError: The name is taken.
@@ -36,9 +37,10 @@ class ExportOutput:
         sizes: The bytes of each file that was written, by its name.
     """
 
-    def __init__(self, out: Path, *, is_folder: bool, nbytes: int) -> None:
+    def __init__(self, out: Path, *, is_folder: bool, nbytes: int, mode: int = 0o666) -> None:
         self._out = out
         self._is_folder = is_folder
+        self._mode = mode
         check_absent(out)
         if shutil.disk_usage(out.parent).free < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
@@ -49,7 +51,7 @@ class ExportOutput:
 
     def __enter__(self) -> ExportOutput:
         if self._is_folder:
-            self._partial.mkdir()
+            self._partial.mkdir(self._mode | 0o111)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -72,7 +74,7 @@ class ExportOutput:
             nbytes: How long it will be at least, so that space is taken before anything is written.
         """
         path = self._partial / name if self._is_folder else self._partial
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, self._mode)
         try:
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)

@@ -12,19 +12,26 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from casnap.backends.durability import sync_folder
-from casnap.backends.file_locks import lock
-from casnap.backends.places import exists, is_folder, is_link, is_taken, status
-from casnap.errors import CasnapError, FileFormatError
+from casnap.backends.file_io import write_cached
+from casnap.backends.file_locks import lock, open_to_lock
+from casnap.backends.owners import Owners, new_file_in, owners_by
+from casnap.backends.places import is_link, is_taken, status
+from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
+from casnap.backends.system_errors import told, translated
+from casnap.errors import BackendError, CasnapError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.runtime.fork import locked_file
 from casnap.serving.version import RECORD, Version, VersionRecord, read_record
 
 _log = logging.getLogger("casnap")
 _LOCK, _CALLED = ".lock", ".called.json"
+FILE_MODE = 0o644
+"""The mode of all files of a pull. Who may write to them could have anything served."""
+_FOLDER_MODE = FILE_MODE | 0o111
 _PARTIAL, _VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
 
 
@@ -37,6 +44,7 @@ class ServedFolder:
     Raises:
         FileFormatError: It is a URI, or something else stands there.
         FileNotFoundError: There is no such parent.
+        BackendError: It cannot be looked at.
     """
 
     def __init__(self, out: Path) -> None:
@@ -46,25 +54,34 @@ class ServedFolder:
                 f"{out} cannot become a link; name a folder that is not there yet"
             )
         # Not resolved as a whole: it is a link itself.
-        parent = out.parent.resolve(strict=True)
+        with translated(str(out.parent)):
+            parent = Path(os.path.realpath(out.parent, strict=True))
         self.link = parent / out.name
         self.versions = parent / f"{out.name}.versions"
         self._known: tuple[object, ...] = ()
         self._record: VersionRecord | None = None
-        self._lock = ExitStack()
-        self._fd = -1
-        self._undeletable: set[Path] = set()
+        # While it is locked: the folder of the versions and the lock, open, and whose files count.
+        self._opened = ExitStack()
+        self._folder = self._fd = -1
+        self._owners: Owners = owners_by()
+        self._undeletable: set[str] = set()
         # Whether a crash may bring back the link to the version before.
         self._may_return = False
         self._check_link()
 
     def _check_link(self) -> None:
-        if is_link(self.link):
+        info = status(self.link, follow=False)
+        if info is None:
+            return
+        if self._folder >= 0 and not self._owners.own(info):
+            raise FileFormatError(
+                f"{self.link} belongs to another user (uid {info.st_uid}), who can have it lead "
+                "elsewhere at any time. Remove it, or name another folder"
+            )
+        if stat.S_ISLNK(info.st_mode):
             target = Path(os.path.normpath(self.link.parent / self.link.readlink()))
             if target.parent == self.versions:
                 return
-        elif not exists(self.link):
-            return
         raise FileFormatError(
             f"{self.link} exists, and no pull made it; choose another name, or move it away first"
         )
@@ -78,7 +95,8 @@ class ServedFolder:
         """
         try:
             self.hold()
-            self._remove(self._entries(_PARTIAL.fullmatch))
+            with self.translated():
+                self._remove(self._names(_PARTIAL.fullmatch))
             yield self
         finally:
             self._free()
@@ -87,40 +105,110 @@ class ServedFolder:
         """Lock the folder of the versions, unless it is; make it again if somebody has removed it.
 
         Raises:
-            CasnapError: Another process has locked it, or it cannot be looked at.
-            FileFormatError: Something that no pull made stands in its place.
-            OSError: It cannot be made.
+            CasnapError: Another process has locked it.
+            FileFormatError: Something that no pull of this user made stands in its place, or other
+                users may write there.
+            BackendError: It cannot be made, locked or looked at.
+            FileNotFoundError: The folder around it is gone.
         """
-        path = self.versions / _LOCK
         if self._fd >= 0:
-            there = status(path)
+            there = status(self.versions / _LOCK, follow=False)
             if there is not None and os.path.samestat(there, os.fstat(self._fd)):
                 return
-            self._free()
-        if is_link(self.versions):
-            raise FileFormatError(
-                f"{self.versions} is a link, and no pull made it; remove it, or name another folder"
-            )
-        self.versions.mkdir(exist_ok=True)
-        fd = _open_lock(path)
-        self._lock.enter_context(locked_file(fd))
-        if lock(fd) is False:
-            owner = os.read(fd, 20).decode("ascii", "replace").strip()
-            self._free()
-            raise CasnapError(
-                f"the process {owner or '?'} pulls, or follows, into {self.link}, and only one "
-                "may at a time. Stop it, or name another folder"
-            )
-        self._fd = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._free()
+        with self.translated():
+            self._open_folder()
+            self._check_link()
+            fd = self._open_lock()
+            if lock(fd) is False:
+                owner = os.read(fd, 20).decode("ascii", "replace").strip()
+                raise CasnapError(
+                    f"the process {owner or '?'} pulls, or follows, into {self.link}, and only one "
+                    "may at a time. Stop it, or name another folder"
+                )
+            self._fd = fd
+            # On a full disk too: to go on may free some of it.
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def _free(self) -> None:
-        self._fd = -1
-        self._lock.close()
+        self._folder = self._fd = -1
+        self._opened.close()
 
-    def _entries(self, matches: Callable[[str], object]) -> list[Path]:
-        return [path for path in self.versions.iterdir() if matches(path.name)]
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turn the system's errors into casnap's, except ``FileNotFoundError``."""
+        try:
+            yield
+        except (FileNotFoundError, CasnapError):
+            raise
+        except OSError as e:
+            if e.errno is None:
+                raise
+            # A name alone is one in the folder of the versions; a write knows none.
+            path = self.versions / os.fsdecode(e.filename or "")
+            raise told(e, str(path), f"{self.link} stays as it is") from e
+
+    def _open_folder(self) -> None:
+        """Open the folder of the versions; make it if it is not there."""
+        with suppress(FileExistsError):
+            self.versions.mkdir(_FOLDER_MODE)
+        info = status(self.versions, follow=False)
+        if info is not None and not stat.S_ISDIR(info.st_mode):
+            raise FileFormatError(
+                f"{self.versions} is no folder, and no pull made it; remove it, or name another "
+                "folder"
+            )
+        # All that is changed lies in this very folder, also if another one is put in its place.
+        self._folder = open_folder(str(self.versions), listed=True)
+        self._opened.callback(os.close, self._folder)
+        self._owners = owners_by(new_file_in(self._folder, f".{os.urandom(6).hex()}.partial"))
+        self._owners.close_to_others(self._folder)
+        why = self._owners.why_not(os.fstat(self._folder))
+        if why is not None:
+            raise FileFormatError(
+                f"{self.versions} {why}, so what is in it need not be what a pull has written. "
+                "Remove it, or name another folder. Only if you know that all in it is yours: "
+                "`chown -R` it to you, and `chmod -R go-w` it"
+            )
+
+    def _open_lock(self) -> int:
+        path = self.versions / _LOCK
+        try:
+            fd = open_to_lock(_LOCK, self._folder, FILE_MODE)
+        except (BackendError, OSError) as e:
+            if stat.S_ISREG(self._status(_LOCK).st_mode):
+                raise
+            raise FileFormatError(f"{path} is no file, and no pull made it; remove it") from e
+        self._opened.enter_context(locked_file(fd))
+        info = os.fstat(fd)
+        # It is written to.
+        why = "has another name too" if info.st_nlink > 1 else self._owners.why_not(info)
+        if why is not None:
+            raise FileFormatError(f"{path} {why}, and no pull made it; remove it")
+        return fd
+
+    def close_to_others(self) -> None:
+        """Take from other users the right to write to the versions, such as a mount has given."""
+        self._owners.close_to_others(self._folder)
+        for name in self._names(_VERSION.fullmatch):
+            base = OpenFolder(self._folder, str(self.versions))
+            place = folder_at(f"{base.path}/{name}", listed=True, base=base)
+            with suppress(OSError, BackendError), place as folder:
+                self._owners.close_to_others(folder)
+
+    # --- names in the folder of the versions ---
+
+    def _names(self, matches: Callable[[str], object]) -> list[str]:
+        folder: int = self._folder
+        return [name for name in os.listdir(folder) if matches(name)]
+
+    def _status(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+
+    def _rename(self, name: str, to: str) -> None:
+        os.rename(name, to, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     # --- versions ---
 
@@ -130,17 +218,24 @@ class ServedFolder:
         Raises:
             BackendError: It cannot be looked at.
         """
-        if not is_link(self.link):
+        return self._version(self._target.name) if is_link(self.link) else None
+
+    def _version(self, name: str) -> Version | None:
+        """Return a version; None if there is none, it is damaged, or may be another user's."""
+        folder = self.versions / name
+        info, about = status(folder / RECORD, follow=False), status(folder, follow=False)
+        if info is None or about is None:
             return None
-        info = status(self._target / RECORD)
-        if info is None:
+        if not (stat.S_ISREG(info.st_mode) and stat.S_ISDIR(about.st_mode)):
             return None
-        known = (self._target, info.st_ino, info.st_mtime_ns, info.st_size)
+        if self._owners.why_not(info) or self._owners.why_not(about):
+            return None
+        known = (folder, info.st_ino, info.st_mtime_ns, info.st_size)
         # What could not be read may be readable now.
         if known != self._known or self._record is None:
             # Of many tensors, it takes long to read.
-            self._known, self._record = known, read_record(self._target / RECORD)
-        return None if self._record is None else Version(self._target, self._record)
+            self._known, self._record = known, read_record(folder / RECORD)
+        return None if self._record is None else Version(folder, self._record, self._owners)
 
     def is_whole(self) -> bool:
         """Whether there is a current version, and no file of it has changed."""
@@ -153,8 +248,8 @@ class ServedFolder:
 
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
         """Return a whole version of this content, current or not; None if there is none."""
-        for folder in self._entries(lambda name: name.split("@")[-1].startswith(commit)):
-            version = Version.load(folder)
+        for name in self._names(lambda name: name.split("@")[-1].startswith(commit)):
+            version = self._version(name)
             if version is not None and version.is_of(store_id, commit, mapping):
                 return version
         return None
@@ -204,77 +299,70 @@ class ServedFolder:
             _log.warning("old versions of %s are deleted later: %s", self.link, e)
 
     def _prune(self, keep: int) -> None:
-        others = [path for path in self._entries(_VERSION.fullmatch) if path != self._target]
-        others.sort(key=lambda path: path.stat().st_mtime_ns)
-        before = self._entries(_PARTIAL.fullmatch)
+        current = self._target.name
+        others = [name for name in self._names(_VERSION.fullmatch) if name != current]
+        others.sort(key=lambda name: self._status(name).st_mtime_ns)
+        before = self._names(_PARTIAL.fullmatch)
         self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])
 
-    def _remove(self, paths: Iterable[Path]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         """Delete folders of versions; warn, once, of what cannot be deleted: it is tried again."""
-        for path in paths:
-            left = path
+        for name in names:
+            left = name
             try:
-                if not _PARTIAL.fullmatch(path.name):
+                if not _PARTIAL.fullmatch(name):
                     # A half of it never has the name of a version.
-                    left = path.rename(
-                        path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
-                    )
-                _delete(left)
+                    left = f".{name}.{os.urandom(6).hex()}.partial"
+                    self._rename(name, left)
+                with translated(str(self.versions / left)):
+                    self._delete(left)
             except (CasnapError, OSError) as e:
                 if left not in self._undeletable:
                     self._undeletable.add(left)
                     _log.warning(
-                        "an old version cannot be deleted, which each pull tries again: %s: %s",
-                        left,
-                        e,
+                        "an old version cannot be deleted, which each pull tries again: %s", e
                     )
+
+    def _delete(self, name: str) -> None:
+        """Delete a folder, or a file, with all that can be deleted in it.
+
+        Raises:
+            OSError: Some of it is still there.
+        """
+        if not stat.S_ISDIR(self._status(name).st_mode):
+            unlink_at(name, self._folder)
+            return
+        # Before Python 3.11 it takes no handle of a folder.
+        path = f"/proc/self/fd/{self._folder}/{name}"
+        try:
+            shutil.rmtree(path)
+        except OSError:
+            # It stops at the first thing that cannot be deleted.
+            shutil.rmtree(path, ignore_errors=True)
+            if self._names(name.__eq__):
+                raise
 
     # --- whom it was announced to ---
 
     def called(self) -> VersionRecord | None:
         """Return the version that a callback was last called for without a failure."""
-        return read_record(self.versions / _CALLED)
+        path = self.versions / _CALLED
+        info = status(path, follow=False)
+        # Who could write it could have the callback left out.
+        return None if info is None or self._owners.why_not(info) else read_record(path)
 
     def note_called(self, version: Version) -> None:
-        """Note that a callback was called for a version."""
-        partial = self.versions / f"{_CALLED}.partial"
-        partial.write_bytes(version.record.encode())
-        partial.rename(self.versions / _CALLED)
+        """Note that a callback was called for a version.
 
-
-def _delete(path: Path) -> None:
-    """Delete a folder, or a file, with all that can be deleted in it.
-
-    Raises:
-        OSError: Some of it is still there.
-    """
-    if not is_folder(path) or is_link(path):
-        path.unlink(missing_ok=True)
-        return
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
-    except OSError:
-        # It stops at the first thing that cannot be deleted.
-        shutil.rmtree(path, ignore_errors=True)
-        if is_taken(path):
-            raise
-
-
-def _open_lock(path: Path) -> int:
-    """Open the file that is locked, made if it is not there.
-
-    The pull writes to it, so it must not be a file of somebody's that a link leads to.
-    """
-    try:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as e:
-        if not is_link(path):
-            raise
-        raise FileFormatError(f"{path} is a link, and no pull made it; remove it") from e
-    info = os.fstat(fd)
-    if stat.S_ISREG(info.st_mode) and info.st_nlink <= 1:
-        return fd
-    os.close(fd)
-    raise FileFormatError(f"{path} is no file of its own, and no pull made it; remove it")
+        Raises:
+            BackendError: It cannot be noted.
+        """
+        partial = f"{_CALLED}.partial"
+        with self.translated():
+            unlink_at(partial, self._folder)
+            fd = create_file(partial, self._folder, FILE_MODE)
+            try:
+                write_cached(fd, memoryview(version.record.encode()), 0)
+            finally:
+                os.close(fd)
+            self._rename(partial, _CALLED)

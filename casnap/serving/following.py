@@ -126,7 +126,7 @@ class Following:
             self._calls.note_success()
             try:
                 self._served.note_called(version)
-            except OSError as e:
+            except (CasnapError, OSError) as e:
                 _log.warning(
                     "the callback for %s is called again after a restart: %s", version.folder, e
                 )

@@ -13,6 +13,7 @@ from casnap.format.records import Row
 from casnap.runtime.progress import Progress
 from casnap.serving.folder import ServedFolder
 from casnap.serving.options import PullOptions, PullReport
+from casnap.serving.version import Version
 from casnap.serving.writing import write_version
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
@@ -75,28 +76,40 @@ def update(
     """Bring a folder, whose lock is held, to the newest snapshot."""
     start = time.monotonic()
     contents = source.newest(options)
-    current = served.current()
     report = PullReport("", contents.name, contents.row.commit.hex())
-    try:
-        wanted = (source.store.config.store_id, report.commit, options.mapping)
-        version = current
-        if current is None or not current.is_of(*wanted):
-            version = served.of(*wanted)
-            if version is None:
-                with contents.reading():
-                    version = write_version(served, contents, options, current, report, progress)
-            report.switched = True
-            report.changed = version.record.changed_since(
-                None if current is None else current.record
-            )
-            served.switch(version)
-        assert version is not None
+    with served.translated():
+        version = _switched(served, source, contents, options, report, progress)
         served.prune(options.keep)
-    finally:
-        if current is not None:
-            current.close()
     record, report.folder = version.record, os.path.realpath(version.folder)
     report.tensors, report.left_out = len(record.tensors), record.left_out
     report.total_bytes = sum(file.file_bytes for file in record.files.values())
     report.seconds = time.monotonic() - start
     return report
+
+
+def _switched(
+    served: ServedFolder,
+    source: Source,
+    contents: Contents,
+    options: PullOptions,
+    report: PullReport,
+    progress: Progress | None,
+) -> Version:
+    """Return the version of a snapshot, to which the link leads by now."""
+    served.close_to_others()
+    current = served.current()
+    try:
+        wanted = (source.store.config.store_id, report.commit, options.mapping)
+        if current is not None and current.is_of(*wanted):
+            return current
+        version = served.of(*wanted)
+        if version is None:
+            with contents.reading():
+                version = write_version(served, contents, options, current, report, progress)
+        report.switched = True
+        report.changed = version.record.changed_since(None if current is None else current.record)
+        served.switch(version)
+        return version
+    finally:
+        if current is not None:
+            current.close()

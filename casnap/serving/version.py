@@ -18,6 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from casnap.backends.file_io import read_file, read_run
+from casnap.backends.owners import Owners, owners_by
+from casnap.backends.safe_paths import open_file
 from casnap.backends.system_errors import is_of_the_place
 from casnap.errors import BackendError, DamagedError, FileFormatError
 from casnap.files.safetensors_header import itemsize_of
@@ -153,33 +155,27 @@ class Version:
     Args:
         folder: Its folder.
         record: What that says.
+        owners: Whose files count as written by a pull.
     """
 
-    def __init__(self, folder: Path, record: VersionRecord) -> None:
+    def __init__(self, folder: Path, record: VersionRecord, owners: Owners | None = None) -> None:
         self.folder = folder
         self.record = record
+        self._owners = owners or owners_by()
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
-
-    @classmethod
-    def load(cls, folder: Path) -> Version | None:
-        """Return the version in a folder; None if there is none, or its record is damaged.
-
-        Raises:
-            BackendError: It cannot be read.
-        """
-        record = read_record(folder / RECORD)
-        return None if record is None else cls(folder, record)
 
     def is_intact(self, file: str) -> bool:
         """Whether a file is the one that was written, as far as the system tells without a read."""
         about = self.record.files.get(file)
         with suppress(OSError):
             info = (self.folder / file).stat(follow_symlinks=False)
-            return about is not None and (info.st_size, info.st_ino, info.st_mtime_ns) == (
-                about.file_bytes,
-                about.inode,
-                about.mtime_ns,
+            found = (info.st_size, info.st_ino, info.st_mtime_ns)
+            # Another user's file may have any time, and in the end any inode.
+            return (
+                about is not None
+                and found == (about.file_bytes, about.inode, about.mtime_ns)
+                and self._owners.why_not(info) is None
             )
         return False
 
@@ -197,28 +193,31 @@ class Version:
 
     def _cells(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
         """Yield the chunks: tensor, digest in the store, cast, and where it is here."""
-        with suppress(OSError):
-            digests = (self.folder / CHUNKS).read_bytes()
-            at = 0
-            for name, tensor in self.record.tensors.items():
-                itemsize = itemsize_of(tensor.cast_from or tensor.dtype)
-                grid = grid_of(tensor.shape, itemsize, self.record.chunk_bytes)
-                cast = f"{tensor.cast_from}>{tensor.dtype}" if tensor.cast_from else ""
-                size = grid.count * DIGEST_SIZE
-                sources = split_digests(digests[at : at + size])
+        about = self.record.files.get(CHUNKS)
+        try:
+            digests, _ = read_file(str(self.folder / CHUNKS), about.file_bytes if about else 0)
+        except (BackendError, DamagedError, OSError):
+            return
+        at = 0
+        for name, tensor in self.record.tensors.items():
+            itemsize = itemsize_of(tensor.cast_from or tensor.dtype)
+            grid = grid_of(tensor.shape, itemsize, self.record.chunk_bytes)
+            cast = f"{tensor.cast_from}>{tensor.dtype}" if tensor.cast_from else ""
+            size = grid.count * DIGEST_SIZE
+            sources = split_digests(digests[at : at + size])
+            at += size
+            here = sources
+            if cast:
+                here = split_digests(digests[at : at + size])
                 at += size
-                here = sources
-                if cast:
-                    here = split_digests(digests[at : at + size])
-                    at += size
-                start = tensor.start
-                wanted = tensor.cast_digest or tensor.digest
-                if digest_of(b"".join(here)).hex() != wanted or len(sources) != grid.count:
-                    continue
-                for source, digest, raw_bytes in zip(sources, here, grid.sizes(), strict=True):
-                    nbytes = raw_bytes // itemsize * itemsize_of(tensor.dtype)
-                    yield name, source, cast, StoredCell(tensor.file, start, nbytes, digest)
-                    start += nbytes
+            start = tensor.start
+            wanted = tensor.cast_digest or tensor.digest
+            if digest_of(b"".join(here)).hex() != wanted or len(sources) != grid.count:
+                continue
+            for source, digest, raw_bytes in zip(sources, here, grid.sizes(), strict=True):
+                nbytes = raw_bytes // itemsize * itemsize_of(tensor.dtype)
+                yield name, source, cast, StoredCell(tensor.file, start, nbytes, digest)
+                start += nbytes
 
     @cached_property
     def cells(self) -> dict[tuple[Digest, str], StoredCell]:
@@ -235,7 +234,7 @@ class Version:
             return False
         try:
             return read_run(self.open(cell.file), memory, cell.start) == cell.nbytes
-        except OSError:
+        except (BackendError, OSError):
             return False
 
     def base(self, digest: Digest) -> Fill | None:
@@ -244,11 +243,15 @@ class Version:
         return None if cell is None else partial(self._fill, cell)
 
     def open(self, file: str) -> int:
-        """Return an open file, for reading; it is closed by :meth:`close`."""
+        """Return an open file, for reading; it is closed by :meth:`close`.
+
+        Raises:
+            BackendError: It is no regular file.
+            OSError: It cannot be opened.
+        """
         with self._lock:
             if file not in self._fds:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._fds[file] = os.open(self.folder / file, flags)
+                self._fds[file], _ = open_file(str(self.folder / file))
             return self._fds[file]
 
     def close(self) -> None:
@@ -308,7 +311,13 @@ def read_record(path: Path) -> VersionRecord | None:
     except (FileNotFoundError, DamagedError, ValueError, RecursionError):
         return None
     is_known = record.version == 1 and record.digest == record.own_digest()
-    return record if is_known else None
+    names = {*record.files, *(tensor.file for tensor in record.tensors.values())}
+    # A name that leads out of the folder is none that a pull has written.
+    return record if is_known and all(map(_is_plain, names)) else None
+
+
+def _is_plain(name: str) -> bool:
+    return "/" not in name and name not in ("", ".", "..")
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
@@ -327,18 +336,23 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
         BackendError: It cannot be looked at.
     """
     place = Path(os.path.realpath(folder))
-    version = Version.load(place)
-    if version is None:
+    record = read_record(place / RECORD)
+    if record is None:
         raise FileFormatError(
             f"{folder} has no {RECORD} that can be read, so there is nothing to compare it with; "
             "pull it anew"
         )
+    version = Version(place, record)
     try:
         damaged = version.damaged()
     finally:
         version.close()
     for name in damaged:
         tensor = version.record.tensors.get(name)
+        file = tensor.file if tensor else name
+        about = record.files.get(file)
         with suppress(OSError):
-            os.utime(place / (tensor.file if tensor else name), ns=(0, 0))
+            # One of another inode is made anew anyhow, and may have a second name elsewhere.
+            if about is not None and (place / file).lstat().st_ino == about.inode:
+                os.utime(place / file, ns=(0, 0), follow_symlinks=False)
     return damaged

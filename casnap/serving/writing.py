@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from casnap.backends.file_io import write_cached
 from casnap.backends.system_errors import NO_SPACE
-from casnap.errors import CasnapError, StorageFullError
+from casnap.errors import BackendError
 from casnap.files.export_output import ExportOutput
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import cores, mapped
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.serving.folder import ServedFolder
+from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.layout import Cell, Layout, PlacedTensor, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (
@@ -53,26 +53,15 @@ def write_version(
     """Write a new version of a snapshot, and return it once it is durable.
 
     Raises:
-        StorageFullError: The disk is full; nothing is left of it.
-        OSError: It cannot be written.
+        OSError: It cannot be written; nothing is left of it.
     """
     layout = plan(contents, options)
     report.equal = layout.equal
     folder = served.new_name(contents.name, contents.row.commit.hex())
     writer = _Writer(contents, layout, old, report, progress)
-    try:
-        with ExportOutput(folder, is_folder=True, nbytes=writer.counter.total) as output:
-            record = writer.write(output, options)
-    except OSError as e:
-        if isinstance(e, CasnapError):
-            raise
-        if e.errno in NO_SPACE:
-            raise StorageFullError(
-                f"no space left to write {folder}; {served.link} stays as it is. Free some space, "
-                "or keep fewer versions, then pull again"
-            ) from e
-        # A write knows no name.
-        raise (e if e.filename else OSError(e.errno, e.strerror, str(folder))) from e
+    output = ExportOutput(folder, is_folder=True, nbytes=writer.counter.total, mode=FILE_MODE)
+    with output:
+        record = writer.write(output, options)
     return Version(folder, record)
 
 
@@ -208,7 +197,7 @@ class _Writer:
         header = digest_of(file.header).hex()
         if old is None or about is None or about.digest != header or not old.is_intact(file.name):
             return ""
-        with suppress(OSError):
+        with suppress(BackendError, OSError):
             fcntl.ioctl(fd, _FICLONE, old.open(file.name))
             return file.name
         return ""

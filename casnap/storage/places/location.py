@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
+from casnap.backends.owners import Owners, owners_by
 from casnap.backends.places import exists, is_folder, is_link, status
 from casnap.backends.system_errors import is_of_the_place
 from casnap.errors import (
@@ -437,15 +438,10 @@ def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
     refusal = _why_distrusted(store, is_parent=is_parent)
     if refusal is None or new_file is None:
         return refusal
-    keeps_modes = not new_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    return _why_distrusted(
-        store, is_parent=is_parent or not keeps_modes, uids={new_file.st_uid, os.geteuid(), 0}
-    )
+    return _why_distrusted(store, is_parent=is_parent, owners=owners_by(new_file))
 
 
-def _why_distrusted(
-    store: Path, *, is_parent: bool, uids: Collection[int] | None = None
-) -> str | None:
+def _why_distrusted(store: Path, *, is_parent: bool, owners: Owners | None = None) -> str | None:
     """Return why a store that a path leads to does not get what is taken; None if it does.
 
     All of it has to be this user's, or root's, and other users must not be able to write to it: one
@@ -455,16 +451,17 @@ def _why_distrusted(
         store: The folder.
         is_parent: Whether the snapshot lies right in it, so that the path names it. Then others may
             write to it.
-        uids: The users whose it may be; by default this one and root.
+        owners: Whose it may be; by default this user's and root's.
     """
+    owners = owners or owners_by()
     inner = store / STORE_FOLDER
     # Not followed: a link to a file of this user proves nothing.
     folder, record = status(inner, follow=False), status(inner / CONFIG_KEY, follow=False)
     if folder is None or record is None:
         raise BackendError(f"{store} was moved, or removed, just now; try again")
-    if not {folder.st_uid, record.st_uid} <= set(uids or (os.geteuid(), 0)):
+    if not (owners.own(folder) and owners.own(record)):
         return f"{store} is a store of another user (uid {record.st_uid})"
-    is_shared = folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if (is_shared and not is_parent) or not stat.S_ISDIR(folder.st_mode):
+    is_shared = not is_parent and owners.others_may_write(folder)
+    if is_shared or not stat.S_ISDIR(folder.st_mode):
         return f"{store} is a store that other users may write to"
     return None

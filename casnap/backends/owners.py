@@ -1,0 +1,86 @@
+"""Whose a file is: the one rule for what counts as this user's, and for who else may change it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from typing import NamedTuple
+
+from casnap.backends.safe_paths import create_file, unlink_at
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Owners(NamedTuple):
+    """Who counts as this user at a place.
+
+    Attributes:
+        uids: The users whose files are as good as this user's: this one, and root.
+        keeps_modes: Whether the modes of files say who may write to them.
+    """
+
+    uids: frozenset[int]
+    keeps_modes: bool = True
+
+    def own(self, info: os.stat_result) -> bool:
+        """Whether a file or folder is this user's."""
+        return info.st_uid in self.uids
+
+    def others_may_write(self, info: os.stat_result) -> bool:
+        """Whether another user may write to a file or folder."""
+        return self.keeps_modes and bool(info.st_mode & _OTHERS_WRITE)
+
+    def why_not(self, info: os.stat_result) -> str | None:
+        """Return why what is in a file or folder may be another user's; None if it is not."""
+        if not self.own(info):
+            return f"belongs to another user (uid {info.st_uid})"
+        return "may be written to by other users" if self.others_may_write(info) else None
+
+    def close_to_others(self, folder: int) -> None:
+        """Take from other users the right to write to an open folder, and to what is right in it.
+
+        What is another user's, or cannot be changed, stays as it is: who relies on it looks.
+        """
+        if not (self.keeps_modes and self.own(os.fstat(folder))):
+            return
+        for name in (".", *os.listdir(folder)):
+            with suppress(OSError):
+                info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                is_plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
+                if is_plain and self.own(info) and self.others_may_write(info):
+                    os.chmod(name, stat.S_IMODE(info.st_mode) & ~_OTHERS_WRITE, dir_fd=folder)
+
+
+def owners_by(new_file: os.stat_result | None = None) -> Owners:
+    """Return who counts as this user at a place.
+
+    Args:
+        new_file: A new file of this user there, as :func:`new_file_in` returns it; None if that is
+            not known. Some file systems give all files to one user, or keep no modes.
+    """
+    uids = {os.geteuid(), 0}
+    if new_file is None:
+        return Owners(frozenset(uids))
+    keeps_modes = not new_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return Owners(frozenset({*uids, new_file.st_uid}), keeps_modes)
+
+
+def new_file_in(folder: int, name: str) -> os.stat_result | None:
+    """Make an empty file for its owner alone, and remove it; return what it was.
+
+    Args:
+        folder: An open folder.
+        name: A name that is free there.
+
+    Returns:
+        What it was; None if no file can be made.
+    """
+    with suppress(OSError):
+        file = create_file(name, folder, 0o600)
+        try:
+            return os.fstat(file)
+        finally:
+            os.close(file)
+            unlink_at(name, folder)
+    return None
