@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import shutil
 import signal
+import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from tests.support.faults import (
     system_faults,
 )
 from tests.support.faulty import FaultyProxy
-from tests.support.mounts import tmpfs
+from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 from tests.support.object_stores import store_in
 from tests.support.served import assert_served, inodes, store_at, take, versions_of
 from tests.support.servers import Bucket
@@ -165,12 +167,13 @@ def test_killed_around_the_callback(base: Path, after: bool) -> None:
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_full_disk_at_any_call(base: Path, lasting: bool) -> None:
     names = ["pwrite", "posix_fallocate", "fsync", "link", "mkdir", "symlink", "rename"]
+    names += ["ftruncate"]
     with memory_folder() as place:
         folder = copy_of(base, place / "f")
         live = folder / "live"
         for number in sweep():
             full = system_faults(number, disk_full, names, lasting=lasting)
-            with full as calls, suppress(OSError, CasnapError):
+            with full as calls, suppress(StorageFullError):
                 Store(folder / "store").pull(live, options=OPTIONS)
             step_of(live)
             Store(folder / "store").pull(live, options=OPTIONS)
@@ -365,3 +368,150 @@ def test_a_version_that_cannot_be_looked_at_is_not_none(tmp_path: Path, code: in
         assert follow().event == "called"
         assert [len(changed) for changed in told] == [9, 2]
         assert len(versions_of(disk.path / "live")) == 2
+
+
+# --- what the system says -----------------------------------------------------------------------
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[Path]:
+    """Mount a folder once more, for reading alone."""
+    needs_root()
+    place = folder.with_name("mounted")
+    place.mkdir()
+    mount = ["mount", "--bind", "-o", "ro", folder, place]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def pulls_at(store: Store, live: Path) -> Iterator[Callable[[], object]]:
+    """Return what pulls into a folder: one pull, and a follower."""
+    yield lambda: store.pull(live)
+    yield lambda: next(store.follow(live))
+
+
+def test_a_folder_that_is_mounted_read_only(tmp_path: Path) -> None:
+    store, place = store_at(tmp_path / "store"), tmp_path / "place"
+    place.mkdir()
+    take(store, 0)
+    store.pull(place / "live")
+    take(store, 1)
+    with read_only(place) as mounted:
+        for live in (mounted / "live", mounted / "new"):
+            for pull in pulls_at(store, live):
+                with pytest.raises(BackendError, match=r"mounted/.*mounted read-only"):
+                    pull()
+        assert_served(mounted / "live", 0)
+    take(store, 2)
+    store.pull(place / "live")
+    assert_served(place / "live", 2)
+
+
+def test_a_folder_that_this_user_may_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, place = store_at(tmp_path / "store"), tmp_path / "place"
+    place.mkdir()
+    take(store, 0)
+
+    def work() -> None:
+        for pull in pulls_at(Store(store.uri), place / "live"):
+            with pytest.raises(BackendError, match=r"live.versions: Permission denied; may this"):
+                pull()
+
+    as_nobody(tmp_path, monkeypatch, work)
+
+
+@pytest.mark.parametrize("closed", ["place", "place/live.versions", "place/live.versions/x"])
+def test_a_lock_that_this_user_may_not_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """Reading is enough to lock it; a folder that is closed is said by its name."""
+    store, place = store_at(tmp_path / "store"), tmp_path / "place"
+    take(store, 0)
+    place.mkdir()
+    store.pull(place / "live")
+    needs_root()
+    for path in (place, place / "live", *place.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    (place / "live.versions/.lock").chmod(0o444)
+    if closed != "place/live.versions/x":
+        (tmp_path / closed).chmod(0o000)
+
+    def work() -> None:
+        for pull in pulls_at(Store(store.uri), place / "live"):
+            if closed == "place/live.versions/x":
+                pull()
+            else:
+                with pytest.raises(BackendError, match=r"place.*: Permission denied"):
+                    pull()
+
+    as_nobody(tmp_path, monkeypatch, work)
+
+
+@pytest.mark.parametrize("most", [0, 4096, 1 << 18])
+def test_a_bound_on_the_size_of_files(base: Path, most: int) -> None:
+    with memory_folder() as place:
+        folder = copy_of(base, place / "f")
+        before = versions_of(folder / "live")
+
+        def work() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+            store = Store(folder / "store")
+            for live in (folder / "live", place / "new"):
+                for pull in pulls_at(store, live):
+                    with pytest.raises(BackendError, match="ulimit -f") as caught:
+                        pull()
+                    assert not isinstance(caught.value, StorageFullError)
+
+        assert in_child(work) == 0
+        assert versions_of(folder / "live") == before
+        assert step_of(folder / "live") == 0
+
+
+def test_a_disk_without_a_free_page(tmp_path: Path) -> None:
+    """What a pull that was killed has left fills it: the next one removes that first."""
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    with tmpfs(tmp_path / "small", "2m") as small:
+
+        def fill(name: str) -> None:
+            (small / name).parent.mkdir(exist_ok=True)
+            with suppress(OSError), (small / name).open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+
+        fill("full")
+        for pull in pulls_at(store, small / "live"):
+            with pytest.raises(StorageFullError, match=r"no space left.*live stays as it is"):
+                pull()
+        (small / "full").unlink()
+        store.pull(small / "live")
+        take(store, 1)
+        fill("live.versions/.step_1.partial/model.safetensors")
+        store.pull(small / "live")
+        assert_served(small / "live", 1)
+        # With nothing to write, nothing fails.
+        fill("full")
+        assert not store.pull(small / "live").switched
+
+
+def test_a_place_that_is_none(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for place in ("file", "loop"):
+        for pull in pulls_at(store, tmp_path / place / "live"):
+            with pytest.raises(BackendError, match=f"{place}"):
+                pull()
+    for pull in pulls_at(store, tmp_path / "none/live"):
+        with pytest.raises(FileNotFoundError):
+            pull()
+    for pull in pulls_at(store, tmp_path / ("x" * 250)):
+        with pytest.raises(CasnapError, match="File name too long"):
+            pull()
