@@ -15,17 +15,17 @@ import msgspec
 from casnap.backends.places import is_file
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.entries import Entry
-from casnap.format.names import component_of, key_of
+from casnap.format.names import component_of, key_of, name_text
 from casnap.format.records import Root, Row, Stats, StoreConfig
 from casnap.mirror.notes import note_restored
-from casnap.runtime.environment import local_path
+from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.typing import TypeVar
 from casnap.runtime.units import Size, bytes_if_given
 from casnap.storage.places.location import READS, TAKES, Use, locate_snapshot, locate_store
-from casnap.storage.places.uris import joined, name_below
+from casnap.storage.places.uris import joined, name_below, store_uri
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.markers import only_marker_error
 from casnap.storage.snapshots.opening import open_at
@@ -59,8 +59,8 @@ def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
     Raises:
         CasnapError: It is; the error is of the type of ``cause``, and says how to import the file.
     """
-    text = os.fspath(path)
-    if "://" not in text and is_file(local_path(text)):
+    text = given_path(path)
+    if store_uri(text) is None and is_file(local_path(text)):
         raise type(cause)(
             f"{text} is a file, not a snapshot in a store; `casnap import {text} STORE/NAME` makes "
             "one of a file of safetensors or torch.save"
@@ -936,9 +936,9 @@ Store.async_take.__doc__ = _of_a_store(Snapshot.async_take.__doc__)
 def _path_in(store: Store | str | os.PathLike[str] | None, path: str | os.PathLike[str]) -> str:
     """Return the path of a snapshot whose store may be given."""
     if store is None:
-        return os.fspath(path)
+        return given_path(path)
     uri = store.uri if isinstance(store, Store) else str(store)
-    return joined(uri, name_below(os.fspath(path), uri))
+    return joined(uri, name_below(name_text(path), uri))
 
 
 def store_above(
@@ -998,7 +998,7 @@ def find_store(
         raise ValueError(f"{store.uri} is open already; give cache_bytes to Store(...)")
     if create:
         store.make()
-    return store, store.local_name(os.fspath(path))
+    return store, store.local_name(name_text(path))
 
 
 class _SnapshotPlace(msgspec.Struct, array_like=True):

@@ -21,7 +21,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StoreError,
 )
-from casnap.format.names import check_name
+from casnap.format.names import check_name, name_text
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
 from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.mirror.notes import (
@@ -29,14 +29,14 @@ from casnap.mirror.notes import (
     is_newer_here,
     notes_of_renamed,
 )
-from casnap.runtime.environment import local_path, threads_asked
+from casnap.runtime.environment import given_path, local_path, threads_asked
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import check_count
 from casnap.runtime.units import (
     Duration,
     Size,
     bytes_if_given,
+    count_if_given,
     seconds_if_given,
     seconds_of,
 )
@@ -177,19 +177,18 @@ class Store:
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
-        if threads is not None:
-            check_count("threads=", threads)
+        threads = count_if_given("threads", threads)
         place = locate(uri, storage_options, Use(may_take=create))
         opening = partial(
             open_at,
             chunk_size=chunk_size_of(chunk_size),
             codec=None if codec is None else check_codec(codec),
             exclusive=exclusive,
-            cache_bytes=cache_bytes,
+            cache_bytes=bytes_if_given("cache_bytes", cache_bytes, least=0),
             markers=markers,
         )
         self._begin(
-            place.backend if isinstance(uri, Backend) else os.fspath(uri),
+            place.backend if isinstance(uri, Backend) else given_path(uri),
             place,
             opening,
             create,
@@ -270,7 +269,7 @@ class Store:
         """Return the folder of this machine that snapshots are, or would be, marked in."""
         place = self._locate()
         folder = place.backend.folder
-        return None if folder is None else folder / place.name / (prefix or "").strip("/")
+        return None if folder is None else folder / self.folder(prefix)
 
     def make(self) -> Store:
         """Make the store now, if there is none; return this object.
@@ -365,12 +364,11 @@ class Store:
         """
         return check_name(self._without_path(name))
 
-    def _without_path(self, name: Any) -> Any:
-        if not isinstance(name, str):
-            return name  # what it is no name for, who checks it says
+    def _without_path(self, name: object) -> str:
+        text = name_text(name)
         place = self._locate()
         given = self._uri if isinstance(self._uri, str) else place.backend.uri
-        return name_below(name, given, joined(place.backend.uri, place.name, is_view=True))
+        return name_below(text, given, joined(place.backend.uri, place.name, is_view=True))
 
     def outer_name(self, name: str) -> str:
         """Return the full name for a name that is known to be valid."""
@@ -382,9 +380,13 @@ class Store:
         return full[len(self.prefix) + 1 :] if self.prefix else full
 
     def folder(self, prefix: str | None) -> str:
-        """Return the full name of a folder of this view; "" for the whole store."""
-        inner: str = self._without_path(prefix or "").strip("/")
-        return "/".join(part for part in (self.prefix, inner) if part)
+        """Return the full name of a folder of this view; "" for the whole store.
+
+        Raises:
+            InvalidNameError: No snapshot can be below a folder of this name.
+        """
+        inner = self._without_path("" if prefix is None else prefix)
+        return self.outer_name(check_name(inner)) if inner.strip("/") else self.prefix
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a snapshot."""
@@ -664,10 +666,10 @@ class Store:
             self._mirror.note_returned(snapshot.name, max(seq, snapshot.row.seq))
 
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str):
+        if not isinstance(name, str | os.PathLike):
             return False
         try:
-            self.row(name)
+            self.row(name_text(name))
         except SnapshotNotFoundError:
             return False
         return True
@@ -847,7 +849,7 @@ class Store:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
         row = self.row(name)
-        commit_id = commit_id or row.commit.hex()
+        commit_id = row.commit.hex() if commit_id is None else commit_id
         unmark(self.open_store, dict([self._edit(name, commit_id, lambda _: None)]))
         self._free_later([row])
 
@@ -906,8 +908,13 @@ class Store:
             InvalidNameError: The tag is not valid.
             SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
         """
-        name = snapshot if isinstance(snapshot, str) else snapshot.name
-        commit_id = self.row(name).commit.hex() if isinstance(snapshot, str) else snapshot.commit_id
+        from casnap.snapshot import Snapshot
+
+        name, commit_id = (
+            (snapshot.name, snapshot.commit_id)
+            if isinstance(snapshot, Snapshot)
+            else (snapshot, self.row(snapshot).commit.hex())
+        )
         publish_tag(self.open_store, tag, self.full_name(name), commit_id)
 
     def tagged(self, tag: str) -> Snapshot:
@@ -1089,7 +1096,7 @@ class Store:
     def _pull_source(self, name: str | None) -> Source:
         from casnap.serving.pull import Source
 
-        return Source(self.open_store, self.folder(name and self.local_name(name)))
+        return Source(self.open_store, self.folder(None if name is None else self.local_name(name)))
 
     # --- maintenance ---
 
@@ -1419,7 +1426,7 @@ class Store:
 
         if isinstance(sources, str | os.PathLike):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
-        places = [s.open_store.backend if isinstance(s, Store) else s for s in sources]
+        places = [s.open_store.backend if isinstance(s, Store) else given_path(s) for s in sources]
         return repair(self.open_store, sources=places, progress=progress, dry_run=dry_run)
 
 
@@ -1471,7 +1478,8 @@ def _mirror_options(
         check_retention(retention)
     from casnap.mirror.status import MirrorOptions
 
-    return MirrorOptions(mirror, options, retention)
+    place = mirror if isinstance(mirror, Backend) else given_path(mirror)
+    return MirrorOptions(place, options, retention)
 
 
 def _mirror_of(open_store: Repository, prefix: str, options: MirrorOptions) -> Mirror:

@@ -31,12 +31,10 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
         BackendError: What the scheme needs is not installed, or the options are wrong.
     """
     scheme, separator, path = uri.partition("://")
-    if not separator:
+    if not separator or scheme.lower() == "file":
         return LocalBackend(Path(local_path(uri)))
     if scheme == "memory":
         return MemoryBackend(path)
-    if scheme == "file":
-        return LocalBackend(Path(path))
     from casnap.backends.schemes import remote_backend  # only here is anything remote imported
 
     return remote_backend(uri, storage_options or {})

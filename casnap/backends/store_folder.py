@@ -23,7 +23,7 @@ from casnap.backends.safe_paths import (
     open_folder,
     parent_of,
 )
-from casnap.backends.system_errors import translated
+from casnap.backends.system_errors import gone_error, translated
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.fork import new_lock
@@ -80,7 +80,7 @@ class StoreFolder:
             try:
                 folder, record = os.stat(self.objects), os.lstat(f"{self.objects}/{CONFIG_KEY}")
             except FileNotFoundError as e:
-                raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
+                raise gone_error(self.uri) from e
         return (
             f"{self.uri} {folder.st_dev} {folder.st_ino} "
             f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
@@ -287,7 +287,7 @@ class StoreFolder:
         try:
             self.new_names.sync()
         except FileNotFoundError as e:
-            raise BackendError(f"{e.filename or self.uri} is gone, or was moved") from e
+            raise gone_error(e.filename or self.uri) from e
         _durable.update(folders)
         with self._lock:
             self._noted -= folders

@@ -92,6 +92,13 @@ def no_links_error(error: OSError, subject: str) -> BackendError:
     )
 
 
+def gone_error(uri: str) -> BackendError:
+    """Return the error for a store that was there when it was opened."""
+    return BackendError(
+        f"{uri} is gone, or was moved, since it was opened; open it anew, where it is now"
+    )
+
+
 @contextmanager
 def translated(subject: str) -> Iterator[None]:
     """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from casnap.errors import FileFormatError
+from casnap.runtime.environment import given_path
 
 if TYPE_CHECKING:
     from casnap.files.chunk_writer import ChunkWriter
@@ -32,7 +33,7 @@ def format_of(out: str | os.PathLike[str], format: str | None) -> str:
         FileFormatError: The two contradict each other.
         ValueError: There is no such format.
     """
-    name = os.fspath(out)
+    name = given_path(out)
     suffix = Path(name).suffix.lower()
     by_suffix = _SUFFIXES.get(suffix)
     if suffix in _OTHERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,14 +26,28 @@ _MOST_CHARS = 1024
 _PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.ASCII)
 
 
-def check_name(name: str) -> str:
+def name_text(name: object) -> str:
+    """Return the name of a snapshot, or a path to one, as a str.
+
+    Raises:
+        InvalidNameError: It is neither a str nor a path-like of one.
+    """
+    text = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if not isinstance(text, str):
+        raise InvalidNameError(
+            "the name of a snapshot is a str, like 'run1/step_100'; got "
+            f"{with_article(type(name).__name__)}"
+        )
+    return str(text)
+
+
+def check_name(name: str | os.PathLike[str]) -> str:
     """Check a snapshot name, and return it without slashes at its ends.
 
     Raises:
         InvalidNameError: It is empty, too long or reserved, has control characters, or climbs out.
     """
-    _check_text(name)
-    clean = name.strip("/")
+    clean = name_text(name).strip("/")
     parts = clean.split("/")
     problem = None
     if not clean:
@@ -65,14 +80,6 @@ def folder_of(name: str) -> str:
 def is_deep(name: str) -> bool:
     """Whether a snapshot of this name lies deeper than right in the folder of its store."""
     return "/" in name
-
-
-def _check_text(name: object) -> None:
-    if not isinstance(name, str):
-        raise InvalidNameError(
-            "the name of a snapshot is a str, like 'run1/step_100'; got "
-            f"{with_article(type(name).__name__)}"
-        )
 
 
 def is_row_name(name: str) -> bool:

@@ -19,6 +19,7 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
+from casnap.runtime.units import is_number, whole_number
 from casnap.storage.log.put_if_absent import put_if_absent_warnings
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import unknown_markers
@@ -105,8 +106,10 @@ def check(
     Returns:
         Everything that is wrong, and what it hurts.
     """
-    if sample is not None and not 0 < sample <= 1:
+    if sample is not None and (not is_number(sample) or not 0 < sample <= 1):
         raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
+    if seed is not None and (seed := whole_number(seed)) is None:
+        raise TypeError("seed is a whole number")
     if data and sample is not None:
         raise ValueError("data reads all, sample a share; give one of them")
     backend = store.backend

@@ -34,6 +34,7 @@ from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
+from casnap.runtime.units import count_if_given, is_number
 from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
 from casnap.storage.log.settings import grace_of, recodes
@@ -49,10 +50,6 @@ _SKEW = 60.0
 # A collection that goes on from counts copies what is needed of packs where that frees so much.
 # What it leaves is for the next one that goes through the whole store.
 _WORTH_A_COMMIT = 256 << 10
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +79,11 @@ class GcOptions:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not _is_number(self.repack) or not 0 <= self.repack <= 1:
+        if not is_number(self.repack) or not 0 <= self.repack <= 1:
             raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
+        object.__setattr__(
+            self, "recode_after", count_if_given("recode_after", self.recode_after, least=0)
+        )
         if self.forgotten and not self.dry_run:
             raise ValueError("only a dry run takes snapshots for deleted that are not")
 

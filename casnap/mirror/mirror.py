@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
-from casnap.backends import Backend
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -30,7 +29,6 @@ from casnap.errors import (
     NotAStoreError,
     SnapshotExistsError,
     UnavailableError,
-    with_article,
 )
 from casnap.format.names import folder_of
 from casnap.format.records import Row
@@ -104,7 +102,6 @@ class Mirror:
 
     Raises:
         CasnapError: It cannot be the mirror of this store.
-        TypeError: It is not a path or URI.
     """
 
     def __init__(
@@ -121,11 +118,6 @@ class Mirror:
             raise MirrorError(
                 f"{uri}/{prefix} is a view of the store {uri}; the mirror is of a whole store: "
                 "give mirror= to that one"
-            )
-        if not isinstance(options.uri, str | os.PathLike | Backend):
-            raise TypeError(
-                "mirror= is a path or URI of a store; got "
-                f"{with_article(type(options.uri).__name__)}"
             )
         self.how = options
         self.uri = locate(options.uri, options.options).backend.uri

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from casnap.format.grid import Grid
 from casnap.format.region import Region
+from casnap.runtime.units import whole_number
 
 Index: TypeAlias = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -97,10 +98,10 @@ def select(shape: tuple[int, ...], index: Index | None) -> Selection:
             if item.step is not None and item.step < 1:
                 raise ValueError(f"index {index!r}: a step must be positive")
             axes.append(range(*item.indices(size)))
-        elif isinstance(item, int) and not isinstance(item, bool):
-            if not -size <= item < size:
-                raise IndexError(f"index {item} is out of range for axis {axis} of size {size}")
-            axes.append(range(item % size, item % size + 1))
+        elif (number := whole_number(item)) is not None:
+            if not -size <= number < size:
+                raise IndexError(f"index {number} is out of range for axis {axis} of size {size}")
+            axes.append(range(number % size, number % size + 1))
             dropped.append(axis)
         else:
             raise TypeError(f"an index holds ints, slices and ..., not {item!r}")

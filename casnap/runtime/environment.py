@@ -9,24 +9,77 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from casnap.errors import StoreError
+from casnap.errors import InvalidNameError, StoreError, with_article
 from casnap.runtime.units import parsed_size
 
 _log = logging.getLogger("casnap")
 _NETWORK = re.compile(
     "nfs4?|cifs|smb3|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|glusterfs|orangefs|pvfs2|fuse([.].*)?"
 )
+# The URI of a local file: its host and path, or its path alone.
+_FILE_URI = re.compile(r"(?i:file):(?://([^/]*)(/.*)?|(/.*))", re.DOTALL)
+
+
+def given_path(path: object) -> str:
+    """Return a path or URI that a user gave, as a str.
+
+    Every one that an argument gives goes through this before anything else is done with it.
+
+    Raises:
+        TypeError: It is neither a str nor a path-like of one.
+        InvalidNameError: It is empty, or has a NUL.
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise TypeError(
+            "a path is a str or a path-like of one, or a URI, such as 's3://bucket/run1'; got "
+            f"{with_article(type(path).__name__)}"
+        )
+    if not text:
+        raise InvalidNameError("an empty path names nothing; for the current folder write '.'")
+    if "\0" in text:
+        raise InvalidNameError(f"{text!r:.500} is no path: no file name has a NUL")
+    return str(text)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that a user gave, without ``file://``, and with ``~`` as the home folder.
+    """Return a path that a user gave, also as a ``file:`` URI, and with ``~`` as the home folder.
 
-    Every path that an argument gives goes through this before a file is looked at.
+    Every path that an argument gives goes through this before a file is looked at. The URI of a
+    remote place stays as it is.
+
+    Raises:
+        InvalidNameError: It is a URI of another host, or one that programs read in two ways; or
+            the file system lacks one of its characters.
     """
-    text = os.fspath(path)
-    bare = text.removeprefix("file://")
-    # Not by a Path, which makes "." of an empty one.
-    return os.path.expanduser(bare) if bare == text else bare  # noqa: PTH111
+    text = given_path(path)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as e:
+        raise InvalidNameError(f"{text!r:.500}: no file name here has such a character: {e}") from e
+    uri = _FILE_URI.fullmatch(text)
+    if uri is None:
+        return os.path.expanduser(text)  # noqa: PTH111 - a Path has no slash at its end
+    host, path_of_uri = uri[1] or "", uri[2] or uri[3]
+    if host.lower() not in ("", "localhost"):
+        raise InvalidNameError(
+            f"{text!r:.500} names a file of the host {host!r:.80}; one of this machine has three "
+            "slashes, file:///home/me/ckpts, or is a path alone"
+        )
+    if path_of_uri is None:
+        raise InvalidNameError(f"{text!r} names nothing; write file:///home/me/ckpts, or a path")
+    if escape := re.search("%[0-9a-fA-F]{2}", path_of_uri):
+        # Python's as_uri() writes a space so, and fsspec reads it as a name with a percent sign.
+        raise InvalidNameError(
+            f"{text!r:.500}: some programs take {escape[0]} in a URI for a character, others as it "
+            "stands; give the path alone, as it is on the disk, without file://"
+        )
+    return f"/{path_of_uri.lstrip('/')}"
+
+
+def is_file_uri(text: str) -> bool:
+    """Whether a text is the URI of a local file."""
+    return _FILE_URI.fullmatch(text) is not None
 
 
 def cache_folder() -> Path | None:

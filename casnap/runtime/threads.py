@@ -30,16 +30,6 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def check_count(option: str, count: object) -> None:
-    """Check the value of an option that counts something.
-
-    Raises:
-        ValueError: It is not a whole number above 0.
-    """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{option} is a whole number from 1 on; got {count!r:.80}")
-
-
 class Worker(threading.Thread):
     """A thread whose end can be waited for again after an interrupt.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import TypeAlias
+from numbers import Integral, Real
+from typing import Any, TypeAlias
 
 Size: TypeAlias = int | str
 """Bytes: a number, or a text such as ``500MB`` or ``4GiB``."""
@@ -39,6 +40,41 @@ def parsed_time(text: str) -> float | None:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def whole_number(value: object) -> int | None:
+    """Return the int that a value is, if only by another type, such as one of NumPy's; else None.
+
+    A bool is none: who passes one means something else.
+    """
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, of whatever type, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def count_of(option: str, value: object, least: int = 1) -> int:
+    """Return the value of an option that counts something.
+
+    Args:
+        option: What it is for, for messages.
+        value: The value.
+        least: The least that it can be.
+
+    Raises:
+        ValueError: It is not such a number.
+    """
+    count = whole_number(value)
+    if count is None or count < least:
+        raise ValueError(f"{option} is a whole number from {least} on; got {value!r:.80}")
+    return count
+
+
+def count_if_given(option: str, value: object, least: int = 1) -> int | None:
+    """Return what :func:`count_of` does; None for None."""
+    return None if value is None else count_of(option, value, least)
+
+
 def bytes_of(option: str, value: object, least: int = 1) -> int:
     """Return a :data:`Size` that a user gave as a number of bytes.
 
@@ -51,12 +87,11 @@ def bytes_of(option: str, value: object, least: int = 1) -> int:
         TypeError: It is neither a number nor a text.
         ValueError: It is another number, or the text is no size.
     """
-    nbytes = parsed_size(value) if isinstance(value, str) else value
-    if isinstance(nbytes, float) and nbytes.is_integer():
-        nbytes = int(nbytes)
-    if isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= least:
+    size = parsed_size(value) if isinstance(value, str) else value
+    nbytes = int(size) if isinstance(size, float) and size.is_integer() else whole_number(size)
+    if nbytes is not None and nbytes >= least:
         return nbytes
-    error = ValueError if isinstance(value, str | int | float) else TypeError
+    error = ValueError if isinstance(value, str | Real) else TypeError
     raise error(
         f"{option} is a number of bytes from {least} on, such as 500_000_000, '500MB' or '4GiB'; "
         f"got {value!r:.80}"
@@ -75,16 +110,16 @@ def seconds_of(option: str, value: object, *, above_zero: bool = False) -> float
         TypeError: It is neither a number, a text nor a timedelta.
         ValueError: It is another number, or the text is no time.
     """
-    seconds = value
+    seconds: Any = value
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
     elif isinstance(value, str):
         seconds = parsed_time(value)
-    if isinstance(seconds, int | float) and not isinstance(seconds, bool):
+    if is_number(seconds):
         is_enough = seconds > 0 if above_zero else seconds >= 0
         if is_enough and seconds <= _MOST_SECONDS:
             return float(seconds)
-    error = ValueError if isinstance(value, str | int | float | timedelta) else TypeError
+    error = ValueError if isinstance(value, str | Real | timedelta) else TypeError
     least = "above 0" if above_zero else "from 0 on"
     raise error(
         f"{option} is a time {least}: a number of seconds, or such as '30s', '12h', '7d' or a "

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from casnap.runtime.threads import check_count
-from casnap.runtime.units import Size, bytes_of
+from casnap.runtime.units import Size, bytes_of, count_of
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that tensors are cast from and to."""
@@ -51,7 +50,7 @@ class PullOptions:
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ValueError(f"dtype= is one of {', '.join(FLOATS)}; got {self.dtype!r}")
         object.__setattr__(self, "max_shard_size", bytes_of("max_shard_size", self.max_shard_size))
-        check_count("keep", self.keep)
+        object.__setattr__(self, "keep", count_of("keep", self.keep))
         self.renaming()
 
     def renaming(self) -> Callable[[str], str]:

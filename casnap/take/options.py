@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -15,7 +15,7 @@ from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import check_count
+from casnap.runtime.units import count_if_given, count_of
 from casnap.storage.log.settings import codec_of
 from casnap.storage.places.other_formats import check_no_other_form
 from casnap.storage.reading.repository import Repository
@@ -72,12 +72,25 @@ class TakeOptions:
     def __post_init__(self) -> None:
         if self.retention is not None:
             check_retention(self.retention)
-        if self.threads is not None:
-            check_count("threads=", self.threads)
-        check_count("max_pending=", self.max_pending)
+        # Ranks compare the texts of options, so each has one form.
+        object.__setattr__(self, "threads", count_if_given("threads", self.threads))
+        object.__setattr__(self, "max_pending", count_of("max_pending", self.max_pending))
         for name in ("replicated", "per_rank"):
-            if isinstance(globs := getattr(self, name), str):
-                raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")
+            _check_globs(name, getattr(self, name))
+
+
+def _check_globs(option: str, globs: object) -> None:
+    """Check that the value of an option is None, or a list of globs.
+
+    Raises:
+        TypeError: It is something else: one glob would be taken for one of each character.
+    """
+    if isinstance(globs, str):
+        raise TypeError(f"{option} is a list of globs, such as [{globs!r}]; got a str")
+    if globs is None:
+        return
+    if not isinstance(globs, Collection) or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{option} is a list of globs, such as ['model/*']; got {globs!r:.200}")
 
 
 class Request(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from casnap import Retention, StateDict, Store
-from casnap.errors import CasnapError, StoreError
+from casnap.errors import BackendError, CasnapError, StoreError
 from tests.support.faults import backend_faults, content_of, untouched
 from tests.support.sweep import spread
 
@@ -182,3 +182,54 @@ def test_a_copy_of_the_store_in_its_place_is_used(path: Path) -> None:
     store.take(state(7), "run/step_7")
     assert [s.name for s in store.snapshots()][-1] == "run/step_7"
     assert Store(path).check(data=True).ok
+
+
+@pytest.mark.parametrize("how", ["moved", "its inner folder", "with what is above it", "deleted"])
+def test_a_store_that_is_gone(path: Path, how: str) -> None:
+    """All that asks the store says so, in the same words; and nothing is made at its place."""
+    store, other = Store(path), Store(path.with_name("other"))
+    snapshot = store["run/step_0"]
+    Store(path)["run/step_0"].read_object("s/x")  # reads of the cache are no reads of the store
+    if how == "moved":
+        path.rename(path.with_name("first"))
+    elif how == "its inner folder":
+        (path / "casnap-store").rename(path / "first")
+    elif how == "with what is above it":
+        path.parent.rename(path.parent.with_name("first"))
+        path.parent.mkdir()
+        shutil.copytree(path.parent.with_name("first") / "other", path.with_name("other"))
+    else:
+        shutil.rmtree(path)
+    path.with_name("out.versions").mkdir(exist_ok=True)
+    (path.with_name("out.versions") / ".lock").touch()
+    before = sorted(path.parent.rglob("*"))
+    for use in (
+        store.latest,
+        store.snapshots,
+        lambda: store["run/step_0"],
+        lambda: "run/step_0" in store,
+        lambda: snapshot.restore(state(0)),
+        lambda: snapshot.read_object("s/x"),
+        lambda: snapshot.export(path.with_name("out.pt"), path="s"),
+        store.check,
+        store.gc,
+        lambda: store.gc(dry_run=True),
+        store.usage,
+        store.repair,
+        lambda: store.diff("run/step_0", "run/step_1"),
+        lambda: store.settings,
+        lambda: store.configure(codec="zstd"),
+        lambda: store.delete("run/step_0"),
+        lambda: store.tag("run/step_0", "best"),
+        lambda: store.rewind("run/step_0"),
+        lambda: store.prune(Retention(keep_last=1)),
+        lambda: store.copy(to=other),
+        lambda: other.copy(to=store),
+        lambda: store.pull(path.with_name("out"), "run"),
+        lambda: next(iter(store.follow(path.with_name("out"), "run"))),
+        lambda: store.take(state(9), "run/step_9"),
+        lambda: store.async_take(state(9), "run/step_9").wait(),
+    ):
+        with pytest.raises(BackendError, match=f"^{path} is gone, or was moved, since it was open"):
+            use()
+    assert sorted(path.parent.rglob("*")) == before

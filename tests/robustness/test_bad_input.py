@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store, errors
+from casnap import Retention, Snapshot, StateDict, Store, errors
 from casnap.backends import LocalBackend
 from casnap.errors import (
     BackendError,
@@ -96,13 +96,13 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
 def test_paths_that_name_no_place(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for path in ("", "\0", "\ud800", str(tmp_path / "a\0b")):
-        with pytest.raises(NotAStoreError):
+        with pytest.raises(InvalidNameError):
             Store(path).make()
     for path in ("", "/", ".", "..", str(tmp_path / ".."), "file://"):
         with pytest.raises(InvalidNameError, match="name"):
             Snapshot.take(path, TINY)
     for folder in ("a\0b", "loop", "\ud800"):
-        with pytest.raises((NotAStoreError, BackendError)):
+        with pytest.raises((NotAStoreError, BackendError, InvalidNameError)):
             Snapshot.take(tmp_path / folder / "step", TINY)
     with pytest.raises(InvalidNameError, match="File name too long"):
         Snapshot.take(tmp_path / ("x" * 300) / "step", TINY)
@@ -544,3 +544,124 @@ def test_messages_have_the_article_of_a_type(tmp_path: Path) -> None:
     ):
         with pytest.raises(TypeError, match="got an int"):
             call()
+
+
+class PathOfBytes:
+    """A path-like, but not one of a str."""
+
+    def __fspath__(self) -> bytes:
+        return b"x"
+
+    def __repr__(self) -> str:
+        return "PathOfBytes()"
+
+
+NO_PATHS = [b"x", None, 3, 1.5, ["x"], PathOfBytes(), "", "a\0b", "\ud800"]
+
+
+@pytest.mark.parametrize("path", NO_PATHS, ids=repr)
+def test_what_is_no_path(base: Path, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base.parent / "here").mkdir()
+    monkeypatch.chdir(base.parent / "here")
+    store = Store(base)
+    before = files(base.parent)
+    error, told = (
+        (InvalidNameError, r"an empty path|NUL|such a character|does not end in")
+        if isinstance(path, str)
+        else (TypeError, "a path is a str or a path-like of one, or a URI.*; got an? ")
+    )
+    for use in (
+        lambda: Store(path),
+        lambda: Store(path, create=False),
+        lambda: store.copy("step_0", to=path),
+        lambda: store.copy("step_0", to=path, dry_run=True),
+        lambda: store.pull(path, "step_0"),
+        lambda: next(iter(store.follow(path, "step_0"))),
+        lambda: store["step_0"].export(path),
+        lambda: store.import_file(path, "new"),
+        # Sources that cannot be used are passed over, and told of.
+        *([] if path == "\ud800" else [lambda: store.repair(sources=[path])]),
+        *([] if path in (None, "\ud800") else [lambda: Store("with", mirror=path)]),
+    ):
+        with pytest.raises(error, match=told) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    if not isinstance(path, str):
+        with pytest.raises(TypeError, match=told):
+            Snapshot(path)
+        with pytest.raises((TypeError, UnsupportedTypeError), match=r"a path is a str|path a str"):
+            Snapshot.take(path, TINY)
+    assert files(base.parent) == before
+
+
+@pytest.mark.parametrize("prefix", [b"x", 3, ["x"], "..", "../other", "a\0b", "x" * 300, "\ud800"])
+def test_what_is_no_folder_of_snapshots(base: Path, prefix: Any) -> None:
+    """A run that looked for its newest snapshot there would begin anew."""
+    store = Store(base)
+    for use in (
+        lambda: store.snapshots(prefix),
+        lambda: store.latest(prefix),
+        lambda: store.usage(prefix),
+        lambda: store.prune(Retention(keep_last=1), prefix=prefix),
+        lambda: store.thin({"model": 1}, prefix=prefix),
+        lambda: store.prune_missing_folders(prefix=prefix),
+    ):
+        with pytest.raises(InvalidNameError, match=r"the name of a snapshot|the snapshot name"):
+            use()
+    assert len(store.snapshots()) == 2
+
+
+def test_names_that_are_path_likes(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.take(TINY, Path("run/a"))  # type: ignore[arg-type]
+    name: Any = Path("run/a")
+    assert store[name].name == "run/a"
+    assert name in store
+    assert tmp_path / "store/run/a" in store
+    assert [s.name for s in store.snapshots(Path("run"))] == ["run/a"]  # type: ignore[arg-type]
+    store.tag(name, "t")
+    store.publish("best", name)
+    assert store.tagged("best").name == "run/a"
+    store.delete(name)
+    assert store.latest() is None
+
+
+def test_an_empty_commit_id_deletes_nothing(base: Path) -> None:
+    with pytest.raises(SnapshotNotFoundError, match="deleted or replaced"):
+        Store(base).delete("step_0", commit_id="")
+    assert "step_0" in Store(base)
+
+
+@pytest.mark.parametrize("tag", [b"x", None, 3, ["x"]])
+def test_what_is_no_tag(base: Path, tag: Any) -> None:
+    store = Store(base)
+    for use in (
+        lambda: store.tag("step_0", tag),
+        lambda: store.untag("step_0", tag),
+        lambda: store.publish(tag, "step_0"),
+        lambda: store.tagged(tag),
+        lambda: store.tag_moves(tag),
+    ):
+        with pytest.raises(InvalidNameError, match=r"is of type .*choose another, like 'best'"):
+            use()
+    for snapshot in (tag, None):
+        with pytest.raises(InvalidNameError, match="the name of a snapshot is a str"):
+            store.publish("best", snapshot)
+
+
+@pytest.mark.parametrize("path", [b"x", None, 3, ["x"], Path("model")])
+def test_what_is_no_path_in_a_snapshot(base: Path, path: Any) -> None:
+    snapshot = Store(base)["step_0"]
+    for use in (snapshot.__getitem__, snapshot.read_object, snapshot.handles):
+        with pytest.raises(TypeError, match=r"a path in a snapshot is a str.*; got an? "):
+            use(path)
+
+
+@pytest.mark.parametrize("globs", [True, 3, b"model/*", [b"model/*"], [3], ["model/*", None]])
+@pytest.mark.parametrize("option", ["replicated", "per_rank"])
+def test_what_is_no_list_of_globs(base: Path, option: str, globs: Any) -> None:
+    """They would match nothing, without a word."""
+    store, before = Store(base), files(base)
+    with pytest.raises(TypeError, match=rf"{option} is a list of globs, such as \['model/"):
+        store.take({"s": StateDict(x=1)}, "x", **{option: globs})
+    assert files(base) == before

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,3 +121,46 @@ def test_each_says_what_it_takes(
     with pytest.raises(error, match=rf"^{option}.* is a .*; got"):
         call(store, bad)
     assert [s.name for s in store.snapshots()] == ["step_1"]
+
+
+def test_numbers_of_numpy(store: Store, tmp_path: Path) -> None:
+    two, second = np.int64(2), np.float32(1.5)
+    options: dict[str, Any] = {"threads": two, "timeout": np.int32(60), "max_pending": two}
+    assert Retention(keep_last=two, keep_every=np.uint8(5)) == Retention(keep_last=2, keep_every=5)  # type: ignore[arg-type]
+    assert Retention(keep_best=("loss", two)) == Retention(keep_best=("loss", 2))  # type: ignore[arg-type]
+    assert Retention(thin={"optim": two}) == Retention(thin={"optim": 2})  # type: ignore[dict-item]
+    assert seconds_of("grace", second) == 1.5
+    assert bytes_of("most", two) == 2
+    size: Any = np.int64(1 << 16)
+    assert Store(tmp_path / "small", chunk_size=size, threads=two).make().chunk_size == 1 << 16  # type: ignore[arg-type]
+    taken = store.async_take(STATE, "step_2", metadata={"step": np.int64(2)}, **options).wait()
+    assert taken.metadata.user == {"step": 2}
+    assert taken.read_object("model/w", index=two) == 2.0  # type: ignore[arg-type]
+    assert taken["model/w"][np.int8(-1) :] == 99_999.0
+    assert store.check(sample=0.5, seed=two).seed == 2  # type: ignore[arg-type]
+    store.gc(recode_after=two, repack=np.float32(0.5), dry_run=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [True, -1, 1.5, float("nan"), "3", b"3", np.int64(-1), [3]])
+def test_what_counts_nothing(store: Store, number: Any) -> None:
+    for use in (
+        lambda: Retention(keep_last=number),
+        lambda: Retention(keep_every=number),
+        lambda: Retention(keep_best=("loss", number)),
+        lambda: Retention(thin={"optim": number}),
+        lambda: Store("never", threads=number),
+        lambda: PullOptions(keep=number),
+        lambda: store.take(STATE, "new", threads=number),
+        lambda: store.async_take(STATE, "new", max_pending=number),
+        lambda: store.gc(recode_after=number, dry_run=True),
+    ):
+        with pytest.raises(ValueError, match=r"a whole number from|at least one snapshot"):
+            use()
+    assert [s.name for s in store.snapshots()] == ["step_1"]
+
+
+@pytest.mark.parametrize("size", [-1, float("nan"), "5 apples", [5]])
+def test_the_bound_of_a_cache_is_checked_at_once(size: Any) -> None:
+    """Not only once the store is there."""
+    with pytest.raises((ValueError, TypeError), match="cache_bytes is a number of bytes"):
+        Store("memory://never-made", cache_bytes=size)

@@ -54,9 +54,7 @@ def test_a_store(uri: str, store: str, name: str, is_bucket: bool) -> None:
     assert (found.store, found.name, found.is_bucket) == (store, name, is_bucket)
 
 
-@pytest.mark.parametrize(
-    "path", ["run/step", "/run/step", "file:///run/step", "./s3:/run/step", ""]
-)
+@pytest.mark.parametrize("path", ["run/step", "/run/step", "file:///run/step", "./s3:/run/step"])
 def test_local_paths(path: str) -> None:
     assert store_uri(path) is None
     assert snapshot_uri(path) is None
@@ -180,3 +178,65 @@ def test_what_is_printed_opens_the_same_again(place: str, tmp_path: Path) -> Non
     pending = view.async_take(TINY, "step_2")
     taken = pending.wait()
     assert Snapshot(pending.path).commit_id == taken.commit_id
+
+
+# --- the URIs of files ---
+
+
+def test_the_uris_of_a_folder_of_this_machine(tmp_path: Path) -> None:
+    Store(tmp_path / "store").take(TINY, "a")
+    for uri in (
+        f"file://{tmp_path}/store",
+        f"file:///{tmp_path}/store",
+        f"file:{tmp_path}/store",
+        f"FILE://LocalHost{tmp_path}/store/",
+        Path(f"file://{tmp_path}/store"),
+    ):
+        assert Store(uri, create=False).uri == str(tmp_path / "store")
+        assert Snapshot(f"{uri}/a").path == str(tmp_path / "store/a")
+        assert Store(tmp_path / "store")[f"{uri}/a"].name == "a"
+    Snapshot.take(f"file://localhost{tmp_path}/store/b", TINY)
+    Store(tmp_path / "store").copy(to=f"file:{tmp_path}/copy")
+    assert {s.name for s in Store(tmp_path / "copy").snapshots()} == {"a", "b"}
+    assert {p.name for p in tmp_path.iterdir()} == {"store", "copy"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("file://host/run/step", "host 'host'.*three slashes"),
+        ("file://ckpts", "host 'ckpts'.*three slashes"),
+        ("file://~/ckpts/step", "host '~'"),
+        ("file://", "names nothing"),
+        ("file://{}/a%20b/step", "take %20 in a URI.*give the path alone"),
+        ("file:{}/a%2Fb/step", "take %2F in a URI.*give the path alone"),
+    ],
+)
+def test_uris_of_files_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, told: str
+) -> None:
+    """Neither is a folder made that is called "file:", nor a second store for one place."""
+    monkeypatch.chdir(tmp_path)
+    store = Store(tmp_path / "store")
+    store.take(TINY, "a")
+    uri = uri.format(tmp_path)
+    for use in (
+        lambda: Store(uri).make(),
+        lambda: Snapshot.take(uri, TINY),
+        lambda: Snapshot(uri),
+        lambda: store.copy(to=uri),
+        lambda: store.pull(uri, "a"),
+        lambda: store.import_file(uri, "a"),
+        lambda: store.take(TINY, uri),
+    ):
+        with pytest.raises(InvalidNameError, match=told):
+            use()
+    assert list(tmp_path.iterdir()) == [tmp_path / "store"]
+
+
+def test_a_percent_sign_that_is_no_escape(tmp_path: Path) -> None:
+    Snapshot.take(f"file://{tmp_path}/50%/step", TINY)
+    Snapshot.take(tmp_path / "a%20b/step", TINY)
+    assert {p.name for p in tmp_path.iterdir()} == {"50%", "a%20b"}
+    with pytest.raises(InvalidNameError, match="%20"):
+        Snapshot((tmp_path / "a b/step").as_uri())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from casnap.errors import StateError
 from casnap.ranks.joining import own_rank
-from casnap.runtime.environment import local_path
+from casnap.runtime.environment import given_path, local_path
 from casnap.storage.places.location import as_written
 from casnap.storage.places.uris import joined
 from casnap.store import Store
@@ -39,7 +39,7 @@ class SnapshotPath(NamedTuple):
         """Return the place that a writer or a reader is made with."""
         if isinstance(where, Store):
             return cls(None, where, options)
-        return cls(None if where is None else os.fspath(where), None, options)
+        return cls(None if where is None else given_path(where), None, options)
 
     def at(self, checkpoint_id: CheckpointId | None) -> SnapshotPath:
         """Return the place that ``checkpoint_id=`` names; this one if that is empty.
@@ -49,7 +49,7 @@ class SnapshotPath(NamedTuple):
         """
         if not checkpoint_id:
             return self
-        path = os.fspath(checkpoint_id)
+        path = given_path(checkpoint_id)
         name = name_below(self.store, path) if self.store is not None else None
         if (
             self.store is not None

@@ -27,7 +27,7 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.runtime.units import parsed_size
+from casnap.runtime.units import parsed_size, whole_number
 from casnap.storage.log.config import (
     config_content,
     config_in,
@@ -115,9 +115,9 @@ def chunk_size_of(size: object) -> int:
         TypeError: It is neither a number nor a text.
         ValueError: No store has chunks of this size.
     """
-    nbytes = parsed_size(size, 1024) if isinstance(size, str) else size
+    nbytes = parsed_size(size, 1024) if isinstance(size, str) else whole_number(size)
     sizes = (1 << n for n in range(MIN_CHUNK_SIZE.bit_length() - 1, MAX_CHUNK_SIZE.bit_length()))
-    if isinstance(nbytes, int) and nbytes in sizes:
+    if nbytes is not None and nbytes in sizes:
         return nbytes
     error = ValueError if isinstance(size, str | int | float) else TypeError
     raise error(

@@ -28,7 +28,7 @@ from casnap.errors import (
 )
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, root_key, serves_below
-from casnap.runtime.environment import local_path
+from casnap.runtime.environment import given_path, local_path
 from casnap.storage.log.config import no_config_error
 from casnap.storage.log.roots import newest_root
 from casnap.storage.places.uris import Uri, snapshot_uri, store_uri
@@ -135,8 +135,6 @@ def locate_store(
     if place is not None:
         return _locate_uri(place, storage_options)
     _, local = _local(uri, storage_options)
-    if not local:
-        raise NotAStoreError("an empty path is not a store; for the current folder write '.'")
     folder = _resolved(Path(local))
     if exists(folder) and not is_folder(folder):
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
@@ -162,7 +160,7 @@ def _local(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str]:
     """Return a local path as it was given, and as the system knows it."""
-    text = os.fspath(path)
+    text = given_path(path)
     _check_no_options(text, storage_options)
     local = local_path(text)
     parts = Path(local).parts

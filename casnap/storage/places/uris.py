@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from casnap.errors import InvalidNameError, NotAStoreError
 from casnap.format.names import STORE_FOLDER, check_name
-from casnap.runtime.environment import local_path
+from casnap.runtime.environment import given_path, is_file_uri, local_path
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What becomes of a URI that went through a Path.
@@ -65,7 +65,7 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
         InvalidNameError: The prefix cannot be one.
         NotAStoreError: A store cannot have this URI.
     """
-    text = os.fspath(uri)
+    text = given_path(uri)
     if _ONE_SLASH.match(text):
         scheme = text.partition(":")[0].lower()
         raise NotAStoreError(
@@ -111,7 +111,9 @@ def name_below(name: str, *places: str) -> str:
     Raises:
         InvalidNameError: It is another absolute path, or another URI.
     """
-    is_path = bool(name.strip("/")) and (name.startswith(("/", "~/")) or "://" in name)
+    is_path = bool(name.strip("/")) and (
+        name.startswith(("/", "~/")) or "://" in name or is_file_uri(name)
+    )
     path = local_path(name) if is_path else name
     for place in map(local_path, places):
         base = place.rstrip("/")

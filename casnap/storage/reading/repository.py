@@ -11,6 +11,7 @@ from itertools import chain, count, islice
 from typing import NamedTuple, TypeVar
 
 from casnap.backends import Backend
+from casnap.backends.system_errors import gone_error
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -22,6 +23,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.names import is_row_name
 from casnap.format.records import (
+    CONFIG_KEY,
     PackId,
     Place,
     Root,
@@ -184,7 +186,7 @@ class Repository:
         """Return the newest root, which says what the store holds.
 
         Raises:
-            StoreError: Another store has come to this place.
+            StoreError: Another store has come to this place, or the store is gone.
         """
         # Roots are never removed, so a remote one is not read again each time. It is now and then,
         # for the store may have been rolled back.
@@ -193,7 +195,13 @@ class Repository:
         if newest is not None and looked_ahead and self._within(_RECENT, self._newest_at):
             return newest
         stands = self._within(_STANDS, self._seen_at)
-        root = newest_root(self.backend, newest, stands=stands)
+        try:
+            root = newest_root(self.backend, newest, stands=stands)
+        except NotAStoreError as e:
+            # Its record was there when it was opened.
+            if self.backend.size_if_there(CONFIG_KEY) is None:
+                raise gone_error(self.backend.uri) from e
+            raise
         if root is not newest and id_in(root) not in (None, self.config.store_id):
             check_same_store(self.backend, self.config.store_id)
         if root is not newest or not stands:

@@ -18,6 +18,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     UnsupportedFormatError,
     nearest,
+    with_article,
 )
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import (
@@ -277,7 +278,11 @@ class Contents:
 
         A path that begins with a rank is what that rank sees, one that begins with ``global`` a
         global entry. Without these, global entries win, then those of rank 0.
+
+        Raises:
+            TypeError: It is no str.
         """
+        _check_path(path)
         head, slash, tail = path.partition("/")
         if (
             slash
@@ -372,7 +377,11 @@ class Contents:
         """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
 
         If one has this very path, only that is returned.
+
+        Raises:
+            TypeError: It is no str.
         """
+        _check_path(pattern)
         matches = re.compile(translate(pattern)).match
         start = _WILDCARDS.split(pattern, maxsplit=1)[0]
         candidates = [
@@ -515,6 +524,14 @@ class Contents:
 def has_wildcards(path: str) -> bool:
     """Whether a path can be a glob."""
     return _WILDCARDS.search(path) is not None
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str):
+        raise TypeError(
+            "a path in a snapshot is a str, like 'model/weight'; got "
+            f"{with_article(type(path).__name__)}"
+        )
 
 
 def _walk_below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:

@@ -30,6 +30,7 @@ from casnap.storage.snapshots.table import (
     change_table,
     row_of,
     snapshots_in,
+    tag_text,
     with_tags,
     without_tags,
 )
@@ -59,7 +60,12 @@ class TagMove(Struct, frozen=True, kw_only=True):
 
 
 def move_of(root: Root, tag: str) -> TagMove | None:
-    """Return the last move of a tag; None if it was never published, or that makes no sense."""
+    """Return the last move of a tag; None if it was never published, or that makes no sense.
+
+    Raises:
+        InvalidNameError: The tag is no str.
+    """
+    tag = tag_text(tag)
     setting = root.settings.get(SETTING)
     if not isinstance(setting, dict) or tag not in setting:
         return None
@@ -94,6 +100,7 @@ def tagged_row(store: Repository, root: Root, tag: str, folder: str) -> tuple[st
         folder: Where the snapshot is to be; "" for anywhere in the store.
 
     Raises:
+        InvalidNameError: The tag is no str.
         SnapshotNotFoundError: There is none, or it is elsewhere.
         SnapshotError: Several have the tag, and it is published on none.
     """
@@ -196,6 +203,7 @@ def tag_moves(store: Repository, tag: str) -> Iterator[TagMove]:
     """Yield the moves of a published tag, the newest first; each reads one root.
 
     Raises:
+        InvalidNameError: The tag is no str.
         DamagedError: A root is damaged or missing.
     """
     move = move_of(store.newest(), tag)

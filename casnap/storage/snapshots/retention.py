@@ -20,9 +20,8 @@ import msgspec
 
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
-from casnap.runtime.threads import check_count
 from casnap.runtime.typing import override
-from casnap.runtime.units import Duration, seconds_of
+from casnap.runtime.units import Duration, count_of, seconds_of
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.holds import holds_of
@@ -80,7 +79,7 @@ class Retention:
     def __post_init__(self) -> None:
         for rule in ("keep_last", "keep_every"):
             if (count := getattr(self, rule)) is not None:
-                check_count(rule, count)
+                object.__setattr__(self, rule, count_of(rule, count))
         # One form for each rule, so that equal retentions compare equal.
         if self.keep_within is not None:
             seconds = seconds_of("keep_within", self.keep_within, above_zero=True)
@@ -207,8 +206,7 @@ def _best_rule(rule: object) -> tuple[str, int, str]:
     metric, count, mode = (*rule, "min")[:3]
     if not isinstance(metric, str) or not metric or mode not in _MODES:
         raise _no_best_rule(rule)
-    check_count(f"the count of keep_best by {metric!r:.80}", count)
-    return metric, count, mode
+    return metric, count_of(f"the count of keep_best by {metric!r:.80}", count), mode
 
 
 def _no_best_rule(value: object) -> ValueError:

@@ -24,6 +24,7 @@ from casnap.format.names import STORE_FOLDER
 from casnap.format.records import MAX_METADATA_BYTES, Root, Row
 from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
+from casnap.runtime.units import whole_number
 from casnap.storage.log.roots import release_reserve, with_advice
 from casnap.storage.log.settings import settings_of
 from casnap.storage.places.other_formats import hint_at
@@ -221,21 +222,43 @@ def with_tags(row: Row, tags: Iterable[str]) -> Row:
 
 
 def without_tags(row: Row, tags: Iterable[str]) -> Row:
-    """Return a row without some tags."""
-    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags}.difference(tags))))
+    """Return a row without some tags.
+
+    Raises:
+        InvalidNameError: One of them is no str.
+    """
+    kept_tags = {*row.tags}.difference(map(tag_text, tags))
+    return msgspec.structs.replace(row, tags=tuple(sorted(kept_tags)))
+
+
+def tag_text(tag: object) -> str:
+    """Return a tag to look for. A store that somebody else wrote may have any.
+
+    Raises:
+        InvalidNameError: It is no str.
+    """
+    if not isinstance(tag, str):
+        raise InvalidNameError(
+            f"the tag {tag!r:.80} is of type {type(tag).__qualname__}; choose another, like 'best'"
+        )
+    return str(tag)
 
 
 def _checked_tag(tag: object) -> str:
-    if not isinstance(tag, str):
-        problem = f"is of type {type(tag).__qualname__}"
-    elif not 1 <= len(tag) <= _TAG_CHARS:
+    """Return a tag for a snapshot.
+
+    Raises:
+        InvalidNameError: It cannot be one.
+    """
+    tag = tag_text(tag)
+    if not 1 <= len(tag) <= _TAG_CHARS:
         problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
     elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
         problem = "holds white space, or what does not print"
     elif tag[0] in "-#":
         problem = f"begins with {tag[0]!r}"
     else:
-        return str(tag)
+        return tag
     raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
 
 
@@ -278,8 +301,8 @@ def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
         return str(value)
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
-        return int(value)
+    if (number := whole_number(value)) is not None and -(1 << 63) <= number < 1 << 64:
+        return number
     if isinstance(value, list | tuple):
         return [_plain_json(v, f"{position}[{i}]", depth + 1) for i, v in enumerate(value)]
     if isinstance(value, Mapping):

@@ -20,6 +20,7 @@ from casnap.format.digest import Digest
 from casnap.format.entries import Manifest
 from casnap.format.names import folder_of, key_of
 from casnap.format.records import THINNED, NodeRef, Row, encode
+from casnap.runtime.units import whole_number
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.holds import holds_of
@@ -58,7 +59,7 @@ def check_rules(rules: object) -> dict[str, int]:
         ValueError: They make no sense.
     """
     if isinstance(rules, Mapping) and rules and all(map(_is_rule, rules.items())):
-        return dict(rules)
+        return {pattern: int(count) for pattern, count in rules.items()}
     raise ValueError(
         "thin says of whole keys of the app state how many of the newest snapshots of each run "
         'keep them, such as {"optim/**": 2}: at least one snapshot, and a pattern of up to '
@@ -68,11 +69,11 @@ def check_rules(rules: object) -> dict[str, int]:
 
 def _is_rule(rule: tuple[object, object]) -> bool:
     pattern, count = rule
-    if not isinstance(pattern, str) or not isinstance(count, int) or isinstance(count, bool):
+    if not isinstance(pattern, str):
         return False
     glob = pattern.removesuffix("/**")
     fits = bool(glob) and len(pattern) <= _PATTERN_CHARS and pattern.isprintable()
-    return fits and "/" not in glob and count >= 1
+    return fits and "/" not in glob and (whole_number(count) or 0) >= 1
 
 
 def thin_table(
