@@ -310,3 +310,86 @@ def test_a_marker_whose_name_cannot_be_written(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     assert done.stderr.count(b"is committed, but its marker file cannot be written") == 2
+
+
+@pytest.fixture
+def everybodys(tmp_path: Path) -> Path:
+    """Return a folder like /tmp."""
+    needs_root()
+    casnap.storage.places.location._warn.cache_clear()
+    folder = tmp_path / "everybodys"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    (tmp_path / "victim").mkdir()
+    return folder
+
+
+def link(at: Path, to: Path, owner: int) -> Path:
+    at.symlink_to(to)
+    os.lchown(at, owner, owner)
+    return at
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777])
+def test_nothing_is_made_through_a_link_of_another_user(
+    tmp_path: Path, everybodys: Path, mode: int
+) -> None:
+    everybodys.chmod(mode)
+    theirs = link(everybodys / "ckpts", tmp_path / "victim", NOBODY)
+    through = link(tmp_path / "ours", theirs, os.geteuid())
+    source = Store(tmp_path / "source")
+    source.take(STATE, "a")
+    before = files(tmp_path)
+    for way in (theirs, through, theirs / "below", everybodys / "x/../ckpts", theirs / "../run"):
+        for use in (
+            Store(way).make,
+            lambda way=way: Snapshot.take(way / "step", STATE),
+            lambda way=way: Snapshot.async_take(way / "step", STATE),
+            lambda way=way: Snapshot.take("step", STATE, store=way),
+            lambda way=way: source.copy(to=way),
+            lambda way=way: Store(tmp_path / "source", mirror=way).wait_mirrored(20),
+            lambda way=way: Store(way, mirror=tmp_path / "mirror"),
+        ):
+            with pytest.raises(CasnapError, match=rf"{theirs} is a link of another user.* name /"):
+                use()
+        assert Store(way).latest() is None
+    assert files(tmp_path) == before
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
+def test_a_store_behind_a_link_of_another_user_is_read(tmp_path: Path, everybodys: Path) -> None:
+    """But not pruned: the link may lead to any store of this user's."""
+    Store(tmp_path / "victim").take(STATE, "a")
+    theirs = link(everybodys / "ckpts", tmp_path / "victim", NOBODY)
+    assert torch.equal(Snapshot(theirs / "a").read_object("s/x"), STATE["s"]["x"])
+    store = Store(theirs)
+    assert store["a"].name == "a"
+    for use in (
+        lambda: store.take(STATE, "b"),
+        lambda: store.delete("a"),
+        store.gc,
+        lambda: Snapshot.take(theirs / "b", STATE),
+    ):
+        with pytest.raises(StoreError, match=f"is a link of another user.* name {tmp_path}/victim"):
+            use()
+    Store(tmp_path / "victim").take(STATE, "b")
+    assert [s.name for s in store.snapshots()] == ["a", "b"]
+
+
+def test_links_that_are_followed_as_ever(tmp_path: Path, everybodys: Path) -> None:
+    """Our own, root's, those of the folder's owner, and all where not every user may write."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    of_another = tmp_path / "of-another"
+    of_another.mkdir()
+    os.chown(of_another, NOBODY, NOBODY)
+    of_another.chmod(0o1777)
+    for number, (folder, owner) in enumerate(
+        [(everybodys, os.geteuid()), (closed, NOBODY), (of_another, NOBODY), (of_another, 0)]
+    ):
+        place = link(folder / f"{number}", tmp_path / "victim", owner)
+        Snapshot.take(place / f"step_{number}", STATE)
+    assert len(Store(tmp_path / "victim").snapshots()) == 4
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CasnapError):
+        Store(tmp_path / "loop/x").make()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -80,7 +79,7 @@ def create_store(
     """
     chunk_size = chunk_size_of(chunk_size)
     if isinstance(backend, LocalBackend):
-        _check_folder(backend.folder, is_explicit=is_explicit)
+        _check_folder(backend, is_explicit=is_explicit)
     backend.make()
     ours: StoreConfig | None = None
     # A list of a remote place shows more, and its objects are few folders.
@@ -240,11 +239,14 @@ def _check_remote_place(backend: Backend, *, is_explicit: bool) -> None:
         raise object_error(backend.uri)
 
 
-def _check_folder(folder: Path, *, is_explicit: bool) -> None:
+def _check_folder(backend: LocalBackend, *, is_explicit: bool) -> None:
+    folder = backend.folder
     if exists(folder) and not is_folder(folder):
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     if exists(folder / STORE_FOLDER / CONFIG_KEY):
         return
+    # Before its folder is made.
+    backend.check_changes()
     begun = None if is_explicit else status(folder / STORE_FOLDER, follow=False)
     if begun is not None and begun.st_uid != 0 and not is_ours(folder, begun.st_uid):
         raise StoreError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ from casnap.storage.places.uris import Uri, snapshot_uri, store_uri
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
+# The system follows no more on one path.
+_MOST_LINKS = 40
 
 
 class Location(NamedTuple):
@@ -108,9 +110,9 @@ def locate_snapshot(
         )
     match = _find_store(parent, use)
     if match is None:
-        return Location(LocalBackend(folder.parent), name, exists=False)
+        return Location(_led_to(folder.parent, parent), name, exists=False)
     store, inner = match
-    backend = _guarded(store, use, is_parent=not inner)
+    backend = _guarded(store, parent, use, is_parent=not inner)
     return Location(backend, check_name(f"{inner}/{name}".lstrip("/")), exists=True)
 
 
@@ -140,11 +142,12 @@ def locate_store(
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     match = _find_store(Path(local), use)
     if match is None:
-        return Location(LocalBackend(folder), "", exists=False)
+        return Location(_led_to(folder, Path(local)), "", exists=False)
     store, inner = match
     if not inner:
-        return Location(LocalBackend(store), "", exists=True)
-    return Location(_guarded(store, use, is_parent=False), check_name(inner), exists=True)
+        return Location(_led_to(store, Path(local)), "", exists=True)
+    backend = _guarded(store, Path(local), use, is_parent=False)
+    return Location(backend, check_name(inner), exists=True)
 
 
 def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
@@ -410,12 +413,59 @@ def _is_own(path: Path) -> bool:
     return info is not None and info.st_uid == os.geteuid()
 
 
-def _guarded(store: Path, use: Use, *, is_parent: bool) -> LocalBackend:
-    """Return the place of a store that a path leads to; another user's is only to be read."""
-    backend = LocalBackend(store)
-    if not use.is_typed and _why_distrusted(store, is_parent=is_parent) is not None:
-        backend.guard(partial(_check_ours, store, is_parent=is_parent))
+def _led_to(folder: Path, way: Path, check: Callable[[], None] | None = None) -> LocalBackend:
+    """Return the place that a path leads to; if by a stranger's link, it is only to be read.
+
+    Args:
+        folder: The place.
+        way: The path.
+        check: What else is to be checked before the first change there.
+    """
+    backend = LocalBackend(folder)
+    link = _link_of_a_stranger(way)
+    check = check if link is None else partial(_refuse_link, str(link), str(folder))
+    if check is not None:
+        backend.guard(check)
     return backend
+
+
+def _refuse_link(link: str, folder: str) -> None:
+    raise StoreError(
+        f"{link} is a link of another user, in a folder where every user may write: what it leads "
+        f"to is read, and nothing is made or changed there. If that is meant, name {folder}"
+    )
+
+
+def _link_of_a_stranger(way: Path) -> Path | None:
+    """Return a link on a path that neither this user, root nor the owner of its folder has put.
+
+    Only where every user may write is that looked at. Linux follows no such link in a sticky folder
+    where ``fs.protected_symlinks`` is set.
+    """
+    folder, rest = Path("/"), [*(Path.cwd() / way).parts[1:]]
+    links_left = _MOST_LINKS
+    while rest and links_left:
+        part = rest.pop(0)
+        place = folder.parent if part == ".." else folder / part
+        info = status(place, follow=False)
+        if info is None or not stat.S_ISLNK(info.st_mode):
+            folder = place
+            continue
+        around = folder.stat()
+        if around.st_mode & stat.S_IWOTH and info.st_uid not in (os.geteuid(), around.st_uid, 0):
+            return place
+        # What it leads to may lead through links again.
+        links_left -= 1
+        rest = [*(folder / place.readlink()).parts[1:], *rest]
+        folder = Path("/")
+    return None
+
+
+def _guarded(store: Path, way: Path, use: Use, *, is_parent: bool) -> LocalBackend:
+    """Return the place of a store that a path leads to; another user's is only to be read."""
+    is_ours = use.is_typed or _why_distrusted(store, is_parent=is_parent) is None
+    check = None if is_ours else partial(_check_ours, store, is_parent=is_parent)
+    return _led_to(store, way, check)
 
 
 def _check_ours(store: Path, *, is_parent: bool) -> None:
