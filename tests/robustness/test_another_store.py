@@ -195,9 +195,9 @@ def test_a_store_that_is_gone(path: Path, how: str) -> None:
     elif how == "its inner folder":
         (path / "casnap-store").rename(path / "first")
     elif how == "with what is above it":
-        path.parent.rename(path.parent.with_name("first"))
+        moved = path.parent.rename(path.parent.with_name(f"{path.parent.name}-moved"))
         path.parent.mkdir()
-        shutil.copytree(path.parent.with_name("first") / "other", path.with_name("other"))
+        shutil.copytree(moved / "other", path.with_name("other"))
     else:
         shutil.rmtree(path)
     path.with_name("out.versions").mkdir(exist_ok=True)
