@@ -56,8 +56,8 @@ class DamagedError(Exception): ...  # the bytes are not what the page says
 class UnsupportedError(Exception): ...  # the bytes are of a later version
 
 
-# What reading bytes raises if they are not what they should be.
-FAILURES = (DamagedError, OSError, ValueError, TypeError, LookupError, struct.error, ZstdError)
+WRONG = (ValueError, TypeError, AttributeError, OverflowError, LookupError, struct.error)
+FAILURES = (DamagedError, OSError, ZstdError, *WRONG)
 decode = partial(msgpack.unpackb, strict_map_key=False)  # keys of maps may be bytes
 
 
@@ -128,7 +128,7 @@ def apply_delta(stored: bytes, base: bytes) -> bytes:
     need(width in (1, 2, 4, 8) and nbytes % width == 0, "a delta of an impossible width")
     elements = np.frombuffer(base, f"<u{width}").copy()
     middle = np.frombuffer(b"\x80" * width, f"<u{width}")
-    if form == 0:
+    if form == count == 0:
         differences, end = join_planes(body, nbytes)
         elements += differences.view(f"<u{width}") - middle
     else:

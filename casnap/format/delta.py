@@ -103,6 +103,8 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
     body = stored_form[_HEAD.size :]
     if width not in WIDTHS or len(chunk) % width:
         raise DamagedError("a delta has elements of an impossible length")
+    if form == _DENSE and count:
+        raise DamagedError("a delta of all elements counts some of them")
     target = np.frombuffer(chunk, np.uint8)
     if form == _DENSE:
         change, end = join_planes(body, len(chunk), scratch(len(chunk)))

@@ -211,7 +211,7 @@ class Root(Struct, frozen=True):
 
     seq: int
     commit: bytes
-    time: float
+    time: float = 0.0
     fence: int = 0
     table: NodeRef | None = None
     segments: tuple[SegmentRef, ...] = ()
@@ -243,7 +243,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True):
     """``casnap.json``: written once, when the store is created.
 
     Attributes:
-        format: The version; a reader refuses a greater one.
+        format: The version; a reader refuses any other.
         digest: The name of the hash function; a reader refuses one that it does not know. A casnap
             before 1.0 wrote none.
         store_id: 32 hex digits.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from casnap.backends import Backend
 from casnap.format.codec import KNOWN_CODECS, Codec
+from casnap.format.delta import base_of
+from casnap.format.digest import Digest
 from casnap.format.records import (
     PACK_TAIL_SIZE,
+    DeltaPlace,
     PackId,
     Place,
     Record,
@@ -50,7 +54,10 @@ def _tail(backend: Backend, pack: PackId, size: int, nbytes: int) -> bytes:
 
 
 def bad_records(
-    store: Repository, records: Iterable[Record], report: Callable[[int], None]
+    store: Repository,
+    records: Iterable[Record],
+    report: Callable[[int], None],
+    tell_base: Callable[[Record, Digest], None] = lambda record, base: None,
 ) -> Iterator[tuple[Record, Failure]]:
     """Read chunks and nodes; yield those that are not whole, and why.
 
@@ -60,11 +67,14 @@ def bad_records(
         store: The store.
         records: The chunks and nodes, and their places.
         report: Called with the number of bytes read since the last call.
+        tell_base: Called with each delta that stands on another base than its record says, and that
+            base; from any thread.
     """
     window: list[tuple[Place, list[Want]]] = []
     nbytes = 0
     for digest, place in records:
-        window.append((place, [Want(digest, -1, _forget, "")]))
+        compare = partial(_compare_base, (digest, place), tell_base)
+        window.append((place, [Want(digest, -1, _forget, "", as_delta=compare)]))
         nbytes += place.stored_size
         if nbytes >= _WINDOW_BYTES or len(window) >= _WINDOW_RECORDS:
             yield from _bad_of(store, window)
@@ -86,6 +96,17 @@ def _bad_of(
 
 def _forget(_raw: memoryview) -> None:
     """Drop the bytes of a chunk that only had to be verified."""
+
+
+def _compare_base(
+    record: Record,
+    tell_base: Callable[[Record, Digest], None],
+    stored_form: memoryview,
+    _raw: memoryview,
+) -> None:
+    place, base = record[1], base_of(stored_form)
+    if isinstance(place, DeltaPlace) and place.base != base:
+        tell_base(record, base)
 
 
 def can_lie_at(place: Place) -> bool:

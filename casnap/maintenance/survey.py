@@ -14,7 +14,15 @@ from typing import NamedTuple, TypeVar
 from casnap.errors import BackendError, DamagedError, UnavailableError, UnsupportedFormatError
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, split_digests
-from casnap.format.entries import Entry, TensorEntry, entry_tree, unknown_in
+from casnap.format.entries import (
+    INLINE_BYTES,
+    Entry,
+    KnownEntry,
+    TensorEntry,
+    UnknownEntry,
+    entry_tree,
+    unknown_in,
+)
 from casnap.format.records import (
     DeltaPlace,
     PackId,
@@ -42,6 +50,7 @@ from casnap.maintenance.damage import (
     Hurt,
     kind_and_message,
 )
+from casnap.maintenance.entry_checks import check_entry, lacking_elements
 from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
@@ -50,7 +59,7 @@ from casnap.storage.lookup.index import View
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.contents import Contents, Entries
 
 T = TypeVar("T")
 _LOOKS = 5
@@ -206,9 +215,13 @@ class Survey:
         self.read_bytes = 0
         # Places that were read and are not whole. This stays true for newer roots.
         self._bad: dict[Record, Failure] = {}
+        # Deltas that stand on another base than the index says. So does this.
+        self._other_bases: dict[Record, Digest] = {}
         # The one snapshot to survey, and what it needs; None for all.
         self._only: str | None = None
         self._wanted: set[Digest] | None = None
+        # The share of all bytes to read; None if only the structure is looked at.
+        self._reads: float | None = None
         self._progress = progress or (lambda phase, count, total: None)
         try:
             root = store.newest()
@@ -241,6 +254,7 @@ class Survey:
         # What was surveyed once: damages below subtrees and leaves, and of lists of chunks.
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
+        self._lacking: dict[tuple[bytes, ...], list[tuple[str, Damage]]] = {}
         self._commits: dict[str, bytes] = {}
         self._uncached = _UncachedStore(self)
         self.index = FullIndex(self._segments())
@@ -261,6 +275,7 @@ class Survey:
             self._wanted = set(self.needed)
         else:
             self._look_at_packs()
+        self._reads = share
         if share is not None:
             self._read_share(share, random.Random(seed))
         if only is not None:
@@ -280,6 +295,7 @@ class Survey:
         for (digest, place), failure in list(self._bad.items()):
             if place in self.index.of(digest):
                 self.note_bad(digest, place, failure)
+        self._note_other_bases()
         self._look_at_packs()
         self._snapshots()
 
@@ -504,8 +520,20 @@ class Survey:
             self._progress("reading", min(self.read_bytes, total), total)
 
         records = (r for r in self._to_read() if share >= 1 or choice.random() < share)
-        for (digest, place), failure in bad_records(self._uncached, records, report):
+        bases = self._other_bases.__setitem__
+        for (digest, place), failure in bad_records(self._uncached, records, report, bases):
             self.note_bad(digest, place, failure)
+        self._note_other_bases()
+
+    def _note_other_bases(self) -> None:
+        """Note deltas whose base the index and their pack name wrongly: it may be collected."""
+        for (digest, place), base in self._other_bases.items():
+            if place in self.index.of(digest):
+                message = (
+                    f"at byte {place.offset:,}: a delta on {base.hex()}, of which the pack and the "
+                    "index say another base, so a garbage collector may delete what it needs"
+                )
+                self._hurt_pack(PackId(place.pack), "malformed", message, digest)
 
     @property
     def stored_bytes(self) -> int:
@@ -527,7 +555,7 @@ class Survey:
     def _snapshots(self) -> None:
         self._walk()
         for damage in self.damages:
-            if damage.digest and not damage.hurts:
+            if damage.digest and not damage.hurts and damage.kind != "malformed":
                 if self.whole_places(Digest(bytes.fromhex(damage.digest))):
                     damage.message += "; another copy is whole"
                 elif not self.trees_incomplete:
@@ -598,6 +626,8 @@ class Survey:
             for key, subtree in subtrees.items():
                 for inner, damage in self._subtree(contents, key, subtree):
                     damage.hurts[Hurt(name, f"{rank}{key}{inner}")] = None
+        if self._reads is not None and not row.unknown_features:
+            self._elements(contents)
 
     def _hurt(self, damages: list[Damage], snapshot: str, path: str) -> None:
         for damage in damages:
@@ -655,10 +685,51 @@ class Survey:
         for digest, nbytes in chunks or ():
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
+        if not damages:
+            assert not isinstance(entry, UnknownEntry)
+            read = partial(self._content, contents)
+            damages = self._try_read(partial(check_entry, path, entry, read), path)[1]
         damages = list(dict.fromkeys(damages))
         if payload.depth:
             self._lists[content] = damages
         return damages
+
+    def _content(self, contents: Contents, path: str, entry: KnownEntry) -> bytes | None:
+        """Return the bytes of an entry; None if they are not looked at, or cannot be read."""
+        if entry.payload.nbytes <= INLINE_BYTES:
+            return entry.payload.inline
+        if self._reads is None:
+            return None
+        parts: dict[Digest, bytes] = {}
+        chunks = contents.chunks(path, entry)
+
+        def keep(digest: Digest, raw: memoryview) -> None:
+            parts[digest] = bytes(raw)
+
+        try:
+            self._uncached.fetch(Want(d, n, partial(keep, d), path) for d, n in chunks)
+        except UnavailableError:
+            raise
+        except (DamagedError, BackendError, UnsupportedFormatError):
+            return None  # where all bytes are read, that is found there
+        return b"".join(parts[digest] for digest, _ in chunks)
+
+    def _elements(self, contents: Contents) -> None:
+        """Find containers without all their elements, as each rank sees them."""
+        for rank in contents.ranks():
+            for key, entries in contents.trees(rank).items():
+                if entries.tops not in self._lacking:
+                    self._lacking[entries.tops] = self._lacking_in(contents, entries)
+                for inner, damage in self._lacking[entries.tops]:
+                    damage.hurts[Hurt(contents.name, f"{rank}/{key}{inner}")] = None
+
+    def _lacking_in(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
+        read = partial(self._content, contents)
+        try:
+            lacking = list(lacking_elements(entries.items(), read))
+        except (DamagedError, UnsupportedFormatError):
+            return []  # that was found already
+        return [(path, self._add_damage("malformed", "", str(e))) for path, e in lacking]
 
     def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry of which only the payload is known."""

@@ -308,6 +308,8 @@ def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[It
             f"{path} is a container of the unknown kind {entry.kind[:40]!r}; update casnap"
         )
     components, build = reader(f"the spec of {path}", entry, spec)
+    if entry.count < 0:
+        raise DamagedError(f"{path} has {entry.count} elements", (path,))
     if components is None:
         return _Numbers(entry.count), build
     if len(components) != entry.count:
@@ -321,7 +323,7 @@ _Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | No
 def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
     spec = decode(data, _Keys, label)
     keys, components = decode_keys(spec.keys), _components(spec.keys)
-    if _first_twice(components) is not None:
+    if _first_twice(components) is not None or len(set(keys)) < len(keys):
         raise DamagedError(f"{label} has a key twice")
     if spec.factory is not None and spec.factory not in _FACTORIES:
         raise UnsupportedFormatError(
@@ -330,8 +332,6 @@ def _read_dict(label: str, entry: ContainerEntry, data: bytes) -> tuple[list[str
 
     def build(children: list[Any]) -> Any:
         result: dict[Any, Any] = dict(zip(keys, children, strict=True))
-        if len(result) != len(keys):
-            raise ValueError("a key is there twice")
         if entry.kind == "dict":
             return result
         if entry.kind == "Counter":

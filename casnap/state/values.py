@@ -171,6 +171,16 @@ def _torch_constant(kind: type) -> ValueCodec:
     )
 
 
+def _decode_device(data: bytes) -> torch.device:
+    text = data.decode()
+    try:
+        return torch.device(text)
+    except RuntimeError as e:
+        raise UnsupportedTypeError(
+            f"torch {torch.__version__} has no device {text[:40]!r}; use a newer torch"
+        ) from e
+
+
 def stable_order(values: Iterable[Any]) -> list[Any]:
     """Return the elements of a set in an order that depends only on the elements."""
     elements = list(values)
@@ -256,9 +266,7 @@ _CODECS = (
         lambda v: encode_text(str(v)),
         lambda b: pathlib.Path(decode_text(b)),
     ),
-    ValueCodec(
-        "device", torch.device, lambda v: str(v).encode(), lambda b: torch.device(b.decode())
-    ),
+    ValueCodec("device", torch.device, lambda v: str(v).encode(), _decode_device),
     ValueCodec(
         "torch_version", TorchVersion, lambda v: v.encode(), lambda b: TorchVersion(b.decode())
     ),

@@ -415,6 +415,8 @@ CONFIG = {
         {"chunk_size": CHUNK + 1},
         {"chunk_size": 1 << 60},
         {"format": 3},
+        {"format": 0},
+        {"format": -1},
         {"format": 1 << 80},
         {"format": "1"},
         {"digest": "sha256"},

@@ -13,7 +13,7 @@ import zstandard
 
 from casnap import Store
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
-from casnap.format.delta import MOST_LINKS, encode_delta
+from casnap.format.delta import MOST_LINKS, apply_delta, encode_delta
 from casnap.format.digest import digest_of
 from casnap.maintenance.survey import Survey
 from casnap.storage.packs.chunk_reads import Want
@@ -178,6 +178,41 @@ def test_a_circle_that_ends_elsewhere_is_whole(forger: Forger, is_delta: bool) -
     store = Store(forger.folder)
     assert store.check(data=True).ok
     assert store["evil"].read_object("s/x").numpy().tobytes() == change(RAW, 1)
+
+
+def test_a_base_that_pack_and_index_name_wrongly(forger: Forger) -> None:
+    """A collector would keep another chunk. Reads go by the delta; a check of all bytes finds it.
+
+    A repair writes the chunk anew.
+    """
+    base = change(RAW, 1)
+    forger.add(base)
+    forger.add(OTHER)
+    forger.delta(digest_of(RAW), digest_of(OTHER), delta_of(RAW, base), SIZE)
+    publish(forger, digest_of(RAW))
+    store = Store(forger.folder)
+    assert store["evil"].read_object("s/x").numpy().tobytes() == RAW
+    for report in (store.check(data=True), store.check(data=True, name="evil")):
+        [damage] = report.damages
+        assert damage.kind == "malformed"
+        assert digest_of(base).hex() in damage.message
+    assert store.repair().ok
+    for _ in range(3):
+        store.gc(grace=0, repack=1)
+    assert store["evil"].read_object("s/x").numpy().tobytes() == RAW
+    assert store.check(data=True).ok
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_delta_of_all_elements_counts_none(forger: Forger, count: int) -> None:
+    dense = head(OTHER, 0, 1, count) + one_plane(b"\x80" * SIZE)
+    chunk = bytearray(RAW)
+    if count:
+        with pytest.raises(DamagedError, match="counts some"):
+            apply_delta(memoryview(dense), chunk)
+    else:
+        apply_delta(memoryview(dense), chunk)
+    assert chunk == RAW
 
 
 @pytest.mark.parametrize("links", [MOST_LINKS, MOST_LINKS + 1])

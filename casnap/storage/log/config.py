@@ -99,10 +99,10 @@ def read_config(backend: Backend) -> StoreConfig:
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{place} is damaged: {e}; {_MADE_ANEW}") from e
-    if not _is_possible(config):
+    if version != FORMAT or not _is_possible(config):
         raise DamagedError(
-            f"{place} is damaged: chunk size {config.chunk_size}, id {config.store_id!r:.80}; "
-            f"{_MADE_ANEW}"
+            f"{place} is damaged: format {version!r:.40}, chunk size {config.chunk_size}, id "
+            f"{config.store_id!r:.80}; {_MADE_ANEW}"
         )
     if not config.digest:
         raise UnsupportedFormatError(
@@ -131,7 +131,7 @@ def config_in(root: Root) -> StoreConfig | None:
         config = decode(encode(root.store), StoreConfig, CONFIG_KEY)
     except DamagedError:
         return None
-    is_known = config.format <= FORMAT and config.digest == DIGEST_NAME
+    is_known = root.store.get("format") == FORMAT and config.digest == DIGEST_NAME
     return config if is_known and _is_possible(config) else None
 
 

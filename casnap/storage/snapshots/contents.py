@@ -80,6 +80,11 @@ class Entries:
         self._owners = owners
 
     @property
+    def tops(self) -> tuple[bytes, ...]:
+        """The digests of its trees, the one that wins first."""
+        return tuple(self._digests)
+
+    @property
     def _trees(self) -> Iterator[Tree[Entry]]:
         return map(self._contents.tree, self._digests)
 

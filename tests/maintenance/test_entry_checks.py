@@ -1,0 +1,132 @@
+"""A check finds what a read refuses of an entry, though all its bytes are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from casnap import Store
+from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
+from casnap.format.records import encode
+from casnap.maintenance.damage import Hurt
+from tests.support.forger import GOOD, STATE, Forger, chunks, container, inline, tensor, value
+
+F = bytes(16)
+MALFORMED: dict[str, Any] = {
+    "another length": tensor([5], inline(F)),
+    "length without bytes": tensor([4], [16, b"", b"", 0]),
+    "bytes without length": ["v", [2, b"xyz", b"", 0], "bytes"],
+    "negative shape": tensor([-2, -2], inline(F)),
+    "bool": value("bool", b"x"),
+    "none": value("none", b"x"),
+    "float": value("float", b"x"),
+    "str": value("str", b"\xff"),
+    "range": value("range", encode([1, 2])),
+    "range of step 0": value("range", encode([1, 2, 0])),
+    "date": value("date", b"99999-99-99"),
+    "packed": value("packed_list", encode([[1]])),
+    "key twice": container("dict", 2, encode([["a", "a"], None, None])),
+    "keys alike": container("dict", 2, encode([[1, ["int", b"\1"]], None, None])),
+    "no spec": container("dict", 0),
+    "count": container("dict", 3, encode([["a"], None, None])),
+    "negative count": container("dict", -1, encode([[], None, None])),
+    "negative count of a list": container("list", -1),
+    "spec of a list": container("list", 0, b"x"),
+    "deque": container("deque", 9, encode([1])),
+}
+
+
+def published(folder: Path, *items: Any) -> Store:
+    forger = Forger(folder)
+    forger.keep_good()
+    forger.publish({"s": forger.tree(STATE, *items)})
+    return Store(folder, create=False)
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_entries(tmp_path: Path, cache_dir: Path, case: str) -> None:
+    store = published(tmp_path / "store", ["/x", MALFORMED[case]])
+    with pytest.raises(DamagedError, match="s/x"):
+        store["evil"].read_object("s/x")
+    for data in (False, True):
+        damages = store.check(data=data).damages
+        assert [d.kind for d in damages][:1] == ["malformed"], damages
+        assert Hurt("evil", "s/x") in damages[0].hurts
+    assert store.check(name="good", data=True).ok
+
+
+def dict_of(*keys: Any) -> Any:
+    return container("dict", len(keys), encode([list(keys), None, None]))
+
+
+LACKING: dict[str, list[Any]] = {
+    "of a dict": [["/x", dict_of("a", "b")], ["/x/a", GOOD]],
+    "of a list": [["/x", container("list", 3)], ["/x/0", GOOD], ["/x/2", GOOD]],
+    "very many": [["/x", container("list", (1 << 63) - 1)], ["/x/0", GOOD]],
+    "of another name": [["/x", container("tuple", 1)], ["/x/00", GOOD]],
+    "below an unknown key": [["/x", dict_of("a")], ["/x/b", GOOD]],
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_containers_that_lack_elements(tmp_path: Path, cache_dir: Path, case: str) -> None:
+    store = published(tmp_path / "store", *LACKING[case])
+    with pytest.raises(DamagedError, match="s/x"):
+        store["evil"].read_object("s/x")
+    [damage] = store.check(data=True).damages
+    assert (damage.kind, list(damage.hurts)) == ("malformed", [Hurt("evil", "0/s/x")])
+
+
+def test_values_in_chunks(tmp_path: Path, cache_dir: Path) -> None:
+    """These are looked at where all bytes are."""
+    folder = tmp_path / "store"
+    forger = Forger(folder)
+    text, spec = b"\xff" * 100, encode([["long key " * 10] * 2, None, None])
+    items = [
+        ["/x", ["v", chunks(len(text), forger.add(text)), "str"]],
+        ["/y", ["c", chunks(len(spec), forger.add(spec)), "dict", 2]],
+    ]
+    forger.publish({"s": forger.tree(["", dict_of("x", "y")], *items)})
+    store = Store(folder, create=False)
+    assert store.check().ok
+    hurt = {hurt.path for damage in store.check(data=True).damages for hurt in damage.hurts}
+    assert hurt == {"s/x", "s/y"}
+
+
+def test_elements_of_several_ranks(tmp_path: Path, cache_dir: Path) -> None:
+    """What one rank has of its own is no element that the others lack, and the other way."""
+    forger = Forger(tmp_path / "store")
+    shared = forger.tree(["", dict_of("x", "y")], ["/x", GOOD])
+    own, other = forger.tree(["/y", GOOD]), forger.tree(["/z", GOOD])
+    forger.row = {"world_size": 2}
+    ranks = {"0": {"s": own}, "1": {"s": other}}
+    forger.publish({}, {"global": {"s": shared}, "ranks": ranks})
+    [damage] = Store(tmp_path / "store").check(data=True).damages
+    assert list(damage.hurts) == [Hurt("evil", "1/s")]
+
+
+def test_what_is_unknown_is_no_damage(tmp_path: Path, cache_dir: Path) -> None:
+    """A kind of key or a factory of a later version, and a class or a dtype that is not here."""
+    read: dict[str, tuple[Any, type[CasnapError]]] = {
+        "factory": (
+            container("defaultdict", 0, encode([[], "deque", None])),
+            UnsupportedFormatError,
+        ),
+        "key": (
+            container("dict", 1, encode([[["uuid", b""]], None, None])),
+            UnsupportedFormatError,
+        ),
+        "enum": (value("enum", encode(["no.module", "X", "A"])), CasnapError),
+        "dtype": (value("dtype", b"float3"), CasnapError),
+        "device": (value("device", b"abacus:1"), CasnapError),
+    }
+    for case, (entry, error) in read.items():
+        store = published(tmp_path / case, ["/x", entry])
+        with pytest.raises(error) as caught:
+            store["evil"].read_object("s/x")
+        assert not isinstance(caught.value, DamagedError)
+        report = store.check(data=True)
+        assert report.ok, report.damages
+        assert bool(report.unsupported) == (error is UnsupportedFormatError)
