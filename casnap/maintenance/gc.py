@@ -10,12 +10,12 @@ protocol, and why it is safe even if clocks are wrong.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from casnap.backends.base import as_exclusive
 from casnap.errors import (
@@ -36,12 +36,12 @@ from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
 from casnap.storage.log.put_if_absent import check_put_if_absent
-from casnap.storage.log.roots import put_next_root, release_reserve, with_advice
+from casnap.storage.log.roots import next_root, put_root, release_reserve, with_advice
 from casnap.storage.log.settings import grace_of, recodes
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned
-from casnap.storage.writing.retries import Obstacle, again
+from casnap.storage.writing.retries import Obstacle, again, put_root_after
 from casnap.storage.writing.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
@@ -346,7 +346,7 @@ class _Collector:
             report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
             self._would_condemn = doomed.union(sparse)
             self._note_condemned(self._would_condemn, marks.rescue)
-            self._put_after(view, root.condemned, root.lost)
+            self._next_root(view, root.condemned, root.lost)
             return
         # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
         self._delete_orphans(view)
@@ -429,9 +429,11 @@ class _Collector:
         contents: dict[bytes, list[PackId]] = {}
         required: set[bytes] = set()
         returned = set(split_digests(marks.root.lost)) - marks.missing
-        while True:
-            root = self._store.newest()
-            view = self._store.index.view(root)
+        before, rescued = marks.root, set[PackId]()
+
+        def prepare(root: Root) -> Root | None:
+            nonlocal before, doomed, required, rescued
+            before, view = root, self._store.index.view(root)
             fresh = marks.advance(root) if root != marks.root else set()
             doomed = {pack for pack in doomed if pack in view.live}
             if not contents and (sparse or fresh):
@@ -450,16 +452,15 @@ class _Collector:
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
             lost_digests = b"".join(d for d in split_digests(root.lost) if d not in returned)
-            if self._put_after(view, condemned, lost_digests):
-                self.report.repacked_packs += len(doomed & sparse)
-                self._note_condemned(doomed, rescued)
-                return
+            return self._next_root(view, condemned, lost_digests)
 
-    def _put_next(self, root: Root, **changes: Any) -> Root | None:
-        next_root = put_next_root(self._backend, root, **changes)
-        if next_root is not None:
-            self._store.note_newest(next_root)
-        return next_root
+        new_root = put_root_after(self._store, prepare, self._put)
+        self.report.repacked_packs += len(doomed & sparse)
+        self._note_condemned(doomed, rescued)
+        if new_root is not None:
+            if new_root.fence > before.fence:
+                self.report.fence = new_root.fence
+            self.report.merged_segments += len(before.segments) - len(new_root.segments)
 
     def _condemned_since(self, condemned_at: int, root: Root) -> int:
         """Return the root that condemned a pack; one with a time in the future counts as new."""
@@ -473,8 +474,8 @@ class _Collector:
 
     # --- free ---
 
-    def _put_after(self, view: View, condemned: dict[bytes, int], lost: bytes) -> bool:
-        """Put a root without the packs whose grace is over; return False if its number is taken.
+    def _next_root(self, view: View, condemned: dict[bytes, int], lost: bytes) -> Root | None:
+        """Return a root without the packs whose grace is over; None if none is to be put.
 
         Args:
             view: The view of the root that it is to follow.
@@ -491,9 +492,9 @@ class _Collector:
             going, orphans = _freed_by(fence, condemned, unnamed)
         if self._options.dry_run:
             self._report_dry_run(root, going, orphans)
-            return True
+            return None
         self._files.add(going)
-        # Forget the rewriting until it is certain that no root names the segments it wrote.
+        # That of a root whose number was taken.
         rewriting, self._rewriting = self._rewriting, None
         segments = None if rewriting is None else rewriting.applied(root, going)
         if segments is None:
@@ -514,19 +515,24 @@ class _Collector:
         # time of this host.
         is_ahead = root.time > time.time() + _SKEW
         if not is_ahead and all(getattr(root, name) == value for name, value in changes.items()):
-            return True
+            return None
+        new_root = next_root(self._backend.uri, root, os.urandom(16), **changes)
+        self._rewriting = rewriting
+        return new_root
+
+    def _put(self, root: Root) -> bool:
+        """Put a root; return False if another commit has its number."""
+        # Forget the rewriting until it is certain that no root names the segments it wrote.
+        rewriting, self._rewriting = self._rewriting, None
+        assert rewriting is not None
         try:
-            next_root = self._put_next(root, **changes)
+            stands = put_root(self._backend, root)
         except StorageFullError:
             rewriting.discard(self._store)
             raise
-        if next_root is None:
+        if not stands:
             self._rewriting = rewriting
-            return False
-        if next_root.fence > root.fence:
-            self.report.fence = next_root.fence
-        self.report.merged_segments += len(root.segments) - len(segments)
-        return True
+        return stands
 
     def _announced_bases(self) -> list[int]:
         # A process that was stopped for longer than a day is not waited for.

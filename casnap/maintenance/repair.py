@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -42,7 +43,7 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.log.roots import put_next_root
+from casnap.storage.log.roots import next_root
 from casnap.storage.lookup.index import View
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.packs.pack import moved_place, new_id
@@ -51,6 +52,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import change_table
 from casnap.storage.writing.copying import one_at_a_time
 from casnap.storage.writing.new_packs import NewPacks
+from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.segments import add_segment, drop_packs
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
@@ -222,8 +224,7 @@ class _Repair:
         if self.report.dry_run:
             self._would_adopt = {digest for records in packs.values() for digest, _ in records}
         else:
-            while not self._enter(packs):
-                pass
+            put_root_after(self._store, lambda root: self._entering(packs, root))
             self.report.dropped_segments += len(survey.unreadable)
         self.report.adopted_packs += len(packs)
         return True
@@ -264,9 +265,8 @@ class _Repair:
             return []
         return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored_size <= size]
 
-    def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
-        """Put a root that lists these packs under new names; return False if it came too late."""
-        root = self._store.newest()
+    def _entering(self, packs: dict[PackId, list[Record]], root: Root) -> Root:
+        """Return the root after this one, which lists these packs under new names."""
         new_packs: dict[PackId, PackId] = {}
         for pack in packs:
             # A collector may be deleting the old name.
@@ -279,7 +279,10 @@ class _Repair:
         records = [(d, moved_place(p, new_packs)) for pack in new_packs for d, p in packs[pack]]
         segment = Segment(tuple(new_packs.values()), records)
         segments = add_segment(self._store, self._readable(root), segment, root.seq)
-        return put_next_root(self._store.backend, root, segments=segments) is not None
+        return self._next_root(root, segments=segments)
+
+    def _next_root(self, root: Root, **changes: Any) -> Root:
+        return next_root(self._store.backend.uri, root, os.urandom(16), **changes)
 
     def _readable(self, root: Root) -> View:
         """Return the index by those segments of a root that can be read."""
@@ -308,20 +311,21 @@ class _Repair:
         news = self._salvage or damaged or survey.unreadable or root.seq in self._must_replace
         if not news and all(getattr(root, key) == value for key, value in changes.items()):
             return False
-        while True:
+
+        def prepare(newest: Root) -> Root | None:
+            if newest != root and not self._holds_for(newest, damaged):
+                return None
             try:
-                segments = self._mended(root, damaged)
+                segments = self._mended(newest, damaged)
             except FileNotFoundError:
                 self._drop_salvage()
-                return True
-            if put_next_root(self._store.backend, root, segments=segments, **changes) is not None:
-                self._count(damaged)
-                self._drop_salvage()
-                return True
-            newer = self._store.newest()
-            if not self._holds_for(newer, root, damaged):
-                return True
-            root = newer
+                return None
+            return self._next_root(newest, segments=segments, **changes)
+
+        if put_root_after(self._store, prepare, first_root=lambda: root) is not None:
+            self._count(damaged)
+            self._drop_salvage()
+        return True
 
     def _mended(self, root: Root, damaged: frozenset[PackId]) -> tuple[SegmentRef, ...]:
         """Return the segments of a root without damaged packs, and with what was saved of them.
@@ -339,8 +343,9 @@ class _Repair:
         segment = self._salvage.segment()
         return add_segment(self._store, self._store.index.view(without_damage), segment, root.seq)
 
-    def _holds_for(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
-        """Whether the survey of a root is also true of a newer root, which a take has put."""
+    def _holds_for(self, newer: Root, damaged: frozenset[PackId]) -> bool:
+        """Whether the survey is also true of a newer root, which a take has put."""
+        root = self._survey.root
         return (
             (newer.condemned, newer.lost) == (root.condemned, root.lost)
             and set(self._survey.unreadable) <= set(newer.segments)

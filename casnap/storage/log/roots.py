@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Collection
 from functools import partial
@@ -345,16 +344,6 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
     return msgspec.structs.replace(
         root, seq=root.seq + 1, commit=commit, time=time.time(), writer=WRITER, **changes
     )
-
-
-def put_next_root(backend: Backend, root: Root, **changes: Any) -> Root | None:
-    """Put the root after this one, with some fields changed.
-
-    Returns:
-        The new root; None if another commit took its number.
-    """
-    new_root = next_root(backend.uri, root, os.urandom(16), **changes)
-    return new_root if put_root(backend, new_root) else None
 
 
 def put_root(backend: Backend, root: Root) -> bool:

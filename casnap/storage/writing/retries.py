@@ -1,17 +1,21 @@
-"""What a writer does if a collector was faster, or the disk is full: it starts again, or gives up.
+"""What a writer tries again: a root whose number was taken, and a change that cannot be finished.
 
-Nothing else knows that. A writer says how often it starts again, what makes room on a full disk,
-and what has to be agreed on before.
+A collector may delete what a change relies on, or the disk may be full: then the change starts
+again, or is given up. Nothing else knows that. A writer says how often it starts again, what makes
+room on a full disk, and what has to be agreed on before.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import NoReturn, TypeAlias, TypeVar
 
 from casnap.errors import FencedError, StorageFullError
+from casnap.format.records import Root
+from casnap.storage.log.roots import put_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -20,6 +24,37 @@ T = TypeVar("T")
 TRIES = 5
 """How often a writer tries that has much to lose."""
 Obstacle: TypeAlias = FencedError | StorageFullError
+
+
+def put_root_after(
+    store: Repository,
+    prepare: Callable[[Root], Root | None],
+    put: Callable[[Root], bool] | None = None,
+    first_root: Callable[[], Root] | None = None,
+) -> Root | None:
+    """Put the root after the newest one, and again as long as another commit takes its number.
+
+    Args:
+        store: The store.
+        prepare: Given a root, writes all that the root after it names, and returns that one; None
+            if none is to be put.
+        put: Puts it; returns False if its number is taken, so that it will never stand. By default
+            :func:`~casnap.storage.log.roots.put_root`.
+        first_root: Returns the root to follow at first; by default the newest.
+
+    Returns:
+        The root that was put.
+    """
+    put = put or partial(put_root, store.backend)
+    last_root = first_root or store.newest
+    while True:
+        root = prepare(last_root())
+        if root is None:
+            return None
+        if put(root):
+            store.note_newest(root)
+            return root
+        last_root = store.newest
 
 
 def _raise(error: Obstacle) -> NoReturn:

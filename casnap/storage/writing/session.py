@@ -46,6 +46,7 @@ from casnap.storage.packs.pack import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.rank_parts import MOST_RECORDS, OtherRanks, RankPart
+from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks
 from casnap.storage.writing.segments import add_segment, write_segments
 
@@ -195,30 +196,26 @@ class Session:
         self._change, self._update_root = change, update_root
         self._others = others or OtherRanks()
         self.new_packs.finish_chunks()
-        newest = self.store.recent
-        while True:
-            root = self.store.read_at_newest(self._next_root, newest)
-            if root is None or self._put(root):
-                return root
-            # Another commit was put meanwhile, so the number is taken.
-            newest = self.store.newest
+        read = self.store.read_at_newest
+        return put_root_after(
+            self.store, lambda m: read(self._next_root, lambda: m), self._put, self.store.recent
+        )
 
     def _put(self, root: Root) -> bool:
         """Put a root; return False if another commit has its number."""
         self._others.check()
         self.may_be_referenced = True
         try:
-            if put_root(self.store.backend, root):
-                self.store.note_newest(root)
-                return True
+            stands = put_root(self.store.backend, root)
         except StorageFullError:
             # Nothing can have been put.
             self.may_be_referenced = False
             raise
-        # The number is another commit's for ever.
-        self.may_be_referenced = False
-        self._delete_segments()
-        return False
+        if not stands:
+            # The number is another commit's for ever.
+            self.may_be_referenced = False
+            self._delete_segments()
+        return stands
 
     def _next_root(self, m: Root) -> Root | None:
         """Write everything that the root after ``m`` names, and return that root; None for none.
