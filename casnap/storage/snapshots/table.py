@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -32,7 +31,6 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.retries import Obstacle, again
 from casnap.storage.writing.session import Session
 
-_log = logging.getLogger("casnap")
 _TRIES = 3
 _METADATA_DEPTH = 64
 _MOST_TAGS = 100
