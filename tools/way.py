@@ -73,7 +73,7 @@ def main() -> None:
             modules, calls = way(work)
             rooms: Counter[str] = Counter()
             for path, functions in modules.items():
-                room = path.split(os.sep)
+                room = Path(path).parts
                 if room[0] == "storage":
                     rooms[room[1]] += functions
             text = ", ".join(f"{room} {n}" for room, n in sorted(rooms.items()))

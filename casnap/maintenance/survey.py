@@ -55,7 +55,9 @@ from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.lookup.index import View
+from casnap.runtime.typing import override
+from casnap.storage.lookup.index_cache import preferred
+from casnap.storage.lookup.ladder import Bases, LocalLookup
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want
 from casnap.storage.reading.repository import Repository
@@ -94,11 +96,25 @@ def _wrong_length(size: int, records: Sequence[Record]) -> str:
     return f"the pack has {size:,} bytes, not the {_length_of(records):,} it was written with"
 
 
+class _WholePlaces(LocalLookup):
+    """A lookup by what a survey has found: places that are not known to be bad, of any root."""
+
+    def __init__(self, survey: Survey) -> None:
+        lookup = survey.store.lookup
+        super().__init__(lookup.newest, lookup.index)
+        self._survey = survey
+
+    @override
+    def bases(self) -> Bases:
+        whole_places = self._survey.whole_places
+        return Bases(lambda digests: [preferred(whole_places(d)) for d in digests], whole_places)
+
+
 class _UncachedStore(Repository):
     """A store whose nodes are read from packs only, at places that are not known to be bad."""
 
     def __init__(self, survey: Survey) -> None:
-        super().__init__(survey.store.backend, survey.store)
+        super().__init__(survey.store.backend, survey.store.config, _WholePlaces(survey))
         self._survey = survey
         self.asked: list[Digest] = []
         # Nodes that were read with their neighbours, and are whole at all their places.
@@ -129,10 +145,6 @@ class _UncachedStore(Repository):
                 f"tree node {digest.hex()} is stored with codec {codecs[0]}"
             )
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
-
-    def places_of_base(self, digest: Digest, view: Callable[[], View]) -> list[Place]:
-        """Return the places of the base of a delta, as the survey has them."""
-        return self._survey.whole_places(digest)
 
     def read_ahead(self, digests: Iterable[bytes]) -> None:
         """On a remote store, read nodes that are needed soon, of several packs at a time.

@@ -420,7 +420,7 @@ def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
     def open_store(rank: int) -> Repository:
         opened = own.open_store()
         if rank:
-            opened.index = OtherPlaces(opened.index, blind=rank == 2)
+            opened.lookup.index = OtherPlaces(opened.index, blind=rank == 2)
         return opened
 
     wanted = [range(20), EVERYTHING, range(3, 12)]

@@ -10,7 +10,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.serving import PullOptions, PullReport, verify
-from casnap.storage.reading import repository as open_store
+from casnap.storage.lookup import newest
 from tests.support.remote import RemoteDouble
 from tests.support.served import tensors_in
 
@@ -168,7 +168,7 @@ def test_casts_are_no_bases(run: Run, host: Host, live: Path) -> None:
 def test_a_look_is_cheap_when_nothing_is_new(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stands: float
 ) -> None:
-    monkeypatch.setattr(open_store, "_STANDS", stands)
+    monkeypatch.setattr(newest, "_STANDS", stands)
     run.step()
     backend = RemoteDouble(str(tmp_path))
     counts: list[int] = []

@@ -20,12 +20,11 @@ import lmdb
 
 from casnap.backends.base import Backend
 from casnap.backends.system_errors import EXHAUSTED
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import DamagedError
 from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
-    SEGMENT_RECORD_SIZE,
     DeltaPlace,
     PackId,
     Place,
@@ -42,9 +41,9 @@ from casnap.format.records import (
 )
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
+from casnap.runtime.typing import override
 from casnap.storage.lookup.index_cache import IndexCache, LmdbCache, MemoryCache, open_cache
-from casnap.storage.lookup.pack_lengths import PackLengths
-from casnap.storage.lookup.segment_search import search, window_bytes
+from casnap.storage.lookup.pack_lengths import PackLengths, RememberedLengths
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
@@ -56,12 +55,10 @@ _SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
 _TOGETHER_RECORDS = 1 << 20
 SMALL_RECORDS = 10_000
 """On a remote store, each commit writes a segment of up to so many records again."""
-# A smaller index is read whole even for one digest.
-_WHOLE_BYTES = 8 << 20
 _LAST_SMALL = b"last small segment"
 
 
-def _listed(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
+def packs_in(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
     """Return the packs of a segment, if it is cached."""
     ident = SegmentId(ref.id)
     listed = cache.listed.get(ident)
@@ -154,7 +151,6 @@ class Index:
         self._name = ""
         self._cache: IndexCache | None = None
         self.pack_lengths = PackLengths(backend)
-        self._lengths: dict[SegmentId, int] = {}
         self._replacing = new_lock()
         self._looked_at_size = False
 
@@ -219,25 +215,20 @@ class Index:
 
     def _learn_once(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; of a remote store one process of this host reads them."""
-        idents = [SegmentId(ref.id) for ref in root.segments]
-        are_cached = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
-        if not self._backend.costly_requests or all(are_cached):
-            return self._learn_all(cache, root)
-        with cache.learning():
-            return self._learn_all(cache, root)
+        return self._learn_all(cache, root)
 
     def _learn_all(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; return their packs."""
-        packs = self._learn(cache, root.segments)
+        packs = self.learn(cache, root.segments)
         # For the next view, which differs in few segments.
         cache.listed = packs
         return packs
 
-    def _learn(
+    def learn(
         self, cache: IndexCache, segments: Collection[SegmentRef]
     ) -> dict[SegmentId, frozenset[PackId]]:
         """Cache some segments; return their packs."""
-        packs = {SegmentId(ref.id): _listed(cache, ref) for ref in segments}
+        packs = {SegmentId(ref.id): packs_in(cache, ref) for ref in segments}
         uncached = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
         while uncached:
             for ref, sealed in self._read_some(uncached):
@@ -250,54 +241,7 @@ class Index:
     def knows(self, root: Root) -> bool:
         """Whether this host has cached all segments of a root."""
         cache = self.cache
-        return all(_listed(cache, ref) is not None for ref in root.segments)
-
-    def find_few(self, root: Root, digests: list[Digest]) -> list[Place | None]:
-        """Find some digests without reading a large index, where that is a remote one.
-
-        Returns:
-            For each digest a place, or None where it was not found so. A place may be wrong.
-        """
-        try:
-            return self._find_few(self.cache, root, digests)
-        except (UnavailableError, TimeoutError):
-            # TimeoutError is none of the file system: the alarm of a user raises it.
-            raise
-        except (lmdb.Error, OSError, BackendError, DamagedError) as e:
-            _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
-            return [None] * len(digests)
-
-    def _find_few(self, cache: IndexCache, root: Root, digests: list[Digest]) -> list[Place | None]:
-        unknown = [ref for ref in root.segments if _listed(cache, ref) is None]
-        large = [ref for ref in unknown if ref.weight > SMALL_RECORDS]
-        nbytes = sum(ref.weight for ref in unknown) * SEGMENT_RECORD_SIZE
-        windows = [window_bytes(ref.count) for ref in large]
-        # Most of the digests are looked for where the first one is.
-        expected = sum(windows) + max(windows, default=0) * len(digests)
-        if nbytes < _WHOLE_BYTES or expected * 4 > nbytes:
-            return [None] * len(digests)
-        listed = self._learn(cache, [ref for ref in root.segments if ref not in large])
-        places = cache.place(digests, PackSet(listed.values()))
-        by_digest = {
-            d: place for d, place in zip(digests, places, strict=True) if place is not None
-        }
-        remaining = [d for d in digests if d not in by_digest]
-        if remaining:
-            searched = search(self._backend, large, self._segment_lengths(large), remaining)
-            by_digest |= {
-                digest: record_list[0][1] for digest, record_list in searched.items() if record_list
-            }
-        return [by_digest.get(digest) for digest in digests]
-
-    def _segment_lengths(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
-        """Return the lengths of some segments, which never change."""
-        unseen = [ref for ref in refs if SegmentId(ref.id) not in self._lengths]
-        if len(unseen) == 1:
-            self._lengths[SegmentId(unseen[0].id)] = self._backend.size(segment_key(unseen[0].id))
-        elif unseen:
-            sizes = self._backend.sizes("index")
-            self._lengths |= {SegmentId(r.id): sizes.get(segment_key(r.id), 0) for r in unseen}
-        return self._lengths
+        return all(packs_in(cache, ref) is not None for ref in root.segments)
 
     def _read_some(self, segments: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
         """Take some segments off a list, and read them: on a remote store several at a time."""
@@ -393,16 +337,9 @@ class Index:
 
         Only those of one are kept: each commit replaces the one before.
         """
-        if self._backend.costly_requests and sum(segment_counts(sealed)) <= SMALL_RECORDS:
-            self.cache.keep_notes({_LAST_SMALL: ident + sealed})
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
         """Return what :meth:`sealed` does, from this host's cache if it is kept there."""
-        if self._backend.costly_requests:
-            note = self.cache.note(_LAST_SMALL) or b""
-            ident, data = note[: len(ref.id)], note[len(ref.id) :]
-            if ident == ref.id and segment_counts(data) == (ref.count, ref.deltas):
-                return data, f"the cached segment {ref.id.hex()}"
         return self.sealed(ref)
 
     def find(
@@ -460,3 +397,31 @@ class Index:
     def note_damaged(self, records: Iterable[Record]) -> None:
         """Note damaged places, for all takes of this process: they store anew what lies there."""
         _damaged[self._name].update(records)
+
+
+class RemoteIndex(Index):
+    """The index of a remote store: this host reads each segment once."""
+
+    def __init__(self, backend: Backend, store_id: str) -> None:
+        super().__init__(backend, store_id)
+        self.pack_lengths = RememberedLengths(backend)
+
+    @override
+    def _learn_once(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+        if all(packs_in(cache, ref) is not None for ref in root.segments):
+            return self._learn_all(cache, root)
+        with cache.learning():
+            return self._learn_all(cache, root)
+
+    @override
+    def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
+        if sum(segment_counts(sealed)) <= SMALL_RECORDS:
+            self.cache.keep_notes({_LAST_SMALL: ident + sealed})
+
+    @override
+    def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
+        note = self.cache.note(_LAST_SMALL) or b""
+        ident, data = note[: len(ref.id)], note[len(ref.id) :]
+        if ident == ref.id and segment_counts(data) == (ref.count, ref.deltas):
+            return data, f"the cached segment {ref.id.hex()}"
+        return self.sealed(ref)

@@ -14,6 +14,7 @@ from casnap.backends.base import Backend
 from casnap.format.records import PackId, id_from_name, pack_key
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
+from casnap.runtime.typing import override
 
 GONE = -1
 """The length of a pack that is not there."""
@@ -23,7 +24,7 @@ _PAGE_KEYS, _MANY = 1000, 64_000
 
 
 class PackLengths:
-    """The lengths of packs at one place.
+    """The lengths of packs on a disk: each is looked at each time.
 
     Args:
         backend: The place.
@@ -31,11 +32,6 @@ class PackLengths:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = new_lock()
-        # What this process saw or wrote at a remote place, since when; and its single looks.
-        self._seen: dict[bytes, int] = {}
-        self._since = 0.0
-        self._single_looks = 0
 
     def of(self, packs: Collection[PackId], total: int) -> dict[PackId, int]:
         """Return the length of each pack, ``GONE`` for one that is not there.
@@ -44,8 +40,32 @@ class PackLengths:
             packs: The packs.
             total: How many packs the store has, about.
         """
-        if not self._backend.costly_requests:
-            return {pack: self._length(pack) for pack in packs}
+        return {pack: self._length(pack) for pack in packs}
+
+    def note(self, lengths: Mapping[PackId, int]) -> None:
+        """Note the lengths of packs that this process wrote."""
+
+    def forget(self, packs: Collection[PackId]) -> None:
+        """Look at these packs again: a read found them missing, or cut off."""
+
+    def _length(self, pack: PackId) -> int:
+        size = self._backend.size_if_there(pack_key(pack))
+        return GONE if size is None else size
+
+
+class RememberedLengths(PackLengths):
+    """The lengths of packs at a remote place."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._lock = new_lock()
+        # What this process saw or wrote, since when; and its single looks.
+        self._seen: dict[bytes, int] = {}
+        self._since = 0.0
+        self._single_looks = 0
+
+    @override
+    def of(self, packs: Collection[PackId], total: int) -> dict[PackId, int]:
         with self._lock:
             if time.monotonic() - self._since > _BELIEVED:
                 self._seen, self._since, self._single_looks = {}, time.monotonic(), 0
@@ -60,23 +80,17 @@ class PackLengths:
             self._seen |= {pack: size for pack, size in lengths.items() if size != GONE}
             return {pack: self._seen.get(pack, GONE) for pack in packs}
 
+    @override
     def note(self, lengths: Mapping[PackId, int]) -> None:
-        """Note the lengths of packs that this process wrote."""
-        if not self._backend.costly_requests:
-            return
         with self._lock:
             for pack, size in lengths.items():
                 self._seen[pack] = size
 
+    @override
     def forget(self, packs: Collection[PackId]) -> None:
-        """Look at these packs again: a read found them missing, or cut off."""
         with self._lock:
             for pack in packs:
                 self._seen.pop(pack, None)
-
-    def _length(self, pack: PackId) -> int:
-        size = self._backend.size_if_there(pack_key(pack))
-        return GONE if size is None else size
 
 
 def listed_packs(backend: Backend, *, are_many: bool) -> dict[bytes, int]:

@@ -7,11 +7,15 @@ if a record is wrong, the reader reads the whole index instead.
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
+import lmdb
+
 from casnap.backends.base import Backend
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest
 from casnap.format.records import (
     ID_SIZE,
@@ -19,18 +23,85 @@ from casnap.format.records import (
     PackId,
     Place,
     RawRecord,
+    Root,
     SegmentId,
     SegmentLayout,
     SegmentRef,
     segment_key,
 )
 from casnap.runtime.threads import mapped
+from casnap.storage.lookup.index import SMALL_RECORDS, PackSet, RemoteIndex, packs_in
 
+_log = logging.getLogger("casnap")
+# A smaller index is read whole even for one digest.
+_WHOLE_BYTES = 8 << 20
 # A digest is nearly always within so many standard deviations of where it is expected.
 _DEVIATIONS = 3
 _LOOKS = 3
 # How often one digest is looked for in all segments, and others then where that one is.
 _WAVES = 3
+
+
+class SegmentRanges:
+    """Finds a few digests by ranges of the large segments, of a remote store.
+
+    Args:
+        backend: Where the store lives.
+        index: Its index.
+    """
+
+    def __init__(self, backend: Backend, index: RemoteIndex) -> None:
+        self._backend = backend
+        self._index = index
+        self._lengths: dict[SegmentId, int] = {}
+
+    def find(self, root: Root, digests: list[Digest]) -> list[Place | None]:
+        """Find some digests without reading a large index whole.
+
+        Returns:
+            For each digest a place, or None where it was not found so. A place may be wrong.
+        """
+        try:
+            return self._find(root, digests)
+        except (UnavailableError, TimeoutError):
+            # TimeoutError is none of the file system: the alarm of a user raises it.
+            raise
+        except (lmdb.Error, OSError, BackendError, DamagedError) as e:
+            _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
+            return [None] * len(digests)
+
+    def _find(self, root: Root, digests: list[Digest]) -> list[Place | None]:
+        cache = self._index.cache
+        unknown = [ref for ref in root.segments if packs_in(cache, ref) is None]
+        large = [ref for ref in unknown if ref.weight > SMALL_RECORDS]
+        nbytes = sum(ref.weight for ref in unknown) * SEGMENT_RECORD_SIZE
+        windows = [window_bytes(ref.count) for ref in large]
+        # Most of the digests are looked for where the first one is.
+        expected = sum(windows) + max(windows, default=0) * len(digests)
+        if nbytes < _WHOLE_BYTES or expected * 4 > nbytes:
+            return [None] * len(digests)
+        listed = self._index.learn(cache, [ref for ref in root.segments if ref not in large])
+        places = cache.place(digests, PackSet(listed.values()))
+        by_digest = {
+            d: place for d, place in zip(digests, places, strict=True) if place is not None
+        }
+        remaining = [d for d in digests if d not in by_digest]
+        if remaining:
+            searched = search(self._backend, large, self._lengths_of(large), remaining)
+            by_digest |= {
+                digest: record_list[0][1] for digest, record_list in searched.items() if record_list
+            }
+        return [by_digest.get(digest) for digest in digests]
+
+    def _lengths_of(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
+        """Return the lengths of some segments, which never change."""
+        unseen = [ref for ref in refs if SegmentId(ref.id) not in self._lengths]
+        if len(unseen) == 1:
+            self._lengths[SegmentId(unseen[0].id)] = self._backend.size(segment_key(unseen[0].id))
+        elif unseen:
+            sizes = self._backend.sizes("index")
+            self._lengths |= {SegmentId(r.id): sizes.get(segment_key(r.id), 0) for r in unseen}
+        return self._lengths
 
 
 def search(

@@ -19,6 +19,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped
+from casnap.storage.lookup.ladder import Bases
 from casnap.storage.packs.chunk_reads import (
     FailedRead,
     Failure,
@@ -39,10 +40,6 @@ _LINKS = 16
 
 ReadPlaces = Callable[[list[Located]], list[FailedRead]]
 """Reads what lies at some places."""
-FindPlaces = Callable[[list[Digest]], "list[Place | None]"]
-"""Returns a place, or None, for each digest."""
-FindAll = Callable[[Digest], list[Place]]
-"""Returns all places of a digest."""
 
 
 @dataclass(eq=False)
@@ -119,17 +116,13 @@ class DeltaReader:
 
     Args:
         read: Reads what lies at some places, as it is stored.
-        find: Finds the bases of deltas; what is no delta is preferred.
-        find_all: Finds all places of a base.
+        bases: Finds the bases of deltas.
         find_own: Finds a base that the caller has. There the reading of a chain ends.
     """
 
-    def __init__(
-        self, read: ReadPlaces, find: FindPlaces, find_all: FindAll, find_own: FindBase
-    ) -> None:
+    def __init__(self, read: ReadPlaces, bases: Bases, find_own: FindBase) -> None:
         self._read_places = read
-        self._find = find
-        self._find_all = find_all
+        self._bases = bases
         self._find_own = find_own
 
     def read(self, wanted_places: list[Located], at_once: int) -> list[FailedRead]:
@@ -216,7 +209,7 @@ class DeltaReader:
             if chain.fill is None:
                 bases[chain] = base
         digests = list(dict.fromkeys(bases.values()))
-        places = dict(zip(digests, self._find(digests), strict=True))
+        places = dict(zip(digests, self._bases.find(digests), strict=True))
         for chain, base in bases.items():
             place = places[base]
             if place is None:
@@ -257,7 +250,7 @@ class DeltaReader:
         if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)
         known[digest] = None
-        for place in sorted(self._find_all(digest), key=lambda p: p.codec == Codec.DELTA):
+        for place in sorted(self._bases.find_all(digest), key=lambda p: p.codec == Codec.DELTA):
             known[digest] = self._resolve_at(digest, place, known, most)
             if known[digest] is not None:
                 break

@@ -15,6 +15,7 @@ from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, name
 from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
+from casnap.storage.lookup.node_hints import MOST_HINTED_BYTES
 from casnap.storage.packs.pack import (
     CHUNKS,
     NODES,
@@ -23,7 +24,6 @@ from casnap.storage.packs.pack import (
     Room,
     moved_place,
 )
-from casnap.storage.reading.node_hints import MOST_HINTED_BYTES
 from casnap.storage.reading.repository import Repository
 
 Find = Callable[[list[Digest]], list[Place | None]]

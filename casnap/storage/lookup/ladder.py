@@ -1,0 +1,351 @@
+"""In which order the places of chunks and nodes are tried: one ladder, the cheapest rung first.
+
+A fetch goes down the ladder until it has read everything. On a disk:
+
+1. **The hint** that a root or a row has for a node.
+2. **The index** of this host, as a recent root sees it.
+3. **Other places** that this index has, of what was not whole at the first one.
+4. **Newer roots**, as long as there are any: a collector may have moved what was not found. What
+   has other places now is read there, by the index and by other places.
+5. **The index made anew** from the store, since the cache of it may be wrong.
+
+At a remote place the newest root is remembered (``newest.py``). A node is first looked for among
+those of the whole pack that its hint names, which are read together. A fetch of up to 64 chunks
+goes by two more rungs, which spare reading the index; they come after the first one:
+
+- **Hints** in the packs of nodes that were read lately (``node_hints.py``).
+- **Ranges** of large segments (``segment_search.py``).
+
+Neither hints nor ranges are believed: what fails there is no damage, and is looked for further
+down. The base of a delta is looked for in ranges and in the index. A read cache
+(``reading/chunk_cache.py``) is no rung: whatever place a rung gives, it is asked for it first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple, Protocol, TypeAlias
+
+from casnap.backends.base import Backend
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest
+from casnap.format.records import PackId, Place, StoreConfig
+from casnap.runtime.typing import override
+from casnap.storage.lookup.index import Index, RemoteIndex, View
+from casnap.storage.lookup.newest import NewestRoot, RememberedRoot
+from casnap.storage.lookup.node_hints import KnownHints, read_node_pack
+from casnap.storage.lookup.segment_search import SegmentRanges
+from casnap.storage.packs.chunk_reads import FailedRead, Located, Reason, Want
+
+_log = logging.getLogger("casnap")
+_DELTA = int(Codec.DELTA)
+# So many chunks are looked for at a remote place without reading a large index.
+_FEW = 64
+
+
+class Step(NamedTuple):
+    """Some places to try.
+
+    Attributes:
+        places: The places, each with who wants what lies there.
+        is_alone: Whether it is one chunk, and may be read while others wait for buffers.
+        counts: Whether the index has these places, so that a failure there says something.
+    """
+
+    places: list[Located]
+    is_alone: bool = False
+    counts: bool = True
+
+
+class Lost(NamedTuple):
+    """A chunk that was on no rung, and where the index has it but it is not whole."""
+
+    want: Want
+    attempts: list[FailedRead]
+
+
+class Left:
+    """What a fetch has not read yet.
+
+    Args:
+        hints: Where some of the chunks may lie.
+
+    Attributes:
+        wants: The wants of each chunk: equal chunks are read once.
+        attempts: Where the index has each of them, and why it is not whole there.
+        lost: The chunks that were on no rung.
+        view: The index as it was asked last; None as long as it was not.
+    """
+
+    def __init__(self, hints: Mapping[Digest, Place]) -> None:
+        self.hints = hints
+        self.wants: dict[Digest, list[Want]] = {}
+        self.attempts: dict[Digest, list[FailedRead]] = {}
+        self.lost: list[Lost] = []
+        self.view: View | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.wants)
+
+    def add(self, wants: Iterable[Want]) -> None:
+        """Add chunks to read."""
+        for want in wants:
+            self.wants.setdefault(want.digest, []).append(want)
+
+    def at(self, digests: Iterable[Digest], places: Iterable[Place | None]) -> list[Located]:
+        """Return the places of some chunks, with who wants them; without those that have none."""
+        each = zip(digests, places, strict=True)
+        return [(place, self.wants[digest]) for digest, place in each if place is not None]
+
+    def note(self, step: Step, failures: list[FailedRead]) -> None:
+        """Note that all places of a step were read, except for some."""
+        failed = {unread.wants[0].digest: unread for unread in failures}
+        for _, wants in step.places:
+            digest = wants[0].digest
+            if digest not in failed:
+                del self.wants[digest]
+            elif step.counts:
+                self.attempts.setdefault(digest, []).append(failed[digest])
+
+    def give_up(self) -> None:
+        """Count what is left as lost."""
+        for digest, wants in self.wants.items():
+            self.lost += [Lost(want, self.attempts.get(digest, [])) for want in wants]
+        self.wants, self.attempts = {}, {}
+
+
+Rung: TypeAlias = Callable[[Left], Iterator[Step]]
+"""Yields places to try for what is left. It goes on after each step with what is left then."""
+
+
+class Bases(NamedTuple):
+    """Finds the bases of deltas, for one read: all by the same root.
+
+    Attributes:
+        find: Returns a place, or None, of each digest; what is no delta is preferred.
+        find_all: Returns all places of a digest.
+    """
+
+    find: Callable[[list[Digest]], list[Place | None]]
+    find_all: Callable[[Digest], list[Place]]
+
+
+class Lookup(Protocol):
+    """How chunks and nodes of one store are found; chosen once, when the store is opened.
+
+    Attributes:
+        newest: The newest root.
+        index: The index.
+    """
+
+    newest: NewestRoot
+    index: Index
+
+    def rungs(self) -> Sequence[Rung]:
+        """Return the ladder, from the top."""
+
+    def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
+        """Return a node if it is known without the ladder; and a hint for the first rung."""
+
+    def bases(self) -> Bases:
+        """Return what finds the bases of deltas."""
+
+    def note_damage(self, attempts: Iterable[FailedRead]) -> None:
+        """Note where the index has chunks that are not whole there."""
+
+
+def lookup_at(backend: Backend, config: StoreConfig, newest: NewestRoot | None = None) -> Lookup:
+    """Return the lookup for the store at a place.
+
+    Args:
+        backend: The place.
+        config: The record of the store.
+        newest: Its newest root, if it was looked for already.
+    """
+    if backend.costly_requests:
+        newest = newest or RememberedRoot(backend, config)
+        return RemoteLookup(backend, newest, RemoteIndex(backend, config.store_id))
+    return LocalLookup(newest or NewestRoot(backend, config), Index(backend, config.store_id))
+
+
+class LocalLookup:
+    """The lookup on a disk.
+
+    Args:
+        newest: The newest root.
+        index: The index.
+    """
+
+    def __init__(self, newest: NewestRoot, index: Index) -> None:
+        self.newest = newest
+        self.index = index
+
+    def rungs(self) -> Sequence[Rung]:
+        """Return the ladder."""
+        return (
+            self._hinted,
+            self._indexed,
+            self._in_other_places,
+            self._at_newer_roots,
+            self._by_new_index,
+        )
+
+    def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
+        """Return a node if this host has it, and else the hint."""
+        return self.index.cache.node(digest), hint
+
+    def bases(self) -> Bases:
+        """Return what finds bases in the index, by one recent root."""
+        # One view for all: if a collector moves a base meanwhile, the caller reads again.
+        view = cache(self._recent_view)
+        return Bases(
+            lambda digests: self.index.find(view(), digests) if digests else [],
+            lambda digest: self.index.find_all(view(), digest),
+        )
+
+    def note_damage(self, attempts: Iterable[FailedRead]) -> None:
+        """Note where the index has chunks that are not whole there."""
+        attempts = list(attempts)
+        # A take notices by itself if a file is gone or too short, and a file that cannot be read
+        # may be whole.
+        self.index.note_damaged(
+            (unread.wants[0].digest, unread.place)
+            for unread in attempts
+            if unread.failure.reason in (Reason.IMPOSSIBLE, Reason.CHANGED)
+        )
+        self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in attempts])
+
+    def _recent_view(self) -> View:
+        return self.newest.read(self.index.view, self.newest.recent)
+
+    # --- the rungs ---
+
+    def _hinted(self, left: Left) -> Iterator[Step]:
+        for digest in [digest for digest in left.wants if digest in left.hints]:
+            yield Step([(left.hints[digest], left.wants[digest])], is_alone=True, counts=False)
+            if digest in left.wants:
+                _log.debug("the hint to node %s is stale", digest.hex())
+
+    def _indexed(self, left: Left) -> Iterator[Step]:
+        left.view = left.view or self._recent_view()
+        yield from self._index_at(left.view, left, list(left.wants))
+
+    def _in_other_places(self, left: Left) -> Iterator[Step]:
+        assert left.view is not None
+        yield from self._others_at(left.view, left, list(left.attempts))
+
+    def _at_newer_roots(self, left: Left) -> Iterator[Step]:
+        assert left.view is not None
+        while left and self.newest.look() != left.view.root:
+            view = left.view = self.newest.read(self.index.view)
+            # What the newest root still places where it failed is damaged.
+            moved = [digest for digest in left.wants if self._has_moved(view, left, digest)]
+            if not moved:
+                return
+            yield from self._again_at(view, left, moved)
+
+    def _by_new_index(self, left: Left) -> Iterator[Step]:
+        # If something was lost before, the index was made anew for it.
+        if not left.lost:
+            left.view = self.index.refresh(self.newest.look())
+            yield from self._again_at(left.view, left, list(left.wants))
+
+    def _again_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
+        for digest in digests:
+            left.attempts.pop(digest, None)
+        yield from self._index_at(view, left, digests)
+        yield from self._others_at(view, left, digests)
+
+    def _index_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
+        yield Step(left.at(digests, self.index.find(view, digests)))
+
+    def _others_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
+        for digest in digests:
+            [*before] = left.attempts.get(digest, ())
+            for place in self.index.find_all(view, digest) if before else ():
+                if digest in left.wants and place != before[0].place:
+                    yield Step([(place, left.wants[digest])], is_alone=True)
+
+    def _has_moved(self, view: View, left: Left, digest: Digest) -> bool:
+        attempts = left.attempts.get(digest, [])
+        if any(unread.place.codec == _DELTA for unread in attempts):
+            # A base of it may have.
+            return True
+        places = {unread.place for unread in attempts}
+        return not places.issuperset(self.index.find_all(view, digest))
+
+
+class RemoteLookup(LocalLookup):
+    """The lookup at a remote place.
+
+    Args:
+        backend: The place.
+        newest: The newest root.
+        index: The index.
+    """
+
+    def __init__(self, backend: Backend, newest: NewestRoot, index: RemoteIndex) -> None:
+        super().__init__(newest, index)
+        self._backend = backend
+        self._hints = KnownHints()
+        self._ranges = SegmentRanges(backend, index)
+
+    @override
+    def rungs(self) -> Sequence[Rung]:
+        return (
+            self._hinted,
+            self._in_hints,
+            self._in_ranges,
+            self._indexed,
+            self._in_other_places,
+            self._at_newer_roots,
+            self._by_new_index,
+        )
+
+    @override
+    def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
+        cache = self.index.cache
+        cached = cache.node(digest)
+        if cached is not None:
+            self._hints.use(digest)
+            return cached, None
+        hint = hint or self._hints.find(cache, digest)
+        if hint is None:
+            return None, None
+        node_pack = read_node_pack(self._backend, hint)
+        cache.keep_nodes(node_pack.nodes.items())
+        self._hints.keep(cache, hint.pack, node_pack)
+        return node_pack.nodes.get(digest), None if node_pack.is_gone else hint
+
+    @override
+    def bases(self) -> Bases:
+        indexed = super().bases()
+
+        def find(digests: list[Digest]) -> list[Place | None]:
+            root = self.newest.recent()
+            if not self.index.knows(root):
+                places = self._ranges.find(root, digests)
+                if all(places):
+                    return places
+            return indexed.find(digests)
+
+        return Bases(find, indexed.find_all)
+
+    def _in_hints(self, left: Left) -> Iterator[Step]:
+        if self._spares_index(left):
+            cache, digests = self.index.cache, list(left.wants)
+            places = (self._hints.find(cache, digest) for digest in digests)
+            yield Step(left.at(digests, places), counts=False)
+
+    def _in_ranges(self, left: Left) -> Iterator[Step]:
+        if self._spares_index(left):
+            digests = list(left.wants)
+            places = self._ranges.find(self.newest.recent(), digests)
+            yield Step(left.at(digests, places), counts=False)
+
+    def _spares_index(self, left: Left) -> bool:
+        """Whether so few chunks are left that the index need not be read for them."""
+        is_few = left.view is None and sum(map(len, left.wants.values())) <= _FEW
+        return is_few and not self.index.knows(self.newest.recent())

@@ -1,0 +1,231 @@
+"""The newest root of a store, which says what the store holds.
+
+On a disk it is looked for each time. Of a remote store it is remembered: this process knows when it
+saw the root, and this host keeps a note of it, so that opening lists nothing. Roots are never
+removed, and a commit id is random. So if the root of that number still has that commit id, the same
+store lies at the place, and no older root is the newest one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import TypeVar
+
+import msgspec
+
+from casnap.backends.base import Backend
+from casnap.backends.system_errors import gone_error
+from casnap.errors import BackendError, DamagedError, NotAStoreError, UnavailableError
+from casnap.format.decoding import decoder
+from casnap.format.digest import digest_of
+from casnap.format.records import CONFIG_KEY, Root, StoreConfig, encode
+from casnap.runtime.typing import override
+from casnap.storage.log.config import config_in, read_config
+from casnap.storage.log.roots import last_listed, newest_root, read_root, root_and_next
+from casnap.storage.log.same_store import check_same_store, id_in
+from casnap.storage.lookup.index_cache import IndexCache, open_cache
+
+V = TypeVar("V")
+
+# How often to read again from a newer root, after a collector has changed the store.
+_TRIES = 10
+# How many seconds a remote root counts as standing, and as recent enough to begin with.
+_STANDS, _RECENT = 60.0, 10.0
+_NOTE = b"last root"
+
+
+class NewestRoot:
+    """The newest root of a store on a disk. The place is noted to be that of this store.
+
+    Args:
+        backend: The place.
+        config: The record of the store.
+    """
+
+    def __init__(self, backend: Backend, config: StoreConfig) -> None:
+        self._backend = backend
+        self._config = config
+        self._known: Root | None = None
+        backend.belong(partial(check_same_store, store_id=config.store_id))
+
+    def look(self) -> Root:
+        """Return the newest root.
+
+        Raises:
+            StoreError: Another store has come to this place, or the store is gone.
+        """
+        root = self._look(stands=False)
+        self.note(root)
+        return root
+
+    def _look(self, *, stands: bool) -> Root:
+        try:
+            root = newest_root(self._backend, self._known, stands=stands)
+        except NotAStoreError as e:
+            # Its record was there when it was opened.
+            if self._backend.size_if_there(CONFIG_KEY) is None:
+                raise gone_error(self._backend.uri) from e
+            raise
+        if root is not self._known and id_in(root) not in (None, self._config.store_id):
+            check_same_store(self._backend, self._config.store_id)
+        return root
+
+    def recent(self) -> Root:
+        """Return the newest root, or of a remote store one that was the newest a moment ago."""
+        return self.look()
+
+    def note(self, root: Root) -> None:
+        """Note a root that this process has just read, or put, as the newest one."""
+        self._known = root
+
+    def observe(self, root: Root) -> None:
+        """Note a root that another rank has just read, unless a newer one is known here."""
+        if self._known is None or root.seq >= self._known.seq:
+            self.note(root)
+
+    def read(self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None) -> V:
+        """Read from the newest root; read again if a collector has changed the store meanwhile.
+
+        Args:
+            read: Reads from the store, given the root.
+            first_root: Returns the root to begin with, by default the newest.
+
+        Raises:
+            DamagedError: The store is damaged; no collector has moved anything meanwhile.
+        """
+        for attempt in count(1):
+            root = (first_root or self.look)() if attempt == 1 else self.look()
+            try:
+                return read(root)
+            except DamagedError:
+                newer = self.look()
+                # If segments were only added, nothing was moved.
+                if attempt == _TRIES or set(root.segments) <= set(newer.segments):
+                    raise
+        raise AssertionError
+
+
+class RememberedRoot(NewestRoot):
+    """The newest root of a remote store. It is looked for no more often than needed."""
+
+    def __init__(self, backend: Backend, config: StoreConfig) -> None:
+        super().__init__(backend, config)
+        # When the root was last read or put, and when it was last the newest, by `time.monotonic`.
+        self._seen_at = self._newest_at = -math.inf
+        self._looked_ahead = False
+        # What this host has noted of it.
+        self._kept: tuple[int, bytes] | None = None
+
+    @classmethod
+    def at(cls, backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, RememberedRoot]:
+        """Return the record of a store and its root; with one request if this host knows it.
+
+        Args:
+            backend: The place.
+            look_ahead: Look for the newest root at once, for the next use, which then need not
+                look.
+
+        Raises:
+            NotAStoreError: There is no store, or its creation was cut off.
+        """
+        known = _known_to_host(backend, look_ahead=look_ahead)
+        if known is None:
+            root = _try(newest_root if look_ahead else last_listed, backend)
+            copy = config_in(root) if isinstance(root, Root) else None
+            config = copy or read_config(backend)
+        else:
+            config, root = known
+        if isinstance(root, NotAStoreError):
+            raise root
+        newest = cls(backend, config)
+        # A damaged root is for the first use to report.
+        if isinstance(root, Root):
+            newest.note(root)
+            newest._looked_ahead = look_ahead
+            if known is not None and not look_ahead:
+                # This host may not have looked for long.
+                newest._newest_at = -math.inf
+        return config, newest
+
+    @override
+    def look(self) -> Root:
+        # Roots are never removed, so one is not read again each time. It is now and then, for the
+        # store may have been rolled back.
+        known, looked_ahead = self._known, self._looked_ahead
+        self._looked_ahead = False
+        if known is not None and looked_ahead and _is_within(_RECENT, self._newest_at):
+            return known
+        stands = _is_within(_STANDS, self._seen_at)
+        root = self._look(stands=stands)
+        if root is not known or not stands:
+            self.note(root)
+        self._newest_at = time.monotonic()
+        return root
+
+    @override
+    def recent(self) -> Root:
+        if self._known is None or not _is_within(_RECENT, self._newest_at):
+            return self.look()
+        self._looked_ahead = False
+        return self._known
+
+    @override
+    def note(self, root: Root) -> None:
+        super().note(root)
+        self._looked_ahead = False
+        self._seen_at = self._newest_at = time.monotonic()
+        if self._kept != (root.seq, root.commit):
+            self._kept = (root.seq, root.commit)
+            note = _Note(self._config, root.seq, root.commit)
+            _host_notes(self._backend).keep_notes({_NOTE: encode(note)})
+
+
+class _Note(msgspec.Struct, array_like=True):
+    config: StoreConfig
+    seq: int
+    commit: bytes
+
+
+def _host_notes(backend: Backend) -> IndexCache:
+    # Not the cache of the store: its name has the store's id, which is not known yet.
+    name = digest_of(os.fsencode(backend.identity)).hex()[:32]
+    return open_cache(name, backend.uri)
+
+
+def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, Root] | None:
+    """Return the record of the store and the root that this host saw last, if it still stands.
+
+    Args:
+        backend: The place.
+        look_ahead: Return the newest root instead.
+    """
+    try:
+        note = decoder(_Note).decode(_host_notes(backend).note(_NOTE) or b"")
+        if look_ahead:
+            root, newer = root_and_next(backend, note.seq)
+        else:
+            root, newer = read_root(backend, note.seq), None
+    except UnavailableError:
+        raise
+    except (msgspec.DecodeError, FileNotFoundError, DamagedError, BackendError):
+        return None
+    if root.commit != note.commit:
+        return None
+    return note.config, root if newer is None else newest_root(backend, newer, stands=True)
+
+
+def _is_within(seconds: float, since: float) -> bool:
+    return time.monotonic() - since < seconds
+
+
+def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | NotAStoreError | DamagedError:
+    """Look for a root; return the error if there is none, or it is damaged."""
+    try:
+        return look(backend)
+    except (NotAStoreError, DamagedError) as e:
+        return e
