@@ -12,12 +12,12 @@ from typing import Any
 import click
 import pytest
 
-import casnap.storage.snapshots.table
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.option_types import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format.records import Row
+from casnap.storage.writing.session import Session
 from tests.support.cli_calls import Terminal, document, failure, fill, invoke
 from tests.support.faults import (
     CHUNK,
@@ -190,14 +190,14 @@ def test_a_prune_starts_again_where_a_collector_went_past_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [FencedError("x")]
-    real = casnap.storage.snapshots.table.publish
+    real = Session.commit
 
-    def fenced(*args: Any, **options: Any) -> Any:
+    def fenced(session: Session, *args: Any, **options: Any) -> Any:
         if left:
             raise left.pop()
-        return real(*args, **options)
+        return real(session, *args, **options)
 
-    monkeypatch.setattr(casnap.storage.snapshots.table, "publish", fenced)
+    monkeypatch.setattr(Session, "commit", fenced)
     Store(path).prune(Retention(keep_last=1))
     assert names(path) == ["step_5"]
 
