@@ -1041,8 +1041,11 @@ class Store:
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
-            FileFormatError: Something else stands at the folder, or the snapshot holds no tensors.
+            FileFormatError: Something else stands at the folder, it is another user's, or the
+                snapshot holds no tensors.
             StorageFullError: The disk is full. The folder stays at the version before.
+            BackendError: The folder cannot be written or looked at for another reason. It stays.
+            FileNotFoundError: There is no folder to put it in.
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
         """
@@ -1078,6 +1081,7 @@ class Store:
 
         Raises:
             CasnapError: It cannot begin; or another process follows into this folder.
+            FileNotFoundError: There is no folder to put it in.
         """
         from casnap.serving.following import Following
         from casnap.serving.options import PullOptions
