@@ -255,7 +255,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True):
     digest: str = ""
     store_id: str
     chunk_size: int
-    put_if_absent: bool = True
+    put_if_absent: bool
 
 
 # --- records as bytes -------------------------------------------------------------------------

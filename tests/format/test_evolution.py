@@ -14,12 +14,13 @@ import pytest
 
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, UnsupportedFormatError
-from casnap.format.digest import Digest
+from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.maintenance.damage import Hurt
 from tests.support.cli_calls import document, invoke
-from tests.support.forger import GOOD, STATE, Forger, branch
+from tests.support.forger import GOOD, STATE, Forger, branch, chunks, inline, tensor
 from tests.support.later import (
+    DATA,
     LATER,
     REFUSED,
     WORKS,
@@ -30,6 +31,7 @@ from tests.support.later import (
     outcomes,
     publish,
 )
+from tests.support.mutations import Parts
 
 ENTRY_IS_REFUSED = {"restore": REFUSED, "read": REFUSED}
 
@@ -92,6 +94,40 @@ def with_root(**fields: Any) -> Forge:
     return forge
 
 
+def with_more_of(change: Callable[[Parts], None]) -> Forge:
+    """Forge a snapshot, and then more in what stands above it."""
+
+    def forge(forger: Forger) -> None:
+        publish(forger, forger.tree(*good_items(forger)))
+        change(Parts(forger.folder))
+
+    return forge
+
+
+def more_in_the_record(parts: Parts) -> None:
+    config = msgspec.json.decode(parts.read("casnap.json"))
+    parts.put_config({**config, "colour": "red"}, in_root=True)
+
+
+def more_in_references(parts: Parts) -> None:
+    """Also in stats, which stand beside them."""
+    [table, hint] = parts.root["table"]
+    sort, rows = msgspec.msgpack.decode(parts.node(table))
+    for _, row in rows:
+        row["manifest"].append("more")
+        row["stats"].append(7)
+    raw = encode([sort, rows])
+    parts.root["table"] = [digest_of(raw), hint, "more"]
+    parts.root["segments"] = [[*ref, "more"] for ref in parts.root["segments"]]
+    parts.add_pack(b"t", [(digest_of(raw), raw, len(raw), 0, b"")])
+
+
+def longer_spec(forger: Forger) -> bytes:
+    (path, (sort, _, *others)), *items = good_items(forger)
+    spec = encode([["x", "y"], None, None, "more"])
+    return forger.tree([path, [sort, inline(spec), *others]], *items)
+
+
 READS = ("restore", "read", "restore another key", "read a neighbour")
 CHANGES = ("take", "tag", "gc", "repair", "untag", "thin", "prune", "delete", "gc after that")
 
@@ -111,6 +147,9 @@ CASES: dict[str, tuple[Forge, dict[str, str]]] = {
         lambda f: publish(f, f.tree(*good_items(f)), colour={"red": 1}),
         {},
     ),
+    "field of casnap.json": (with_more_of(more_in_the_record), {}),
+    "element of a reference, and of stats": (with_more_of(more_in_references), {}),
+    "element of a spec": (tree_of(longer_spec), {}),
     "feature of a row": (
         with_row(features=["holograms"]),
         refused(*READS, "show", "show the entry", "diff", "cp"),
@@ -205,6 +244,50 @@ def test_unknown_fields_survive(tmp_path: Path) -> None:
     assert raw_row(folder, name)["colour"] == colour
     store.copy(name, to=tmp_path / "copy")
     assert "colour" not in raw_row(tmp_path / "copy", name)
+
+
+def test_elements_of_references_are_dropped(tmp_path: Path) -> None:
+    """Where a row is written anew, it has those that this version knows."""
+    folder = forged(tmp_path / "store", with_more_of(more_in_references))
+    assert raw_row(folder, LATER)["manifest"][2:] == ["more"]
+    assert raw_row(folder, LATER)["stats"][4:] == [7]
+    Store(folder).tag(LATER, "best")
+    assert raw_row(folder, LATER)["manifest"][2:] == raw_row(folder, LATER)["stats"][4:] == []
+    root = Parts(folder).root
+    assert root["table"][2:] == []
+    assert [ref[3:] for ref in root["segments"]] == [[]] * len(root["segments"])
+
+
+def test_a_damaged_place_beside_one_of_an_unknown_codec(tmp_path: Path) -> None:
+    """The chunk may be whole: nothing says that it is lost, or gives it up."""
+
+    def forge(forger: Forger) -> None:
+        forger.add(DATA, stored=bytes(len(DATA)))
+        chunk = forger.add(DATA, stored=b"of a later version", codec=9)
+        publish(forger, forger.tree(STATE, ["/x", tensor([1000], chunks(len(DATA), chunk))]))
+
+    store = Store(forged(tmp_path / "store", forge))
+    with pytest.raises(UnsupportedFormatError, match="s/x"):
+        store[LATER].read_object("s/x")
+    report = store.check(data=True)
+    assert [(d.kind, list(d.hurts)) for d in report.damages] == [("changed", [])]
+    assert [list(d.hurts) for d in report.unsupported] == [[Hurt(LATER, "s/x")]]
+    with pytest.raises(UnsupportedFormatError, match="nothing was given up"):
+        store.repair()
+    store.gc(grace=0, repack=1)
+    codecs = [p.codec for p in Parts(tmp_path / "store").places[digest_of(DATA)]]
+    assert 9 in codecs
+
+
+@pytest.mark.parametrize("kept", [["table", "segments"], []])
+def test_a_root_takes_missing_fields_for_empty(tmp_path: Path, kept: list[str]) -> None:
+    folder = forged(tmp_path / "store", with_root())
+    parts = Parts(folder)
+    parts.put_root({name: parts.root[name] for name in ["seq", "commit", *kept]})
+    store = Store(folder)
+    assert [s.name for s in store.snapshots()] == (["good", LATER] if kept else [])
+    assert store.check(data=True).ok
+    assert store.open_store.newest().time == 0.0
 
 
 def test_rows_of_very_many_fields_are_refused(tmp_path: Path) -> None:

@@ -430,3 +430,12 @@ def test_hostile_records_of_a_store(change: dict[str, Any]) -> None:
     backend.put_if_absent(CONFIG_KEY, json.dumps(CONFIG | change).encode())
     with pytest.raises(CasnapError):
         read_config(backend)
+
+
+@pytest.mark.parametrize("field", CONFIG)
+def test_a_record_of_a_store_without_a_field(field: str) -> None:
+    backend = MemoryBackend(f"hostile-{os.urandom(4).hex()}")
+    fields = {name: value for name, value in CONFIG.items() if name != field}
+    backend.put_if_absent(CONFIG_KEY, json.dumps(fields).encode())
+    with pytest.raises(CasnapError):
+        read_config(backend)
