@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,12 +91,19 @@ def mutations(value: Any, most: int = 200) -> Iterator[Mutation]:
     """
     other_type: list[Any] = [None if value is not None else 1, "x" if value != "x" else "y"]
     for other in [*_OTHERS[type(value)](value), *other_type]:
-        if type(other) is not type(value) or encode(other) != encode(value):
+        if _is_another(other, value):
             yield f"{other!r:.40}", other
     if isinstance(value, list):
         yield from _mutations_of_list(value, most)
     elif isinstance(value, dict):
         yield from _mutations_of_map(value, most)
+
+
+def _is_another(other: Any, value: Any) -> bool:
+    """Whether another value differs, and can be stored at all."""
+    with suppress(OverflowError):
+        return type(other) is not type(value) or bool(encode(other) != encode(value))
+    return False
 
 
 def _mutations_of_list(items: list[Any], most: int) -> Iterator[Mutation]:
