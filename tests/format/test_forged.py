@@ -19,17 +19,16 @@ from tests.support.golden import unpack
 from tests.support.mutations import ALL_CASES, Parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
-FEW = 2
+FEW, MANY = 2, 300
 _A_CHILD = 25
 
 
-def run(name: str, part: str, count: int | None) -> None:
-    """Forge a golden store in all the ways of a part of the format, or some of them."""
+def run(name: str, part: str, count: int) -> None:
+    """Forge a golden store in some of the ways in which a part of the format can be wrong."""
     with memory_folder() as work:
         unpack(name, work / "pristine")
         cases = list(ALL_CASES[part](Parts(work / "pristine")))
-        if count is not None:
-            cases = random.Random(f"{name} {part}").sample(cases, count)
+        cases = random.Random(f"{name} {part}").sample(cases, min(count, len(cases)))
         told = work / "told"
         told.touch()
         for start in range(0, len(cases), _A_CHILD):
@@ -57,5 +56,5 @@ def test_some_numbers(part: str) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", ALL_CASES)
 @pytest.mark.parametrize("name", ["small", "codecs", "ranks", "copied", "many", "kinds"])
-def test_all_numbers(name: str, part: str) -> None:
-    run(name, part, None)
+def test_many_numbers(name: str, part: str) -> None:
+    run(name, part, MANY)
