@@ -62,9 +62,11 @@ class Forger:
     """
 
     def __init__(self, folder: Path) -> None:
-        for key, content in _good_store().items():
-            (folder / key).parent.mkdir(parents=True, exist_ok=True)
-            (folder / key).write_bytes(content)
+        """Begin a commit into the store in a folder; if there is none, into a new one."""
+        if not folder.exists():
+            for key, content in _good_store().items():
+                (folder / key).parent.mkdir(parents=True, exist_ok=True)
+                (folder / key).write_bytes(content)
         store = Store(folder)
         self.folder = folder
         self.pack = PackId(b"\0" * 5 + b"\1" + os.urandom(10))

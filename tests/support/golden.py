@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import enum
 import io
+import itertools
 import json
 import lzma
 import pathlib
@@ -34,15 +35,19 @@ from torch.torch_version import TorchVersion
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.format.names import STORE_FOLDER
+from casnap.format.records import ID_SIZE, encode
 from casnap.storage.snapshots.table import change_table, row_edit, snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
+from tests.support.forger import Forger, chunks, container, tensor
 from tests.support.ranks import Pool
 from tests.support.remote import RemoteDouble
 from tools import read_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
 CHUNK = 64 << 10
+UNSUPPORTED = "UnsupportedFormatError"
+"""What stands for the value of a key that only a later version can read."""
 State = dict[str, Any]
 
 
@@ -402,6 +407,143 @@ def make_remote(folder: Path) -> Made:
     return Made(Store(folder, create=False), made.states)
 
 
+def in_planes(dtype: torch.dtype) -> torch.Tensor:
+    """Return integers that take least in planes of each of their bytes."""
+    size = 4800
+    noise = np.frombuffer(blake3(b"noise").digest(length=size), np.uint8) % 16
+    return torch.from_numpy(np.arange(size, dtype=np.uint8) % dtype.itemsize * 16 + noise).view(
+        dtype
+    )
+
+
+def few_changes(step: int) -> State:
+    """Return a state of wide elements, and of few that change, far from each other."""
+    state = {name: in_planes(getattr(torch, name)) for name in ("int32", "int64")}
+    far = torch.zeros(200_000, dtype=torch.int8)
+    for i in range(step):
+        far[[i, 70_000 + i, 199_999]] += 1
+        for numbers in state.values():
+            numbers[i::100] += i + 1
+    dense = {f"all of {name}": numbers + step for name, numbers in state.items()}
+    return {**state, **dense, "far": far}
+
+
+def odd_planes() -> State:
+    """Return bytes that are stored in planes of 2, 4 and 8, some longer than others."""
+    numbers = [in_planes(dtype).numpy() for dtype in (torch.int16, torch.int32, torch.int64)]
+    return {
+        f"{each.itemsize}, {rest} more": each.tobytes() + b"rest..."[:rest]
+        for each in numbers
+        for rest in (1, each.itemsize - 1)
+    }
+
+
+def make_chains(folder: Path) -> Made:
+    """Chains of several deltas, of wide elements and far distances; planes of unequal lengths."""
+    made = Made(Store(folder, chunk_size=4 * CHUNK).make(), {})
+    for step in range(6):
+        made.take({"m": StateDict(few_changes(step))}, f"run/{step}")
+        made.store.gc(grace=0, recode_after=1, repack=1.0)
+    made.store.configure(codec="zstd")
+    made.take({"m": StateDict(odd_planes())}, "planes")
+    return made
+
+
+def marked(depth: int, fanout: int, count: int) -> list[str]:
+    """Return keys behind which a leaf ends, and the lists above it up to a depth."""
+    found = []
+    for i in itertools.count():
+        marks = blake3(f"k{i}".encode()).digest()[:depth]
+        if all(mark % fanout == 0 for mark in marks):
+            found.append(f"k{i}")
+            if len(found) == count:
+                return sorted(found)
+    raise AssertionError
+
+
+def unmarked(fanout: int, count: int) -> list[str]:
+    """Return keys behind which no leaf ends by itself."""
+    keys = (f"k{i}" for i in itertools.count())
+    return sorted(
+        itertools.islice((k for k in keys if blake3(k.encode()).digest()[0] % fanout), count)
+    )
+
+
+def make_levels(folder: Path) -> Made:
+    """Trees of several levels of lists; leaves that end since they have all that they may have."""
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    full = dict.fromkeys(unmarked(256, 4096))
+    long_keys = {str(i) * 400_000: i for i in range(5)}
+    state = {
+        "levels": StateDict(dict.fromkeys(marked(2, 256, 5), 7)),
+        "full": StateDict(full),
+        "long keys": StateDict(long_keys),
+    }
+    made.take(state, "entries")
+    for i, name in enumerate(marked(3, 8, 6)):
+        made.take({"s": StateDict(i=i)}, name)
+    return made
+
+
+def _forger(folder: Path) -> tuple[Made, Forger]:
+    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    made.take({"s": StateDict(x=torch.arange(200), y=1)}, "good")
+    forger = Forger(folder)
+    forger.keep_good()
+    return made, forger
+
+
+def make_forged(folder: Path) -> Made:
+    """What readers accept though no version writes it: payloads that lie deeper than needed."""
+    made, forger = _forger(folder)
+    content = bytes(range(250)) * 600
+    pieces = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
+    entries = []
+    for depth in range(5):
+        digests = b"".join(map(forger.add, pieces))
+        for _ in range(depth):
+            # More lists than needed, of unequal lengths.
+            parts = [digests[:32], digests[32:]] if len(digests) > 32 else [digests]
+            digests = b"".join(map(forger.add, parts))
+        entries.append([f"/{depth}", ["v", chunks(len(content), digests, depth), "bytes"]])
+    spec = encode([list(map(str, range(5))), None, None])
+    forger.publish({"s": forger.tree(["", container("dict", 5, spec)], *entries)})
+    made.states["evil"] = [{"s": {str(depth): content for depth in range(5)}}]
+    return made
+
+
+def make_later(folder: Path) -> Made:
+    """What a later version may write: an unknown codec, kind and feature, beside what is known."""
+    made, forger = _forger(folder)
+    content = bytes(range(250)) * 16
+    payload = chunks(len(content), forger.add(content))
+    coded = bytes(reversed(content))
+    unknown = {
+        "codec": ["v", chunks(len(coded), forger.add(coded, codec=9)), "bytes"],
+        "kind": ["v", payload, "later"],
+        "sort": ["x", payload, "later"],
+        "dtype": tensor([4000], payload, "later1"),
+        "element": ["v", payload, "bytes", 1],
+    }
+    trees = {name: forger.tree(["", entry]) for name, entry in unknown.items()}
+    spec = encode([["x"], None, None])
+    trees["known"] = forger.tree(["", container("dict", 1, spec)], ["/x", ["v", payload, "bytes"]])
+    manifest = {"global": {"known": trees["known"]}, "ranks": {"0": {}}}
+    forger.rows["later feature"] = {
+        "commit": b"f" * ID_SIZE,
+        "manifest": [forger.add(encode(manifest)), None],
+        "seq": 1,
+        "time": 1.8e9,
+        "world_size": 1,
+        "stats": [0, 0, 0, 0.5],
+        "features": ["later"],
+    }
+    forger.publish(trees)
+    made.states["evil"] = [{"known": {"x": content}, **dict.fromkeys(unknown, UNSUPPORTED)}]
+    made.states["later feature"] = [{"known": UNSUPPORTED}]
+    return made
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "remote": make_remote,
     "small": make_small,
@@ -410,6 +552,10 @@ MAKERS: dict[str, Callable[[Path], Made]] = {
     "ranks": make_ranks,
     "many": make_many,
     "copied": make_copied,
+    "chains": make_chains,
+    "levels": make_levels,
+    "forged": make_forged,
+    "later": make_later,
 }
 
 
@@ -469,19 +615,20 @@ def document_of(made: Made) -> Any:
             "metadata": snapshot.metadata.user,
             "notes": described(snapshot.row.notes),
             "ranks": [
-                {key: described(dict(_state_of(value))) for key, value in state.items()}
-                for state in states
+                {key: _described_state(value) for key, value in state.items()} for state in states
             ],
             "tags": list(snapshot.tags),
-            "thinned": list(snapshot.thinned),
+            "thinned": [] if snapshot.row.features else list(snapshot.thinned),
             "world_size": snapshot.world_size,
         }
     assert snapshots.keys() == made.states.keys()
     return {"settings": made.store.settings, "snapshots": snapshots}
 
 
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
+def _described_state(value: Any) -> Any:
+    if value is UNSUPPORTED:
+        return UNSUPPORTED
+    return described(dict(value.state_dict() if hasattr(value, "state_dict") else value))
 
 
 # --- archives -------------------------------------------------------------------------------------
