@@ -19,6 +19,7 @@ from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.names import STORE_FOLDER
 from casnap.format.records import (
     DeltaPlace,
     PackId,
@@ -63,7 +64,7 @@ class Forger:
 
     def __init__(self, folder: Path) -> None:
         """Begin a commit into the store in a folder; if there is none, into a new one."""
-        if not folder.exists():
+        if not (folder / STORE_FOLDER).exists():
             for key, content in _good_store().items():
                 (folder / key).parent.mkdir(parents=True, exist_ok=True)
                 (folder / key).write_bytes(content)
