@@ -80,36 +80,47 @@ def write(
         states: What each rank holds, or the only one, by key.
         own: Paths of what each rank keeps for itself; all else is global, as rank 0 holds it.
     """
-    ranks = [states] if isinstance(states, Mapping) else list(states)
     with change_of(store) as session:
-        writer = _Writer(store, session)
-        top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
-        for rank, state in enumerate(ranks):
-            for key, value in state.items():
-                leaves = list(flatten(value, key))
-                mine = [leaf for leaf in leaves if leaf.path in own]
-                if mine:
-                    top.ranks[str(rank)][key] = writer.tree(key, mine)
-                if rank == 0 and len(mine) < len(leaves):
-                    others = [leaf for leaf in leaves if leaf.path not in own]
-                    top.shared[key] = writer.tree(key, others)
-        writer.finish()
-        digest = session.put_node(encode(top))
-
-        def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
-            stats = Stats(writer.nbytes, session.new_packs.stored_bytes, writer.entries, 0.1)
-            ref = session.ref(digest)
-            return {name: Row(session.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
-
-        session.commit(change)
+        commit_snapshot(session, name, states, own=own)
     return store[name]
+
+
+def commit_snapshot(
+    session: Session,
+    name: str,
+    states: State | Sequence[State],
+    *,
+    own: Collection[str] = (),
+) -> None:
+    """Commit what :func:`write` writes."""
+    ranks = [states] if isinstance(states, Mapping) else list(states)
+    writer = _Writer(session)
+    top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
+    for rank, state in enumerate(ranks):
+        for key, value in state.items():
+            leaves = list(flatten(value, key))
+            mine = [leaf for leaf in leaves if leaf.path in own]
+            if mine:
+                top.ranks[str(rank)][key] = writer.tree(key, mine)
+            if rank == 0 and len(mine) < len(leaves):
+                others = [leaf for leaf in leaves if leaf.path not in own]
+                top.shared[key] = writer.tree(key, others)
+    writer.finish()
+    digest = session.put_node(encode(top))
+
+    def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
+        stats = Stats(writer.nbytes, session.new_packs.stored_bytes, writer.entries, 0.1)
+        ref = session.ref(digest)
+        return {name: Row(session.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
+
+    session.commit(change)
 
 
 class _Writer:
     """Stores the bytes of leaves, and trees of them."""
 
-    def __init__(self, store: Store, session: Session) -> None:
-        self._chunk_size = store.open_store.config.chunk_size
+    def __init__(self, session: Session) -> None:
+        self._chunk_size = session.store.config.chunk_size
         self._session = session
         self._chunks = session.writer()
         self.finish = self._chunks.finish
