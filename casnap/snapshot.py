@@ -1033,7 +1033,7 @@ def find_store_together(
             answer = _SnapshotPlace(
                 os.fspath(path), open_store.backend.uri, opened_store.outer_name(name)
             )
-            if open_store.backend.costly_requests and comm.size > 1:
+            if open_store.backend.costs.one_asks and comm.size > 1:
                 answer.config, answer.root = open_store.config, open_store.recent()
             comm.broadcast_message(answer, _SnapshotPlace)
             return opened_store, name

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.announcement import Announcement, bases_announced_at
+from casnap.backends.costs import LOCAL, REMOTE, Costs
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -68,6 +69,11 @@ class Backend(ABC):
     keeps_copies: bool = False
     exclusive: bool = False
     folder: Path | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The numbers that depend on whether requests are costly."""
+        return REMOTE if self.costly_requests else LOCAL
 
     @property
     def requests(self) -> Mapping[str, int]:

@@ -45,14 +45,10 @@ _WHOLE_SHARE, _FORGETTING = 100.0, 0.9
 _MOST_STATES, _LITTLE = 3, 16 << 20
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
 _REPACK = 0.51
-# At a remote place, where each costs requests, the next collection begins after so many seconds.
-_REMOTE_REST = 3600.0
 # After a failure, so many seconds.
 _FAILURE_REST = 60.0
-# What the first one of a process is likely to cost: so many seconds of a processor a snapshot. At a
-# remote place it begins this many seconds after the first snapshot was let go, so that a process
-# which ends soon makes no requests in vain.
-_SNAPSHOT_SECONDS, _REMOTE_START = 0.0003, 60.0
+# What the first one of a process is likely to cost: so many seconds of a processor a snapshot.
+_SNAPSHOT_SECONDS = 0.0003
 # A process that ends waits for its collection for so many seconds; for one at a remote place not.
 _LAST_SECONDS = 0.5
 # Between two looks whether it has ended.
@@ -223,7 +219,7 @@ class AutomaticCollector:
     def _collect_in_background(self, store: Repository, progress: Progress) -> bool:
         """Collect once; return whether that succeeded."""
         backend = store.backend
-        rest = _REMOTE_REST if backend.costly_requests else 0.0
+        rest = backend.costs.collection_rest
         began = time.monotonic()
         try:
             with self._collecting:
@@ -264,8 +260,7 @@ class AutomaticCollector:
         if not self._has_notes or self._released + self._waiting < worth:
             return False
         if self._ready_at is None:
-            self._ready_at = time.monotonic()
-            self._ready_at += _REMOTE_START if store.backend.costly_requests else 0.0
+            self._ready_at = time.monotonic() + store.backend.costs.collection_start
             cost = _SNAPSHOT_SECONDS * len(store.table(store.recent()))
             # For what costs less, the end of the process waits.
             self._is_large = cost > _LAST_SECONDS

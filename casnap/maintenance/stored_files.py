@@ -16,10 +16,6 @@ from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.reading.repository import Repository
 
 _DELETERS = 4
-# An object store deletes so many objects by one request.
-_REMOTE_BATCH = 1000
-_LOCAL_BATCH = 16
-_MANY_RECORDS = 1_000_000
 
 
 def base_of(ident: bytes) -> int:
@@ -43,9 +39,7 @@ class StoredFiles:
 
     def __init__(self, store: Repository, root: Root, *, lists_packs: bool = True) -> None:
         self._backend = backend = store.backend
-        is_large = (
-            backend.costly_requests and sum(ref.count for ref in root.segments) > _MANY_RECORDS
-        )
+        is_large = sum(ref.count for ref in root.segments) > backend.costs.many_records
         self._knows_all = lists_packs
         self._sizes = listed_packs(backend, are_many=is_large) if lists_packs else {}
         self.packs = set(self._sizes)
@@ -87,7 +81,7 @@ class StoredFiles:
             The bytes of each deleted file; and the reason for each file that this user may not
             delete, such as another user's file in a sticky folder.
         """
-        most = _REMOTE_BATCH if self._backend.costly_requests else _LOCAL_BATCH
+        most = self._backend.costs.delete_batch
         keys = list(files)
         batches = [keys[at : at + most] for at in range(0, len(keys), most)]
         sizes: dict[str, int] = {}

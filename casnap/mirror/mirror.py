@@ -235,7 +235,7 @@ class Mirror:
     def due(self) -> float:
         """Return in how many seconds to look for something to copy."""
         # At a remote store each look is a request or two.
-        return self._backoff.delay or (6 * _LOOK if self._source.backend.costly_requests else _LOOK)
+        return self._backoff.delay or self._source.backend.costs.mirror_look
 
     # --- the pass ---
 

@@ -279,17 +279,17 @@ def _agree(
     Reading and loading a state may itself be a collective, so the order must be the same.
     """
     backend = contents.store.backend
-    costly = backend.costly_requests and comm.size > 1
+    one_asks = backend.costs.one_asks and comm.size > 1
     keys_message = _Asked([component_of(key) for key in random_states_first(app_state)])
-    if costly:
+    if one_asks:
         keys_message.cache = contents.store.index.cache.identity
     elif comm.size > 1 and (boot := boot_id()):
         keys_message.cache = f"{boot} {backend.identity}".encode()
     everyone = comm.gather_messages(keys_message, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
-    root = contents.store.recent() if costly and comm.rank == 0 else None
+    root = contents.store.recent() if one_asks and comm.rank == 0 else None
     caches = {of_rank.cache for of_rank in everyone}
-    has_one_cache = not costly and len(caches) == 1 and b"" not in caches
+    has_one_cache = not one_asks and len(caches) == 1 and b"" not in caches
     row = contents.row
     own_terms = _Agreed(
         row.commit, row.manifest.digest, options.read_once, has_one_cache, order, root

@@ -155,7 +155,7 @@ def agree_on_request(
         },
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
-        root=root if store.backend.costly_requests else None,
+        root=root if store.backend.costs.one_asks else None,
     )
     agreed = comm.broadcast_message(mine, Request)
     if agreed.root is not None and comm.rank:

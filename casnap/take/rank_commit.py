@@ -138,7 +138,7 @@ class TakeCommit:
         """
         # At a remote place one of each rank says where it writes; all see a put that was answered.
         backend = self.store.backend
-        packs = others.samples if backend.costly_requests else others.packs
+        packs = others.samples if backend.costs.one_asks else others.packs
         ends = dict.fromkeys(map(pack_key, packs), 0)
         ends |= {segment_key(ref.id): 0 for ref in others.segments}
         for _, place in others.records:

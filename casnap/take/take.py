@@ -238,7 +238,7 @@ class _Take:
         if comm.ended or not all(map(any, comm.all_gather(bytes([rewind()])))):
             return False
         self._base_root = None
-        if comm.size > 1 and self._open_store.backend.costly_requests:
+        if comm.size > 1 and self._open_store.backend.costs.one_asks:
             # Other ranks may know an older root.
             newest = self._open_store.newest() if comm.rank == 0 else None
             self._base_root = comm.broadcast_message(newest, Root)

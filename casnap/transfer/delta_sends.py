@@ -21,10 +21,7 @@ from casnap.storage.writing.copying import ChunkBuffer
 from casnap.storage.writing.session import Session
 from casnap.transfer.copy_jobs import CopyJob
 
-# So many bytes of chunks are held by a thread while they are encoded, and as many of their bases:
-# what stays in the cache of a core, or more if each read is a request. No chunk counts as less than
-# a MiB.
-_GROUP_BYTES, _GROUP_BYTES_FAR = 4 << 20, 16 << 20
+# No chunk counts as less.
 _LEAST = 1 << 20
 # More threads would wait for Python's lock; and for large chunks they would need much memory.
 _MOST_THREADS, _MOST_BYTES = 8, 128 << 20
@@ -48,7 +45,7 @@ class DeltaSender:
     def __init__(self, source: Repository, destination: Repository, job: CopyJob) -> None:
         self._source = source
         self._job = job
-        self._group_bytes = _GROUP_BYTES_FAR if source.backend.costly_requests else _GROUP_BYTES
+        self._group_bytes = source.backend.costs.delta_bytes
         self._buffers: list[ChunkBuffer] = []
         self._forms = ChunkForms(destination.index)
 

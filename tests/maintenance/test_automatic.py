@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend, file_locks
+from casnap.backends.costs import REMOTE
 from casnap.cli.garbage import show_what_waits
 from casnap.errors import BackendError, SnapshotNotFoundError, StorageFullError
 from casnap.format.records import pack_key
@@ -420,9 +421,10 @@ def test_collectors_of_many_stores(tmp_path: Path) -> None:
 def test_requests_to_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends soon asks nothing more; any other one for one collection an hour."""
 
-    def requests_of_takes(gc: str) -> list[int]:
+    def requests_of_takes(gc: str, start: float = REMOTE.collection_start) -> list[int]:
         monkeypatch.setenv("CASNAP_GC", gc)
-        backend = RemoteDouble(f"{tmp_path.name}-{gc}-{automatic._REMOTE_START}")
+        monkeypatch.setattr(RemoteDouble, "costs", REMOTE._replace(collection_start=start))
+        backend = RemoteDouble(f"{tmp_path.name}-{gc}-{start}")
         counts = [0]
         for step in range(8):
             take(Store(backend), step, nbytes=1 << 20)
@@ -432,8 +434,7 @@ def test_requests_to_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     without = requests_of_takes("off")
     assert requests_of_takes("auto") == without
-    monkeypatch.setattr(automatic, "_REMOTE_START", 0.0)
-    more = [auto - off for auto, off in zip(requests_of_takes("auto"), without, strict=True)]
+    more = [auto - off for auto, off in zip(requests_of_takes("auto", 0.0), without, strict=True)]
     assert 10 <= more[2] <= 25
     assert more == [0, 0, more[2], 0, 0, 0, 0, 0]
 

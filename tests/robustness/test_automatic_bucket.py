@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from casnap import Retention, StateDict, Store
+from casnap.backends.costs import REMOTE
+from casnap.backends.remote import RemoteBackend
 from casnap.errors import SnapshotNotFoundError
 from casnap.maintenance import automatic
 from casnap.maintenance.gc import GcReport
@@ -37,7 +39,8 @@ def state(run: int, step: int) -> dict[str, StateDict]:
 def train(bucket: Bucket, run: int, until: float, report: Path) -> None:
     """Take snapshots, every other one in the background; of run 1 count what collections ask."""
     os.environ["CASNAP_GC"] = "auto"
-    automatic._REMOTE_START = automatic._REMOTE_REST = REST
+    costs = REMOTE._replace(collection_start=REST, collection_rest=REST)
+    pytest.MonkeyPatch().setattr(RemoteBackend, "costs", costs)
     counted: list[dict[str, object]] = []
     store = store_in(bucket)
     if run == 1:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
+from casnap.backends.costs import REMOTE
 from casnap.serving import PullOptions, PullReport, verify
-from casnap.storage.lookup import newest
 from tests.support.remote import RemoteDouble
 from tests.support.served import tensors_in
 
@@ -168,7 +168,7 @@ def test_casts_are_no_bases(run: Run, host: Host, live: Path) -> None:
 def test_a_look_is_cheap_when_nothing_is_new(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stands: float
 ) -> None:
-    monkeypatch.setattr(newest, "_STANDS", stands)
+    monkeypatch.setattr(RemoteDouble, "costs", REMOTE._replace(stands=stands))
     run.step()
     backend = RemoteDouble(str(tmp_path))
     counts: list[int] = []

@@ -40,8 +40,6 @@ from casnap.storage.log.put_if_absent import recheck_put_if_absent
 from casnap.version import __version__
 
 _log = logging.getLogger("casnap")
-# If so many roots were put since the last look, a listing is cheaper than reading them all.
-_MOST_PROBES = 4
 FEATURES: frozenset[str] = frozenset()
 """What this version knows, to read and to write."""
 WRITER = f"casnap {__version__}"
@@ -72,7 +70,8 @@ def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = 
     first_seq = root.seq
     while newer is not None:
         root = newer
-        if backend.costly_requests and root.seq == first_seq + _MOST_PROBES:
+        # To list them is cheaper then than to read them all.
+        if root.seq == first_seq + backend.costs.probes:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
     if unknown := set(root.read_features) - FEATURES:

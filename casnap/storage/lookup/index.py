@@ -53,8 +53,6 @@ _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
 _SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
 # Segments of together so many records are read at a time; a record has 61 bytes.
 _TOGETHER_RECORDS = 1 << 20
-SMALL_RECORDS = 10_000
-"""On a remote store, each commit writes a segment of up to so many records again."""
 _LAST_SMALL = b"last small segment"
 
 
@@ -415,7 +413,7 @@ class RemoteIndex(Index):
 
     @override
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
-        if sum(segment_counts(sealed)) <= SMALL_RECORDS:
+        if sum(segment_counts(sealed)) <= self._backend.costs.small_records:
             self.cache.keep_notes({_LAST_SMALL: ident + sealed})
 
     @override

@@ -41,8 +41,6 @@ from casnap.storage.packs.chunk_reads import FailedRead, Located, Reason, Want
 
 _log = logging.getLogger("casnap")
 _DELTA = int(Codec.DELTA)
-# So many chunks are looked for at a remote place without reading a large index.
-_FEW = 64
 
 
 class Step(NamedTuple):
@@ -288,7 +286,7 @@ class RemoteLookup(LocalLookup):
 
     def __init__(self, backend: Backend, newest: NewestRoot, index: RemoteIndex) -> None:
         super().__init__(newest, index)
-        self._backend = backend
+        self._backend, self._costs = backend, backend.costs
         self._hints = KnownHints()
         self._ranges = SegmentRanges(backend, index)
 
@@ -347,5 +345,5 @@ class RemoteLookup(LocalLookup):
 
     def _spares_index(self, left: Left) -> bool:
         """Whether so few chunks are left that the index need not be read for them."""
-        is_few = left.view is None and sum(map(len, left.wants.values())) <= _FEW
+        is_few = left.view is None and sum(map(len, left.wants.values())) <= self._costs.few
         return is_few and not self.index.knows(self.newest.recent())

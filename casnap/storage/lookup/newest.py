@@ -34,8 +34,6 @@ V = TypeVar("V")
 
 # How often to read again from a newer root, after a collector has changed the store.
 _TRIES = 10
-# How many seconds a remote root counts as standing, and as recent enough to begin with.
-_STANDS, _RECENT = 60.0, 10.0
 _NOTE = b"last root"
 
 
@@ -158,9 +156,13 @@ class RememberedRoot(NewestRoot):
         # store may have been rolled back.
         known, looked_ahead = self._known, self._looked_ahead
         self._looked_ahead = False
-        if known is not None and looked_ahead and _is_within(_RECENT, self._newest_at):
+        if (
+            known is not None
+            and looked_ahead
+            and _is_within(self._backend.costs.recent, self._newest_at)
+        ):
             return known
-        stands = _is_within(_STANDS, self._seen_at)
+        stands = _is_within(self._backend.costs.stands, self._seen_at)
         root = self._look(stands=stands)
         if root is not known or not stands:
             self.note(root)
@@ -169,7 +171,7 @@ class RememberedRoot(NewestRoot):
 
     @override
     def recent(self) -> Root:
-        if self._known is None or not _is_within(_RECENT, self._newest_at):
+        if self._known is None or not _is_within(self._backend.costs.recent, self._newest_at):
             return self.look()
         self._looked_ahead = False
         return self._known

@@ -30,7 +30,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.runtime.threads import mapped
-from casnap.storage.lookup.index import SMALL_RECORDS, PackSet, RemoteIndex, packs_in
+from casnap.storage.lookup.index import PackSet, RemoteIndex, packs_in
 
 _log = logging.getLogger("casnap")
 # A smaller index is read whole even for one digest.
@@ -73,7 +73,8 @@ class SegmentRanges:
     def _find(self, root: Root, digests: list[Digest]) -> list[Place | None]:
         cache = self._index.cache
         unknown = [ref for ref in root.segments if packs_in(cache, ref) is None]
-        large = [ref for ref in unknown if ref.weight > SMALL_RECORDS]
+        small = self._backend.costs.small_records
+        large = [ref for ref in unknown if ref.weight > small]
         nbytes = sum(ref.weight for ref in unknown) * SEGMENT_RECORD_SIZE
         windows = [window_bytes(ref.count) for ref in large]
         # Most of the digests are looked for where the first one is.

@@ -24,12 +24,8 @@ _SMALL_IN_ALL = 16 << 20
 _IN_PLACE_BYTES = 8 << 20
 # A thread more for less than this makes reading no sooner.
 _SHARE_BYTES = 4 << 20
-# So many threads share a buffer, from a remote place: most of them wait.
-_SHARING = 3
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
-# To read over a gap takes less time than another read.
-_GAP, _REMOTE_GAP = 64 << 10, 1 << 20
 _MAX_OFFSET = 1 << 62
 
 Sink = Callable[[memoryview], None]
@@ -184,7 +180,7 @@ def _read_joined(
     readers = _readers(backend)
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if options.budget is None else options.budget)
-    reads = list(coalesce(wanted_places, max(largest + 2 * PAGE, unit), max_gap(backend)))
+    reads = list(coalesce(wanted_places, max(largest + 2 * PAGE, unit), backend.costs.gap))
     most = whole_pages(max((run.stop - run.start for run in reads), default=0) + PAGE)
     if not reads:
         return []
@@ -211,11 +207,12 @@ def _read_joined(
             with pool.lease() as slot:
                 if options.prepare is not None:
                     options.prepare(slot)
-                if options.budget is not None or not backend.costly_requests:
+                sharing = 1 if options.budget is not None else backend.costs.sharing
+                if sharing == 1:
                     read_into(slot.view)
                     return
                 parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
-                parts = parts[:_SHARING]
+                parts = parts[:sharing]
                 crew.run(lambda: read_into(parts.pop()), len(parts))
 
         at_once = max(1, min(at_once, len(reads)))
@@ -259,7 +256,7 @@ def _read_in_place(
     # reads ahead, in large pages.
     most = min(SLOT_BYTES, max(least, total // SLOTS))
     # A file is read chunk by chunk, so a run of it may have any gaps.
-    gap = most if backend.has_page_cache else max_gap(backend)
+    gap = most if backend.has_page_cache else backend.costs.gap
     if options.room is not None:
         gap = PAGE  # what lies in a gap would be kept, in room for all
     runs = list(coalesce(in_place, most + PAGE, gap))
@@ -271,7 +268,7 @@ def _read_in_place(
             for number, run in source:
                 # What lies behind a gap the kernel does not read ahead by itself.
                 for later in runs[number + bool(number) : number + 2]:
-                    parts = list(data_extents(later, max_gap(backend)))
+                    parts = list(data_extents(later, backend.costs.gap))
                     if len(parts) > 1:
                         backend.will_read(pack_key(later.pack), parts)
                 failures.extend(_fill_in_place(backend, run, options))
@@ -400,11 +397,6 @@ class PackRun:
     start: int
     stop: int
     chunks: list[Located]
-
-
-def max_gap(backend: Backend) -> int:
-    """Return over how many bytes to read rather than read twice."""
-    return _REMOTE_GAP if backend.costly_requests else _GAP
 
 
 def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:

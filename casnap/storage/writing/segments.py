@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from casnap.backends.costs import LOCAL
 from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import (
     PackId,
@@ -20,20 +21,13 @@ from casnap.format.records import (
     segment_counts,
     segment_key,
 )
-from casnap.storage.lookup.index import SMALL_RECORDS, View
+from casnap.storage.lookup.index import View
 from casnap.storage.packs.pack import new_id
 from casnap.storage.reading.repository import Repository
 
-_MERGE_AT = 16
 # A segment of so many records and bases has less than 48 MiB, whatever packs they are in.
 _MERGE_MOST = 640_000
 _SMALL = 1 << 15
-# On a disk sixteen segments become one.
-_LOCAL_LEVELS = tuple((256 * 8**level, _MERGE_AT - 1) for level in range(4))
-# On a remote store a segment is a request for each reader that has not cached it, so there are
-# fewer: one small one, which each commit writes again and this host has cached, and up to three of
-# each size above.
-_REMOTE_LEVELS = ((SMALL_RECORDS, 1), (8 * SMALL_RECORDS, 3), (64 * SMALL_RECORDS, 3))
 # So many records, bases and packs in a merged one: of 53, 40 and 16 bytes.
 _MOST = 900_000
 
@@ -51,10 +45,9 @@ def add_segment(
     """
     *large, segment = _parts(segment)
     refs = [write_segment(store, part, base) for part in large]
-    levels = _REMOTE_LEVELS if store.backend.costly_requests else _LOCAL_LEVELS
     sizes = {ref: ref.weight + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
     new_size = _weight(segment.records) + len(segment.packs)
-    merged = _to_merge(sizes, new_size, levels)
+    merged = _to_merge(sizes, new_size, store.backend.costs.levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
     last_written = _write_merged(store, view, segment, merged, (), base)
     return (*unmerged, *refs, *last_written)
@@ -111,7 +104,8 @@ def rewrite_segments(store: Repository, view: View, without: Collection[PackId])
     ]
     small = [ref for ref in segments if ref.weight < _SMALL and ref not in affected]
     # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
-    few = 1 if affected and store.backend.costly_requests else _MERGE_AT
+    costs = store.backend.costs
+    few = costs.merged if affected else LOCAL.merged
     todo = affected + (small if len(small) >= few else [])
     new_refs: list[SegmentRef] = []
     try:
