@@ -318,7 +318,7 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 
 def copier(here: Any, there: Any) -> Copier:
     def open_pair() -> Pair:
-        source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
+        source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK).make()
         open_store = source.open_store
 
         def chosen() -> list[CopyJob]:
