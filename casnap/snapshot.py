@@ -275,7 +275,6 @@ class Snapshot:
         threads: int | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
-        warn_unchanged: bool = True,
     ) -> Snapshot | None:
         """Take a snapshot; return when it is durable.
 
@@ -319,8 +318,6 @@ class Snapshot:
                 stored again, another warning says how many failed, and since when. Any other error
                 is raised: a wrong state, name or store, a rank that died or hangs, Ctrl-C. The same
                 on all ranks.
-            warn_unchanged: Log a warning, on rank 0, when the third take of a run in a row finds
-                all modules with parameters that require gradients as they were.
 
         Raises:
             StateError: A value of the state cannot be taken, or the ranks contradict each other.
@@ -347,7 +344,6 @@ class Snapshot:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
-            warn_unchanged=warn_unchanged,
             attempt=Attempt(_path_in(store, path), on_error),
         )
         comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
@@ -409,7 +405,6 @@ class Snapshot:
         threads: int | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
-        warn_unchanged: bool = True,
     ) -> PendingSnapshot[Snapshot | None]:
         """Take a snapshot of the state as it is now; return once the state may change.
 
@@ -449,7 +444,6 @@ class Snapshot:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
-            warn_unchanged=warn_unchanged,
             attempt=Attempt(_path_in(store, path), on_error),
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")

@@ -434,7 +434,6 @@ class Store:
         threads: int | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
-        warn_unchanged: bool = True,
     ) -> Snapshot | None:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments, and what it returns."""
         from casnap.ranks.joining import join
@@ -455,7 +454,6 @@ class Store:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
-            warn_unchanged=warn_unchanged,
             attempt=Attempt(self.path_of(name), on_error),
         )
         comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
@@ -509,7 +507,6 @@ class Store:
         threads: int | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
-        warn_unchanged: bool = True,
     ) -> PendingSnapshot[Snapshot | None]:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.joining import join
@@ -533,7 +530,6 @@ class Store:
             replicated=replicated,
             per_rank=per_rank,
             threads=threads,
-            warn_unchanged=warn_unchanged,
             attempt=Attempt(self.path_of(name), on_error),
         )
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")

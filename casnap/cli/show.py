@@ -29,6 +29,7 @@ from casnap.cli.output import (
 )
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry, unknown_in
 from casnap.format.names import is_hashed
+from casnap.format.records import Stats
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
 from casnap.storage.snapshots.contents import Contents, Entries
@@ -155,7 +156,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
             "commit": f"{snapshot.commit_id} (root {snapshot.seq})",
             "ranks": f"{snapshot.world_size}",
             "logical": f"{size(stats.logical_bytes)} in {amount(stats.entries, 'entry')}",
-            "new": size(stats.new_bytes),
+            "new": _new_text(stats),
             "thinned": safe(", ".join(document["thinned_keys"])),
             "metadata": summary(metadata_of(snapshot), snapshot.tags),
         }
@@ -165,6 +166,13 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
         (k["entry"], f"{k['entry_count']:,}", size(k["logical_bytes"])) for k in document["keys"]
     ]
     table(("KEY", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
+
+
+def _new_text(stats: Stats) -> str:
+    """Return how much of a snapshot its take had to store: little, if little has changed."""
+    if not stats.new_bytes:
+        return "nothing: the store had all of it"
+    return f"{size(stats.new_bytes)} of {size(stats.logical_bytes)}"
 
 
 def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:

@@ -56,7 +56,6 @@ class KeySpan(NamedTuple):
         stop: One past the last leaf.
         is_divided: Whether they are global, and no other rank has any of them, except for other
             parts of sharded tensors.
-        is_trained: Whether they are the state of a module with parameters that require gradients.
     """
 
     per_rank: bool
@@ -64,7 +63,6 @@ class KeySpan(NamedTuple):
     start: int
     stop: int
     is_divided: bool = False
-    is_trained: bool = False
 
 
 class Assignment(NamedTuple):
@@ -335,12 +333,7 @@ class LiveState:
                         check_state(key, value, state)
                         leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
                     per_rank = isinstance(value, RNGState)
-                    is_trained = isinstance(value, torch.nn.Module) and any(
-                        parameter.requires_grad for parameter in value.parameters()
-                    )
-                    spans.append(
-                        KeySpan(per_rank, component, start, len(leaves), is_trained=is_trained)
-                    )
+                    spans.append(KeySpan(per_rank, component, start, len(leaves)))
                 return CapturedState(leaves, spans, chunk_size)
         finally:
             # Set it back at once, and only if it has changed: else the numbers that other threads

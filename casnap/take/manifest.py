@@ -44,13 +44,11 @@ class ManifestSummary:
         manifest: The top of the tree.
         logical_bytes: The bytes of all entries, each global one counted once.
         entries: The number of entries.
-        trained: The keys of modules that are trained, as components.
     """
 
     manifest: Manifest
     logical_bytes: int
     entries: int
-    trained: list[str]
 
 
 class _Report(msgspec.Struct, array_like=True):
@@ -95,8 +93,7 @@ def build_manifest(
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
     if not contributions:
         return None
-    trained = [span.component for span in state.spans if span.is_trained]
-    summary = ManifestSummary(Manifest({}, {}), 0, 0, trained)
+    summary = ManifestSummary(Manifest({}, {}), 0, 0)
     entries: dict[str, dict[str, KnownEntry]] = {}
     for rank, contribution in enumerate(contributions):
         summary.manifest.ranks[str(rank)] = contribution.subtrees

@@ -36,7 +36,6 @@ class TakeArguments(TypedDict, total=False):
     per_rank: Sequence[str] | None
     threads: int | None
     timeout: float | None
-    warn_unchanged: bool
 
 
 class AsyncTakeArguments(TakeArguments, total=False):
@@ -65,7 +64,6 @@ class TakeOptions:
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
-    warn_unchanged: bool = True
     hooks: CommitHooks = field(default_factory=CommitHooks)
     attempt: Attempt = field(default_factory=Attempt)
 

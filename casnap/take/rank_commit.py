@@ -30,7 +30,6 @@ from casnap.storage.writing.reused_packs import COLLECTED
 from casnap.storage.writing.session import Session
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions, check_take
-from casnap.take.unchanged import note_weights
 
 _log = logging.getLogger("casnap")
 # The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
@@ -108,9 +107,6 @@ class TakeCommit:
             if not comm.ended and not session.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
             raise
-        if self.options.warn_unchanged:
-            digest = result.row.manifest.digest
-            note_weights(self.store.config.store_id, self.name, summary, digest)
         try:
             comm.broadcast_message(_Instruction(result=result), _Instruction)
         except RankError as e:

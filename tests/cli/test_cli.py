@@ -184,6 +184,22 @@ def test_show_a_snapshot(store: Path) -> None:
     assert re.search(r"^0/rng ", text, re.MULTILINE)
 
 
+def test_show_how_much_of_a_snapshot_was_new(tmp_path: Path) -> None:
+    """An optimizer that does not step shows here."""
+    state = StateDict(w=torch.rand(1000), step=0)
+    store = Store(tmp_path / "store")
+    for step in (0, 0, 1):
+        state["step"] = step
+        store.take({"s": state}, f"run/{len(store.snapshots())}")
+    lines = [
+        next(line for line in text.splitlines() if line.startswith("new "))
+        for text in (invoke("show", tmp_path / f"store/run/{i}").stdout for i in range(3))
+    ]
+    assert re.fullmatch(r"new +4\.\d kB of 4\.0 kB", lines[0])
+    assert re.fullmatch(r"new +nothing: the store had all of it", lines[1])
+    assert re.fullmatch(r"new +\d+ B of 4\.0 kB", lines[2])
+
+
 def test_show_a_snapshot_json(store: Path) -> None:
     result = document("show", store / "run1/step_1")
     assert set(result) == {"keys", "thinned_keys"} | SNAPSHOT_KEYS
