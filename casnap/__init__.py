@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from casnap import errors
 from casnap.errors import CasnapError
+from casnap.pending import PendingSnapshot
 from casnap.preemption import Preemption, on_preemption
 from casnap.runtime.buffers import release_memory
-from casnap.snapshot import EntriesByPath, PendingSnapshot, Snapshot, SnapshotMetadata, TakeStats
+from casnap.snapshot import EntriesByPath, Snapshot, SnapshotMetadata, TakeStats
 from casnap.state.stateful import RNGState, StateDict, Stateful
 from casnap.storage.snapshots.published import TagMove
 from casnap.storage.snapshots.retention import PruneReport, Retention

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from casnap.errors import CasnapError, RankError
 from casnap.runtime.fork import add_signal, in_child, never_free, remove_signal
 from casnap.runtime.units import Duration, seconds_of
+from casnap.take.pending import held_back, wait_for_last
 
 if TYPE_CHECKING:
-    from casnap.snapshot import PendingSnapshot, Snapshot
+    from casnap.pending import PendingSnapshot
+    from casnap.snapshot import Snapshot
     from casnap.state.stateful import AppState
     from casnap.store import Store
 
@@ -169,8 +171,6 @@ class Preemption:
         return maxima
 
     def _take(self, step: int, until: float) -> None:
-        from casnap.take.pending import held_back, wait_for_last
-
         is_idle = wait_for_last(max(0.0, until - time.monotonic()))
         if self._group is not None:
             is_idle = not self._most(float(not is_idle))[0]

@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, overload
 
 import msgspec
 
 from casnap.backends.places import is_file
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, with_article
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
+from casnap.files.exporting import export
+from casnap.files.file_reports import ExportOptions, ExportReport, format_of, tied_names
 from casnap.format.entries import Entry
 from casnap.format.names import component_of, key_of, name_text
-from casnap.format.records import Root, Row, Stats, StoreConfig
+from casnap.format.records import Row, Stats
 from casnap.mirror.notes import note_restored
+from casnap.pending import PendingSnapshot
+from casnap.ranks.comm import Comm
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
-from casnap.runtime.typing import TypeVar
 from casnap.runtime.units import Size, bytes_if_given
-from casnap.storage.places.location import READS, TAKES, Use, locate_snapshot, locate_store
+from casnap.state.stateful import AppState, check_order
 from casnap.storage.places.uris import joined, name_below, store_uri
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.markers import only_marker_error
-from casnap.storage.snapshots.opening import open_at
-from casnap.store import Store, store_of
+from casnap.take.options import OnError, TakeOptions, options_of, shows_options
 from casnap.version import __version__
+from casnap.view import View, find_view, find_view_together, view_of
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from casnap.files.file_reports import ExportReport
-    from casnap.ranks.comm import Comm
     from casnap.restore.handle import Handle
     from casnap.restore.indexing import Index
     from casnap.restore.renaming import Rename
     from casnap.restore.restore_report import RestoreReport
-    from casnap.state.stateful import AppState
-    from casnap.storage.snapshots.retention import Retention
-    from casnap.take.attempts import OnError
+    from casnap.store import Store
+    from casnap.take.capture import StateSource
     from casnap.take.options import AsyncTakeArguments, TakeArguments
-    from casnap.take.pending import PendingTake
     from casnap.take.rank_commit import TakeResult
-
-# With on_error="warn", a take that failed leaves None.
-Outcome = TypeVar("Outcome", bound="Snapshot | None", covariant=True, default="Snapshot")
 
 
 def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
@@ -162,6 +156,9 @@ class Snapshot:
         NotAStoreError: There is no store above the path.
     """
 
+    # Makes the store of a view. ``casnap.store``, which is above this module, sets it.
+    _store_of: ClassVar[Callable[[View], Store]]
+
     @python_gc_paused()
     def __init__(
         self,
@@ -173,55 +170,59 @@ class Snapshot:
         cache_bytes: Size | None = None,
     ) -> None:
         try:
-            opened_store, name = find_store(
+            view, name = find_view(
                 path, storage_options, store, create=False, cache_bytes=cache_bytes
             )
-            row = opened_store.row(name)
+            row = view.row(name)
         except (NotAStoreError, SnapshotNotFoundError) as e:
             if store is None:
                 _check_no_file(path, e)
             raise
-        self._begin(opened_store, name, row, pg)
+        self._begin(view, name, row, pg, store)
 
     def _begin(
         self,
-        store: Store,
+        view: View,
         name: str,
         row: Row,
         pg: Any,
+        store: object,
         requests: Mapping[str, int] = {},
         freed_bytes: int = 0,
     ) -> None:
-        self._store = store
+        self._view = view
+        is_of_view = getattr(store, "_view", None) is view
+        self._store: Store | None = cast("Store", store) if is_of_view else None
         self.name = name
-        self.row = row
         self.pg = pg
         self._requests = dict(requests)
         self._freed_bytes = freed_bytes
-        self.contents = Contents(store.open_store, store.outer_name(name), row)
+        self.contents = Contents(view.repository, view.outer_name(name), row)
 
     @classmethod
     def of(
         cls,
-        store: Store,
+        view: View,
         name: str,
         row: Row,
         pg: Any = None,
+        store: object = None,
         requests: Mapping[str, int] = {},
         freed_bytes: int = 0,
     ) -> Snapshot:
         """Return the snapshot of a row of a store's table.
 
         Args:
-            store: The store, which is open.
+            view: The store, which is open.
             name: The snapshot's name there.
             row: The row.
             pg: As for the constructor.
+            store: The :class:`casnap.Store` of the view, if there is one already.
             requests: How many requests the take made, by kind, if it was taken just now.
             freed_bytes: What was freed since the take before, likewise.
         """
         snapshot = cls.__new__(cls)
-        snapshot._begin(store, name, row, pg, requests, freed_bytes)
+        snapshot._begin(view, name, row, pg, store, requests, freed_bytes)
         return snapshot
 
     # --- taking ---
@@ -257,7 +258,8 @@ class Snapshot:
     ) -> Snapshot | None: ...
 
     @classmethod
-    def take(
+    @shows_options(in_background=False)
+    def take(  # noqa: D417 - the options are described one by one
         cls,
         path: str | os.PathLike[str],
         app_state: AppState,
@@ -266,15 +268,7 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        allow_pickle: bool = False,
-        progress: Progress | None = None,
-        retention: Retention | None = None,
-        per_rank: Sequence[str] | None = None,
-        threads: int | None = None,
-        timeout: float | None = None,
-        on_error: OnError = "raise",
+        **options: Any,
     ) -> Snapshot | None:
         """Take a snapshot; return when it is durable.
 
@@ -327,32 +321,10 @@ class Snapshot:
             StoreError: Another one: the store cannot be used; nothing was committed.
             RankError: Another rank failed, died or did not answer in time.
         """
-        from casnap.ranks.joining import join
-        from casnap.state.stateful import check_order
-        from casnap.take.attempts import Attempt
-        from casnap.take.capture import LiveState
-        from casnap.take.options import TakeOptions
-
         refuse_nested_take()
         check_order("Snapshot.take(path, app_state)", app_state, path)
-        options = TakeOptions(
-            metadata=metadata,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            progress=progress,
-            retention=retention,
-            replicated=replicated,
-            per_rank=per_rank,
-            threads=threads,
-            attempt=Attempt(_path_in(store, path), on_error),
-        )
-        comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
-
-        def take() -> Snapshot:
-            opened_store, name = find_store_together(path, storage_options, store, comm)
-            return opened_store.take_from(comm, lambda: LiveState(app_state), name, options, pg)
-
-        return options.attempt.run(take, lambda _: None)
+        given = options_of(cls.take, {**options, "replicated": replicated})
+        return take_snapshot(TakePlace.at(path, storage_options, store), app_state, given, pg)
 
     @overload
     @classmethod
@@ -385,6 +357,7 @@ class Snapshot:
     ) -> PendingSnapshot[Snapshot | None]: ...
 
     @classmethod
+    @shows_options(in_background=True)
     def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -394,17 +367,7 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        allow_pickle: bool = False,
-        max_staging_bytes: Size | None = None,
-        max_pending: int = 1,
-        progress: Progress | None = None,
-        retention: Retention | None = None,
-        per_rank: Sequence[str] | None = None,
-        threads: int | None = None,
-        timeout: float | None = None,
-        on_error: OnError = "raise",
+        **options: Any,
     ) -> PendingSnapshot[Snapshot | None]:
         """Take a snapshot of the state as it is now; return once the state may change.
 
@@ -425,34 +388,10 @@ class Snapshot:
         With ``on_error="warn"``, neither ``wait()`` nor a later take raises a fault of the storage:
         ``wait()`` returns None, and :attr:`PendingSnapshot.error` has it.
         """
-        from casnap.ranks.joining import join
-        from casnap.state.stateful import check_order
-        from casnap.take.attempts import Attempt
-        from casnap.take.capture import LiveState
-        from casnap.take.options import TakeOptions
-
         refuse_nested_take()
         check_order("Snapshot.async_take(path, app_state)", app_state, path)
-        options = TakeOptions(
-            metadata=metadata,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            max_staging_bytes=bytes_if_given("max_staging_bytes", max_staging_bytes, least=0),
-            max_pending=max_pending,
-            progress=progress,
-            retention=retention,
-            replicated=replicated,
-            per_rank=per_rank,
-            threads=threads,
-            attempt=Attempt(_path_in(store, path), on_error),
-        )
-        comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
-
-        def begin() -> PendingSnapshot:
-            opened_store, name = find_store_together(path, storage_options, store, comm)
-            return opened_store.begin_take(comm, LiveState(app_state), name, options, pg)
-
-        return options.attempt.run(begin, partial(PendingSnapshot.not_begun, _path_in(store, path)))
+        given = options_of(cls.async_take, {**options, "replicated": replicated})
+        return begin_snapshot(TakePlace.at(path, storage_options, store), app_state, given, pg)
 
     # --- restoring ---
 
@@ -556,9 +495,6 @@ class Snapshot:
             EntryNotFoundError: There is no such path.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.files.exporting import export
-        from casnap.files.file_reports import ExportOptions, format_of, tied_names
-
         names = tied_names(tied)
         options = ExportOptions(
             path=path,
@@ -771,14 +707,21 @@ class Snapshot:
     # --- properties ---
 
     @property
+    def row(self) -> Row:
+        """The row that the store's table has for it."""
+        return self.contents.row
+
+    @property
     def store(self) -> Store:
         """The store that holds the snapshot."""
+        if self._store is None:
+            self._store = Snapshot._store_of(self._view)
         return self._store
 
     @property
     def path(self) -> str:
         """The URI of the store, then the name of the snapshot."""
-        return self._store.path_of(self.name)
+        return self._view.path_of(self.name)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -843,201 +786,153 @@ class Snapshot:
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; process groups stay in their process."""
         measured = self._requests, self._freed_bytes
-        return Snapshot.of, (self._store, self.name, self.row, None, *measured)
+        return Snapshot.of, (self._view, self.name, self.row, None, self._store, *measured)
 
 
-class PendingSnapshot(Generic[Outcome]):
-    """A snapshot that is being stored in the background."""
-
-    def __init__(
-        self, path: str, take: PendingTake, stored: Callable[[TakeResult], Snapshot]
-    ) -> None:
-        self._path = path
-        self._take = take
-        self._stored = stored
-
-    @classmethod
-    def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[Snapshot | None]:
-        """Return what ``async_take`` does if it failed before it could go on in the background."""
-        from casnap.take.pending import PendingTake
-
-        def stored(_: TakeResult) -> Snapshot:
-            raise error
-
-        return PendingSnapshot(path, PendingTake.not_begun(error), stored)
-
-    @property
-    def path(self) -> str:
-        """The path that the snapshot will have."""
-        return self._path
-
-    def done(self) -> bool:
-        """Whether the take has ended, with success or with an error."""
-        return self._take.done()
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that the take has ended with; None while it is pending, and if it succeeded.
-
-        Looking at it does not count as raising it: without ``on_error="warn"``, ``wait()`` or a
-        later take still does.
-        """
-        return self._take.error
-
-    def wait(self) -> Outcome:
-        """Wait until the snapshot is durable, and return it.
-
-        If the take was called with ``on_error="warn"``, and the storage failed, this returns None,
-        and :attr:`error` says why.
-
-        Raises:
-            CasnapError: The take failed; nothing was committed, unless it is an
-                :class:`casnap.errors.UnclearCommitError`. Or this snapshot is durable, but an
-                earlier take of the store failed, and no call has raised that yet: call again.
-        """
-        self._take.wait_for_end()
-        # Only what a take with on_error="warn" returns may be None.
-        outcome = None if self._take.tolerated else self._stored(self._take.wait())
-        return cast("Outcome", outcome)
+# --- taking ---
 
 
-# --- the methods of a store, which take the same arguments ---
-
-
-def _of_a_store(text: str | None) -> str:
-    """Return the docstring of a take by path as that of a take by a store: it is given a name."""
-    lines = inspect.cleandoc(text or "").split("\n")
-    kept, is_kept = list[str](), True
-    for line in lines:
-        if argument := re.match(r"    (\w+): ", line):
-            is_kept = argument[1] not in ("path", "storage_options", "store")
-        elif not line.startswith("    "):
-            is_kept = True
-        if is_kept:
-            kept.append(line)
-        if argument and argument[1] == "app_state":
-            kept.append("    name: The snapshot's name in this store.")
-    return "\n".join(kept)
-
-
-Store.take.__doc__ = _of_a_store(Snapshot.take.__doc__)
-Store.async_take.__doc__ = _of_a_store(Snapshot.async_take.__doc__)
-
-
-# --- the store of a path ---
-
-
-def _path_in(store: Store | str | os.PathLike[str] | None, path: str | os.PathLike[str]) -> str:
-    """Return the path of a snapshot whose store may be given."""
-    if store is None:
-        return given_path(path)
-    uri = store.uri if isinstance(store, Store) else str(store)
-    return joined(uri, name_below(name_text(path), uri))
-
-
-def store_above(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    *,
-    create: bool,
-    use: Use | None = None,
-    **options: Any,
-) -> tuple[Store, str]:
-    """Return the store that the path of a snapshot is in, and the name there.
-
-    Args:
-        path: The path.
-        storage_options: How a remote store is reached.
-        create: Make the store if there is none; what is returned is then to be changed.
-        use: What the store is looked for; by default to take or to read, as ``create`` says.
-        options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which also
-            says what is raised.
-    """
-    place = locate_snapshot(path, storage_options, use or (TAKES if create else READS))
-    if create:
-        place.backend.check_changes()
-    try:
-        open_store, is_new = open_at(
-            place._replace(name=""), create=create, is_explicit=False, look_ahead=True, **options
-        )
-    except NotAStoreError as e:
-        raise only_marker_error(place.backend, place.name) or e from None
-    return store_of(open_store, is_new=is_new), place.name
-
-
-def find_store(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    store: Store | str | os.PathLike[str] | None,
-    *,
-    create: bool,
-    cache_bytes: Size | None = None,
-) -> tuple[Store, str]:
-    """Return the store, and the name in it, that the arguments of a Snapshot name.
-
-    Raises:
-        ValueError: Storage options or ``cache_bytes`` are for a store that is open, or local.
-    """
-    if store is None:
-        return store_above(path, storage_options, create=create, cache_bytes=cache_bytes)
-    if isinstance(store, str | os.PathLike):
-        store = Store(
-            store, create=create, storage_options=storage_options, cache_bytes=cache_bytes
-        )
-    elif not isinstance(store, Store):
-        raise TypeError(f"store= is a Store or its URI; got {with_article(type(store).__name__)}")
-    elif storage_options:
-        raise ValueError(f"{store.uri} is open already; give storage_options to Store(...)")
-    elif cache_bytes is not None:
-        raise ValueError(f"{store.uri} is open already; give cache_bytes to Store(...)")
-    if create:
-        store.make()
-    return store, store.local_name(name_text(path))
-
-
-class _SnapshotPlace(msgspec.Struct, array_like=True):
-    """Rank 0's message about the place of a new snapshot.
+class TakePlace(NamedTuple):
+    """The place of a new snapshot.
 
     Attributes:
-        path: The path that it was given.
-        uri: The store.
-        name: The full name.
-        config: The record of a remote store, which then no other rank reads.
-        root: A recent root of it.
+        label: How errors of ranks name the snapshot.
+        path: Its path or URI.
+        find: Finds the store, or makes it, on all ranks; returns it and the name there.
+        store: The store, if one was given.
     """
 
+    label: str
     path: str
-    uri: str
-    name: str
-    config: StoreConfig | None = None
-    root: Root | None = None
+    find: Callable[[Comm], tuple[View, str]]
+    store: object
+
+    @classmethod
+    def at(
+        cls,
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        store: Store | str | os.PathLike[str] | None,
+    ) -> TakePlace:
+        """Return that at a path; or of a name in a store."""
+        if store is None:
+            text = full_path = given_path(path)
+        else:
+            uri = str(store) if isinstance(store, str | os.PathLike) else view_of(store).uri
+            text = name_text(path)
+            full_path = joined(uri, name_below(text, uri))
+        find = partial(find_view_together, path, storage_options, store)
+        return cls(text, full_path, find, store)
+
+    @classmethod
+    def of(cls, view: View, name: str, store: object) -> TakePlace:
+        """Return that of a name in a store that is open, or is to be made."""
+
+        def find(comm: Comm) -> tuple[View, str]:
+            with comm.reporting_errors():
+                view.make()
+            return view, name
+
+        return cls(view.full_name(name), view.path_of(name), find, store)
 
 
-def find_store_together(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    store: Store | str | os.PathLike[str] | None,
+def take_snapshot(
+    place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
+) -> Snapshot | None:
+    """Take a snapshot together with the other ranks, as :meth:`Snapshot.take` describes."""
+    from casnap.ranks.joining import join
+    from casnap.take.capture import LiveState
+
+    options = options.for_path(place.path)
+    comm = join(pg, options.timeout, f"the take of {place.label!r}")
+
+    def take() -> Snapshot:
+        view, name = place.find(comm)
+        state = partial(LiveState, app_state)
+        return take_from(view, comm, state, name, options, pg, place.store)
+
+    return options.attempt.run(take, lambda _: None)
+
+
+def begin_snapshot(
+    place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
+) -> PendingSnapshot[Snapshot | None]:
+    """Begin a take together with the other ranks, as :meth:`Snapshot.async_take` describes."""
+    from casnap.ranks.joining import join
+    from casnap.take.capture import LiveState
+
+    options = options.for_path(place.path)
+    comm = join(pg, options.timeout, f"the async_take of {place.label!r}")
+
+    def begin() -> PendingSnapshot:
+        view, name = place.find(comm)
+        return begin_take(view, comm, LiveState(app_state), name, options, pg, place.store)
+
+    return options.attempt.run(begin, partial(PendingSnapshot.not_begun, place.path))
+
+
+def take_from(
+    view: View,
     comm: Comm,
-) -> tuple[Store, str]:
-    """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
-    with comm.reporting_errors():
-        if comm.rank == 0:
-            opened_store, name = find_store(path, storage_options, store, create=True)
-            open_store = opened_store.open_store
-            answer = _SnapshotPlace(
-                os.fspath(path), open_store.backend.uri, opened_store.outer_name(name)
-            )
-            if open_store.backend.costs.one_asks and comm.size > 1:
-                answer.config, answer.root = open_store.config, open_store.recent()
-            comm.broadcast_message(answer, _SnapshotPlace)
-            return opened_store, name
-        answer = comm.broadcast_message(None, _SnapshotPlace)
-        comm.check_same("the path", os.fspath(path), answer.path)
-        # Each rank reaches the store in its own way, but never looks for another one.
-        if isinstance(store, Store) and store.open_store.backend.uri == answer.uri:
-            return store.whole(), answer.name
-        place = locate_store(answer.uri, storage_options)
-        open_store, _ = open_at(place, create=False, config=answer.config)
-        if answer.root is not None:
-            open_store.observe_root(answer.root)
-        return store_of(open_store, place.name), answer.name
+    source: Callable[[], StateSource],
+    name: str,
+    options: TakeOptions,
+    pg: Any = None,
+    store: object = None,
+) -> Snapshot:
+    """Take a snapshot together with other ranks, for :meth:`Snapshot.take` and integrations.
+
+    Args:
+        view: The store.
+        comm: The ranks. At the end, this leaves them.
+        source: Returns the state of this rank.
+        name: The snapshot's name.
+        options: How to take it.
+        pg: The process group of the snapshot that is returned.
+        store: The :class:`casnap.Store` that it gets, if there is one already.
+    """
+    from casnap.take.take import take
+
+    with comm:
+        full = view.full_name(name)
+        result = take(view.repository, full, source(), _for_view(options, view), comm)
+    return _stored(view, name, pg, store, result)
+
+
+def begin_take(
+    view: View,
+    comm: Comm,
+    source: StateSource,
+    name: str,
+    options: TakeOptions,
+    pg: Any = None,
+    store: object = None,
+) -> PendingSnapshot:
+    """Begin a take together with other ranks, likewise.
+
+    Args:
+        view: The store.
+        comm: The ranks. At its end, the take leaves them.
+        source: The state of this rank.
+        name: The snapshot's name.
+        options: How to take it.
+        pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
+        store: The :class:`casnap.Store` that it gets, if there is one already.
+    """
+    from casnap.take.take import async_take
+
+    options = _for_view(options, view)
+    take = async_take(view.repository, view.full_name(name), source, options, comm)
+    return PendingSnapshot(view.path_of(name), take, partial(_stored, view, name, pg, store))
+
+
+def _for_view(options: TakeOptions, view: View) -> TakeOptions:
+    """Add the settings of a store to the options of a take."""
+    return replace(options, hooks=view.hooks, threads=options.threads or view.threads)
+
+
+def _stored(view: View, name: str, pg: Any, store: object, result: TakeResult) -> Snapshot:
+    """Return the snapshot that a take has stored."""
+    local_name = view.local_name(name)
+    measured = result.requests, result.freed_bytes
+    return Snapshot.of(view, local_name, result.row, pg, store, *measured)

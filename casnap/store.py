@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -14,22 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from casnap.backends import Backend
-from casnap.errors import (
-    BackendError,
-    MirrorError,
-    NotAStoreError,
-    SnapshotNotFoundError,
-    StoreError,
-)
-from casnap.format.names import check_name, name_text
-from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
+from casnap.errors import MirrorError, SnapshotNotFoundError
+from casnap.format.names import name_text
+from casnap.format.records import DEFAULT_CHUNK_SIZE
+from casnap.latest import find_row, newest_row
+from casnap.maintenance.check import CheckReport, check
+from casnap.maintenance.diff import Diff, diff
+from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.maintenance.missing_folders import MissingFoldersChange
-from casnap.mirror.notes import (
-    detach_mirror,
-    is_newer_here,
-    notes_of_renamed,
-)
-from casnap.runtime.environment import given_path, local_path, threads_asked
+from casnap.maintenance.repair import RepairReport, repair
+from casnap.maintenance.usage import Usage, usage
+from casnap.mirror.mirror import Mirror
+from casnap.mirror.notes import detach_mirror, notes_of_renamed
+from casnap.mirror.status import MirrorOptions
+from casnap.pending import PendingSnapshot
+from casnap.ranks.comm import SingleProcess
+from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.units import (
@@ -40,19 +41,13 @@ from casnap.runtime.units import (
     seconds_if_given,
     seconds_of,
 )
-from casnap.storage.log.settings import (
-    CODEC,
-    check_codec,
-    gc_settings,
-    settings_of,
-)
+from casnap.serving.options import FollowEvent, PullOptions, PullReport
+from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
+from casnap.state.stateful import AppState, check_order
+from casnap.storage.log.settings import CODEC, check_codec, gc_settings, settings_of
 from casnap.storage.places.creation import chunk_size_of
-from casnap.storage.places.location import Location, Use, has_object
-from casnap.storage.places.other_formats import hint_in
-from casnap.storage.places.uris import joined, name_below
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import unmark
-from casnap.storage.snapshots.opening import locate, open_at
 from casnap.storage.snapshots.published import SETTING as PUBLISHED
 from casnap.storage.snapshots.published import (
     TagMove,
@@ -70,49 +65,53 @@ from casnap.storage.snapshots.retention import (
     prune,
     unmark_pruned,
 )
-from casnap.storage.snapshots.rewinding import all_rewound_error, rewind
-from casnap.storage.snapshots.runs import in_commit_order
+from casnap.storage.snapshots.rewinding import rewind
 from casnap.storage.snapshots.table import (
-    Table,
     change_settings,
-    change_table,
-    row_edit,
-    row_of,
     snapshots_in,
     with_tags,
     without_tags,
 )
-from casnap.storage.snapshots.thinning import all_thinned_error, check_keys, check_rules, thin
+from casnap.storage.snapshots.thinning import check_keys, check_rules, thin
 from casnap.storage.writing.hooks import CommitHooks
+from casnap.take.options import OnError, TakeOptions, options_of, shows_options
+from casnap.take.pending import wait_for_last
+from casnap.transfer.copy import copy_snapshots
+from casnap.transfer.copy_jobs import CopyOptions, CopyReport
+from casnap.transfer.copy_selection import check_pair, choose
+from casnap.view import View
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from casnap.files.file_reports import ImportReport
-    from casnap.maintenance.check import CheckReport
-    from casnap.maintenance.diff import Diff
-    from casnap.maintenance.gc import GcReport
-    from casnap.maintenance.repair import RepairReport
-    from casnap.maintenance.usage import Usage
-    from casnap.mirror.mirror import Mirror
-    from casnap.mirror.status import MirrorOptions
-    from casnap.ranks.comm import Comm
-    from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
-    from casnap.snapshot import PendingSnapshot, Snapshot
-    from casnap.state.stateful import AppState
-    from casnap.take.attempts import OnError
-    from casnap.take.capture import StateSource
-    from casnap.take.options import AsyncTakeArguments, TakeArguments, TakeOptions
-    from casnap.take.rank_commit import TakeResult
-    from casnap.transfer.copy_jobs import CopyReport
+    from casnap.take.options import AsyncTakeArguments, TakeArguments
 
 _log = logging.getLogger("casnap")
-V = TypeVar("V")
-_FOR_MODULES = {
-    *("begin_take", "folder", "full_name", "hooks", "inner_name", "is_new"),
-    *("local_name", "open_store", "outer_name", "read", "row", "take_from"),
-}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _documented_as(by_path: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a take by name the docstring of the take by path, without what is about the path."""
+
+    def documented(by_name: F) -> F:
+        lines = list[str]()
+        is_kept = True
+        for line in (inspect.getdoc(by_path) or "").split("\n"):
+            argument = re.match(r"    (\w+): ", line)
+            if argument:
+                is_kept = argument[1] not in ("path", "storage_options", "store")
+            elif not line.startswith("    "):
+                is_kept = True
+            if argument and argument[1] == "pg":
+                lines.append("    name: The snapshot's name in this store.")
+            if is_kept:
+                lines.append(line)
+        by_name.__doc__ = "\n".join(lines)
+        return by_name
+
+    return documented
 
 
 class Store:
@@ -177,99 +176,25 @@ class Store:
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
-        threads = count_if_given("threads", threads)
-        place = locate(uri, storage_options, Use(may_take=create))
-        opening = partial(
-            open_at,
+        self._view = View.at(
+            uri,
+            create=create,
+            storage_options=storage_options,
+            threads=count_if_given("threads", threads),
+            mirror_options=_mirror_options(mirror, mirror_options, mirror_retention),
             chunk_size=chunk_size_of(chunk_size),
             codec=None if codec is None else check_codec(codec),
             exclusive=exclusive,
             cache_bytes=bytes_if_given("cache_bytes", cache_bytes, least=0),
             markers=markers,
         )
-        self._begin(
-            place.backend if isinstance(uri, Backend) else given_path(uri),
-            place,
-            opening,
-            create,
-            threads or threads_asked(),
-            _mirror_options(mirror, mirror_options, mirror_retention),
-        )
-        if mirror is not None and create:
-            self._open(place, create=True)
-        else:
-            self._look()
 
-    # --- the store, which may not be there yet ---
-
-    def _begin(
-        self,
-        uri: str | Backend,
-        place: Location,
-        opening: partial[tuple[Repository, bool]],
-        create: bool,
-        threads: int | None,
-        mirror_options: MirrorOptions | None,
-    ) -> None:
-        """Note what the constructor was given. No store is open yet."""
-        self._uri = uri
-        self._place = place
-        self._opening = opening
-        self._create = create
-        self._threads = threads
-        self._mirror_options = mirror_options
-        self._open_store: Repository | None = None
-        self._mirror: Mirror | None = None
-        self.is_new = False
-
-    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> Repository:
-        """Open the store, or make it."""
-        open_store, self.is_new = self._opening(place, create=create)
-        options = self._mirror_options
-        mirror = None if options is None else _mirror_of(open_store, place.name, options)
-        self._open_store, self._mirror = open_store, mirror
-        self._place = place._replace(exists=True)
-        if mirror is not None and start_mirror:
-            mirror.start()
-        return open_store
-
-    def _locate(self) -> Location:
-        """Return where the store is, or would be; a remote one is not asked for that."""
-        if self._open_store is not None or self._place.backend.costly_requests:
-            return self._place
-        # One above may have been made.
-        place = locate(self._uri, None, Use(may_take=self._create))
-        return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
-
-    def _look(self) -> Repository | None:
-        """Open the store; return None if there is none yet, and it may be made."""
-        if self._open_store is None:
-            place = self._locate()
-            if not self._create or place.exists:
-                # If the making of the store was cut off, this finishes it.
-                self._open(place, create=self._create)
-            elif place.backend.costly_requests:
-                with suppress(NotAStoreError):
-                    self._open(place, create=False)
-        return self._open_store
-
-    def _at_mirror(self) -> Store | None:
-        """Return the store at the mirror, open; None if there is no mirror.
-
-        Raises:
-            StoreError: It cannot be used, or not be reached just now.
-        """
-        # A store that is still to be made has no mirror: with one, it is made at once.
-        if self._mirror is None:
-            return None
-        destination = self._mirror.destination()
-        return store_of(destination.store, destination.prefix)
-
-    def _folder(self, prefix: str | None) -> Path | None:
-        """Return the folder of this machine that snapshots are, or would be, marked in."""
-        place = self._locate()
-        folder = place.backend.folder
-        return None if folder is None else folder / self.folder(prefix)
+    @classmethod
+    def _of(cls, view: View) -> Store:
+        """Return the store of a view, for casnap's own modules."""
+        store = cls.__new__(cls)
+        store._view = view
+        return store
 
     def make(self) -> Store:
         """Make the store now, if there is none; return this object.
@@ -281,116 +206,55 @@ class Store:
             StoreError: A store cannot be made at this place, or the one that the path leads to is
                 another user's.
         """
-        place = self._locate()
-        place.backend.check_changes()
-        if self._open_store is None:
-            self._open(place, create=self._create)
+        self._view.make()
         return self
 
     @property
     def open_store(self) -> Repository:
-        """The open store, for the modules that do the work.
-
-        Raises:
-            NotAStoreError: There is none yet.
-        """
-        # If there is none, opening it says so.
-        return self._look() or self._open(self._locate(), create=False)
+        """The open store, for tests."""
+        return self._view.repository
 
     def whole(self) -> Store:
         """Return the whole store that this is a view of."""
-        return store_of(self.open_store, threads=self._threads) if self.prefix else self
+        return Store._of(self._view.whole()) if self.prefix else self
 
     # --- properties ---
 
     @property
     def uri(self) -> str:
         """The URI of the store, and the prefix of this view."""
-        place = self._locate()
-        return joined(place.backend.uri, place.name, is_view=True)
+        return self._view.uri
 
     @property
     def prefix(self) -> str:
         """The beginning of the full names of all snapshots in this view; empty for a store."""
-        return self._locate().name
+        return self._view.prefix
 
     @property
     def id(self) -> str:
         """The id of the store: 32 hex digits. Every store has another one."""
-        return self.open_store.config.store_id
+        return self._view.repository.config.store_id
 
     @property
     def chunk_size(self) -> int:
         """The size of the largest chunks, in bytes."""
-        return self.open_store.config.chunk_size
+        return self._view.repository.config.chunk_size
 
     @property
     def requests(self) -> dict[str, int]:
         """How many requests this object has made, by kind; empty for a store on this machine."""
-        return dict(self._locate().backend.requests)
+        return dict(self._view.place.backend.requests)
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
 
     def __dir__(self) -> list[str]:
-        """Leave out, for completion, what is for casnap's own modules."""
-        return [name for name in super().__dir__() if name not in _FOR_MODULES]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process open the store anew; the pickle holds the storage options."""
-        opening = self._opening
-        if self._open_store is not None:
-            cache = self._open_store.chunk_cache
-            opening = partial(opening, cache_bytes=0 if cache is None else cache.nbytes)
-        is_open = self._open_store is not None
-        beginning = (self._uri, self._place, opening, self._create, self._threads)
-        return _unpickled, ((*beginning, self._mirror_options), is_open)
-
-    # --- names ---
-
-    def full_name(self, name: str) -> str:
-        """Return the full name of a snapshot: the prefix of this view, then the name.
-
-        Raises:
-            InvalidNameError: The name cannot be used.
-        """
-        return check_name(self.outer_name(self.local_name(name)))
-
-    def local_name(self, name: str) -> str:
-        """Return the name in this view that a name means, or the path or URI of a snapshot in it.
-
-        Raises:
-            InvalidNameError: The name cannot be used, or is a path that leads elsewhere.
-        """
-        return check_name(self._without_path(name))
-
-    def _without_path(self, name: object) -> str:
-        text = name_text(name)
-        place = self._locate()
-        given = self._uri if isinstance(self._uri, str) else place.backend.uri
-        return name_below(text, given, joined(place.backend.uri, place.name, is_view=True))
-
-    def outer_name(self, name: str) -> str:
-        """Return the full name for a name that is known to be valid."""
-        prefix = self.prefix
-        return f"{prefix}/{name}" if prefix else name
-
-    def inner_name(self, full: str) -> str:
-        """Return a full name without the prefix of this view, which it begins with."""
-        return full[len(self.prefix) + 1 :] if self.prefix else full
-
-    def folder(self, prefix: str | None) -> str:
-        """Return the full name of a folder of this view; "" for the whole store.
-
-        Raises:
-            InvalidNameError: No snapshot can be below a folder of this name.
-        """
-        inner = self._without_path("" if prefix is None else prefix)
-        return self.outer_name(check_name(inner)) if inner.strip("/") else self.prefix
+        """Leave out what is for tests."""
+        return [name for name in super().__dir__() if name != "open_store"]
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a snapshot."""
-        return joined(self.uri, name)
+        return self._view.path_of(name)
 
     # --- snapshots ---
 
@@ -418,52 +282,16 @@ class Store:
         **options: Unpack[TakeArguments],
     ) -> Snapshot | None: ...
 
+    @_documented_as(Snapshot.take)
+    @shows_options(in_background=False)
     def take(
-        self,
-        app_state: AppState,
-        name: str,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        allow_pickle: bool = False,
-        progress: Progress | None = None,
-        retention: Retention | None = None,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        per_rank: Sequence[str] | None = None,
-        threads: int | None = None,
-        timeout: float | None = None,
-        on_error: OnError = "raise",
+        self, app_state: AppState, name: str, *, pg: Any = None, **options: Any
     ) -> Snapshot | None:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments, and what it returns."""
-        from casnap.ranks.joining import join
-        from casnap.state.stateful import check_order
-        from casnap.take.attempts import Attempt
-        from casnap.take.capture import LiveState
-        from casnap.take.options import TakeOptions
-
         refuse_nested_take()
         check_order("store.take(app_state, name)", app_state, name)
-        name = self.local_name(name)
-        options = TakeOptions(
-            metadata=metadata,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            progress=progress,
-            retention=retention,
-            replicated=replicated,
-            per_rank=per_rank,
-            threads=threads,
-            attempt=Attempt(self.path_of(name), on_error),
-        )
-        comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
-
-        def take() -> Snapshot:
-            with comm.reporting_errors():
-                self.make()
-            return self.take_from(comm, lambda: LiveState(app_state), name, options, pg)
-
-        return options.attempt.run(take, lambda _: None)
+        place = TakePlace.of(self._view, self._view.local_name(name), self)
+        return take_snapshot(place, app_state, options_of(self.take, options), pg)
 
     @overload
     def async_take(
@@ -489,198 +317,37 @@ class Store:
         **options: Unpack[AsyncTakeArguments],
     ) -> PendingSnapshot[Snapshot | None]: ...
 
+    @_documented_as(Snapshot.async_take)
+    @shows_options(in_background=True)
     def async_take(
-        self,
-        app_state: AppState,
-        name: str,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        allow_pickle: bool = False,
-        max_staging_bytes: Size | None = None,
-        max_pending: int = 1,
-        progress: Progress | None = None,
-        retention: Retention | None = None,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        per_rank: Sequence[str] | None = None,
-        threads: int | None = None,
-        timeout: float | None = None,
-        on_error: OnError = "raise",
+        self, app_state: AppState, name: str, *, pg: Any = None, **options: Any
     ) -> PendingSnapshot[Snapshot | None]:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
-        from casnap.ranks.joining import join
-        from casnap.snapshot import PendingSnapshot
-        from casnap.state.stateful import check_order
-        from casnap.take.attempts import Attempt
-        from casnap.take.capture import LiveState
-        from casnap.take.options import TakeOptions
-
         refuse_nested_take()
         check_order("store.async_take(app_state, name)", app_state, name)
-        name = self.local_name(name)
-        options = TakeOptions(
-            metadata=metadata,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            max_staging_bytes=bytes_if_given("max_staging_bytes", max_staging_bytes, least=0),
-            max_pending=max_pending,
-            progress=progress,
-            retention=retention,
-            replicated=replicated,
-            per_rank=per_rank,
-            threads=threads,
-            attempt=Attempt(self.path_of(name), on_error),
-        )
-        comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
-
-        def begin() -> PendingSnapshot:
-            with comm.reporting_errors():
-                self.make()
-            return self.begin_take(comm, LiveState(app_state), name, options, pg)
-
-        return options.attempt.run(begin, partial(PendingSnapshot.not_begun, self.path_of(name)))
-
-    def take_from(
-        self,
-        comm: Comm,
-        source: Callable[[], StateSource],
-        name: str,
-        options: TakeOptions,
-        pg: Any = None,
-    ) -> Snapshot:
-        """Take a snapshot together with other ranks, for :meth:`take` and integrations.
-
-        Args:
-            comm: The ranks. At the end, this leaves them.
-            source: Returns the state of this rank.
-            name: The snapshot's name.
-            options: How to take it.
-            pg: The process group of the snapshot that is returned.
-        """
-        from casnap.snapshot import Snapshot
-        from casnap.take.take import take
-
-        with comm:
-            full = self.full_name(name)
-            options = self._with_settings(options)
-            result = take(self.open_store, full, source(), options, comm)
-        return Snapshot.of(
-            self, self.local_name(name), result.row, pg, result.requests, result.freed_bytes
-        )
-
-    def begin_take(
-        self,
-        comm: Comm,
-        source: StateSource,
-        name: str,
-        options: TakeOptions,
-        pg: Any = None,
-    ) -> PendingSnapshot:
-        """Begin a take together with other ranks, for :meth:`async_take` and integrations.
-
-        Args:
-            comm: The ranks. At its end, the take leaves them.
-            source: The state of this rank.
-            name: The snapshot's name.
-            options: How to take it.
-            pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
-        """
-        from casnap.snapshot import PendingSnapshot, Snapshot
-        from casnap.take.take import async_take
-
-        full = self.full_name(name)
-        options = self._with_settings(options)
-        pending = async_take(self.open_store, full, source, options, comm)
-
-        def stored(result: TakeResult) -> Snapshot:
-            measured = result.requests, result.freed_bytes
-            return Snapshot.of(self, self.local_name(name), result.row, pg, *measured)
-
-        return PendingSnapshot(self.path_of(name), pending, stored)
-
-    def _with_settings(self, options: TakeOptions) -> TakeOptions:
-        """Add the settings of the store to the options of a take."""
-        return replace(options, hooks=self.hooks, threads=options.threads or self._threads)
-
-    @property
-    def hooks(self) -> CommitHooks:
-        """What goes with each commit to the open store: for its mirror, and for its disk."""
-        hooks = _disk_hooks(self.open_store)
-        if self._mirror is None:
-            return hooks
-        return replace(hooks, notes=self._mirror.notes, on_commit=self._mirror.wake)
-
-    def row(self, name: str) -> Row:
-        """Return the row that the store's table has for a snapshot.
-
-        Raises:
-            SnapshotNotFoundError: There is no snapshot of this name.
-        """
-        name = self.local_name(name)
-        full = self.full_name(name)
-        if self._look() is None:
-            raise SnapshotNotFoundError(
-                f"there is no snapshot {name!r}: {self.uri} is not a store yet; the "
-                "first take to it makes one"
-            )
-
-        return self.read(lambda table: row_of(table, full, self.open_store.backend))
-
-    def read(self, look: Callable[[Table], V]) -> V:
-        """Call a function with the newest table, and return its result."""
-        open_store = self.open_store
-        return open_store.read_at_newest(lambda root: look(open_store.table(root)))
+        place = TakePlace.of(self._view, self._view.local_name(name), self)
+        return begin_snapshot(place, app_state, options_of(self.async_take, options), pg)
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
 
         One that this store does not have is looked for at its mirror.
         """
-        from casnap.snapshot import Snapshot
-
-        name = self.local_name(name)
-        try:
-            return Snapshot.of(self, name, self.row(name))
-        except SnapshotNotFoundError:
-            mirror_store = self._at_mirror()
-            if mirror_store is None:
-                raise
-        seq = mirror_store.open_store.newest().seq
-        snapshot = Snapshot.of(mirror_store, name, mirror_store.row(name))
-        self._note_returned(snapshot, seq)
-        return snapshot
-
-    def _note_returned(self, snapshot: Snapshot, seq: int) -> None:
-        """Note that a snapshot of the mirror is returned: what is taken here then follows it.
-
-        Args:
-            snapshot: It.
-            seq: The number of the newest root of the mirror before it was looked up.
-        """
-        if self._mirror is not None:
-            self._mirror.note_returned(snapshot.name, max(seq, snapshot.row.seq))
+        return Snapshot.of(*find_row(self._view, name), store=self)
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str | os.PathLike):
             return False
         try:
-            self.row(name_text(name))
+            self._view.row(name_text(name))
         except SnapshotNotFoundError:
             return False
         return True
 
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
-        from casnap.snapshot import Snapshot
-
-        folder = self.folder(prefix)
-        if self._look() is None:
-            return []
-        rows = self.read(lambda table: list(snapshots_in(table, folder)))
-        return [
-            Snapshot.of(self, self.inner_name(name), row) for name, row in in_commit_order(rows)
-        ]
+        view = self._view
+        return [Snapshot.of(view, *row, store=self) for row in view.rows(prefix)]
 
     def latest(self, prefix: str | None = None, *, thinned: bool = False) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
@@ -705,65 +372,8 @@ class Store:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
             SnapshotError: All snapshots were thinned, or their runs went back from them.
         """
-        newest, last = self._newest(prefix, thinned=thinned)
-        if newest is None and last is not None:
-            raise (all_rewound_error if last.row.is_rewound else all_thinned_error)(last.path)
-        if newest is None:
-            folder = self._folder(prefix)
-            if folder is not None and (hint := hint_in(folder)):
-                _log.warning("%s", hint)
-        return newest
-
-    def _newest(
-        self, prefix: str | None, *, thinned: bool
-    ) -> tuple[Snapshot | None, Snapshot | None]:
-        """Return the snapshot to resume from, and the last one, of whatever kind: of one look."""
-        snapshots = self.snapshots(prefix)
-        last = snapshots[-1] if snapshots else None
-        snapshots = [s for s in snapshots if thinned or not s.row.is_thinned]
-        newest = next((s for s in reversed(snapshots) if not s.row.is_rewound), None)
-        try:
-            mirror_store = self._at_mirror()
-            if mirror_store is None:
-                return newest, last
-            seq = mirror_store.open_store.newest().seq
-            mirrored, last_mirrored = mirror_store._newest(prefix, thinned=thinned)
-        except StoreError as e:
-            if newest is None:
-                raise
-            _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
-            return newest, last
-        last = last or last_mirrored
-        if mirrored is None:
-            return newest, last
-        return self._newer(newest, mirrored, snapshots, mirror_store, seq), last
-
-    def _newer(
-        self,
-        newest: Snapshot | None,
-        mirrored: Snapshot,
-        snapshots: list[Snapshot],
-        mirror_store: Store,
-        seq: int,
-    ) -> Snapshot | None:
-        """Return which is newer: the newest snapshot here, or that of the mirror.
-
-        Args:
-            newest: The newest one here, if there is one.
-            mirrored: The newest one there.
-            snapshots: Those of here, without those that were thinned.
-            mirror_store: The mirror.
-            seq: The number of its newest root before that was looked up.
-        """
-        is_known = any(s.commit_id == mirrored.commit_id for s in snapshots)
-        if newest is not None and not is_known:
-            named_row = (newest.name, newest.row)
-            if is_newer_here(
-                self.open_store, mirror_store.id, named_row, (mirrored.name, mirrored.row)
-            ):
-                return newest
-        self._note_returned(mirrored, seq)
-        return newest if is_known else mirrored
+        found = newest_row(self._view, prefix, thinned=thinned)
+        return None if found is None else Snapshot.of(*found, store=self)
 
     def rewind(self, name: str) -> Snapshot:
         """Have a run go back to an earlier snapshot, and return that: restore it, and go on.
@@ -789,14 +399,14 @@ class Store:
             SnapshotExistsError: A name that is needed is taken.
         """
         from casnap.snapshot import Snapshot
-        from casnap.take.pending import wait_for_last
 
         wait_for_last()
-        self.row(name)
-        notes = partial(notes_of_renamed, uri=self.open_store.backend.uri)
-        rewound = rewind(self.open_store, self.full_name(name), notes)
+        view = self._view
+        view.row(name)
+        notes = partial(notes_of_renamed, uri=view.repository.backend.uri)
+        rewound = rewind(view.repository, view.full_name(name), notes)
         if rewound.moved:
-            self.hooks.on_commit()
+            view.hooks.on_commit()
             _log.info(
                 "%s: %d snapshots that are later than %s are moved aside: %.500s",
                 self.uri,
@@ -804,12 +414,12 @@ class Store:
                 rewound.name,
                 ", ".join(rewound.moved.values()),
             )
-        return Snapshot.of(self, self.inner_name(rewound.name), rewound.row)
+        return Snapshot.of(view, view.inner_name(rewound.name), rewound.row, store=self)
 
     @property
     def mirror(self) -> Mirror | None:
         """The mirror: its ``status()``, and ``stop()``. None if there is none."""
-        return self._mirror
+        return self._view.mirror
 
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
@@ -822,8 +432,6 @@ class Store:
         Raises:
             MirrorError: The time is over, or some cannot be mirrored. It names them and the cause.
         """
-        from casnap.take.pending import wait_for_last
-
         timeout = seconds_if_given("timeout", timeout)
         mirror = self.mirror
         if mirror is None:
@@ -844,21 +452,10 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
-        row = self.row(name)
+        row = self._view.row(name)
         commit_id = row.commit.hex() if commit_id is None else commit_id
-        unmark(self.open_store, dict([self._edit(name, commit_id, lambda _: None)]))
-        self._free_later([row])
-
-    def _free_later(self, rows: Sequence[Row]) -> None:
-        """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
-        hooks = self.hooks
-        hooks.on_release(rows)
-        nbytes = max((row.stats.logical_bytes for row in rows), default=0)
-        # They are deleted, whatever happens here.
-        with suppress(BackendError):
-            free = self.open_store.backend.free_bytes()
-            if free is not None and free <= nbytes:
-                hooks.make_room(lambda: nbytes)
+        unmark(self._view.repository, dict([self._view.edit(name, commit_id, lambda _: None)]))
+        self._view.free_later([row])
 
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.
@@ -873,11 +470,11 @@ class Store:
             SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
                 that was published.
         """
-        full, uri = self.full_name(name), self.open_store.backend.uri
-        self.open_store.read_at_newest(
-            lambda root: check_movable(root, self.open_store.table(root), full, tags, uri)
+        full, uri = self._view.full_name(name), self._view.repository.backend.uri
+        self._view.repository.read_at_newest(
+            lambda root: check_movable(root, self._view.repository.table(root), full, tags, uri)
         )
-        self._edit(name, None, lambda row: with_tags(row, tags))
+        self._view.edit(name, None, lambda row: with_tags(row, tags))
 
     def untag(self, name: str, *tags: str) -> None:
         """Remove tags from a snapshot. A tag that it does not have is ignored.
@@ -885,7 +482,7 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        self._edit(name, None, lambda row: without_tags(row, tags))
+        self._view.edit(name, None, lambda row: without_tags(row, tags))
 
     def publish(self, tag: str, snapshot: str | Snapshot) -> None:
         """Move a tag to a snapshot, from whichever has it, in one commit.
@@ -904,14 +501,13 @@ class Store:
             InvalidNameError: The tag is not valid.
             SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
         """
-        from casnap.snapshot import Snapshot
-
+        view = self._view
         name, commit_id = (
             (snapshot.name, snapshot.commit_id)
             if isinstance(snapshot, Snapshot)
-            else (snapshot, self.row(snapshot).commit.hex())
+            else (snapshot, view.row(snapshot).commit.hex())
         )
-        publish_tag(self.open_store, tag, self.full_name(name), commit_id)
+        publish_tag(view.repository, tag, view.full_name(name), commit_id)
 
     def tagged(self, tag: str) -> Snapshot:
         """Return the snapshot that has a tag. If the tag was published, that is one look-up.
@@ -920,11 +516,9 @@ class Store:
             SnapshotNotFoundError: No snapshot of this store or view has it.
             SnapshotError: Several have it, and it was never published.
         """
-        from casnap.snapshot import Snapshot
-
-        store, folder = self.open_store, self.folder(None)
+        store, folder = self._view.repository, self._view.folder(None)
         name, row = store.read_at_newest(lambda root: tagged_row(store, root, tag, folder))
-        return Snapshot.of(self, self.inner_name(name), row)
+        return Snapshot.of(self._view, self._view.inner_name(name), row, store=self)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[TagMove]:
         """Return the moves of a published tag, the newest first: to what, from what, when, by whom.
@@ -933,21 +527,7 @@ class Store:
             tag: The tag.
             limit: How many to return at most. Each is read from a root of its own.
         """
-        return list(islice(tag_moves(self.open_store, tag), limit))
-
-    def _edit(
-        self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]
-    ) -> tuple[str, bytes]:
-        """Edit a snapshot's row, or remove it where ``edit`` returns None.
-
-        Returns:
-            Its full name, and its commit id.
-        """
-        full = self.full_name(name)
-        if commit_id is None:
-            commit_id = self.row(name).commit.hex()
-        change_table(self.open_store, row_edit(full, commit_id, edit, self.open_store.backend.uri))
-        return full, bytes.fromhex(commit_id)
+        return list(islice(tag_moves(self._view.repository, tag), limit))
 
     def copy(
         self,
@@ -987,26 +567,22 @@ class Store:
                 stores cannot be used.
             DamagedError: Something in this store cannot be read.
         """
-        from casnap.transfer.copy import copy_snapshots
-        from casnap.transfer.copy_jobs import CopyOptions
-        from casnap.transfer.copy_selection import check_pair, choose
-
-        inner = None if name is None else self.local_name(name)
-        selection = choose(self.open_store, self.prefix, inner, rename)
+        inner = None if name is None else self._view.local_name(name)
+        selection = choose(self._view.repository, self.prefix, inner, rename)
         if isinstance(to, Store):
             if storage_options:
                 raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
         else:
             size = self.chunk_size
             to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
-        open_store = to._look() if dry_run else to.make().open_store
+        open_store = to._view.look() if dry_run else to._view.make()
         if open_store is not None:
-            check_pair(self.open_store, open_store)
-            selection = [c._replace(new_name=to.full_name(c.new_name)) for c in selection]
+            check_pair(self._view.repository, open_store)
+            selection = [c._replace(new_name=to._view.full_name(c.new_name)) for c in selection]
         is_folder = len(selection) > 1
-        hooks = CommitHooks() if open_store is None else to.hooks
+        hooks = CommitHooks() if open_store is None else to._view.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
-        return copy_snapshots(self.open_store, open_store, selection, options, progress)
+        return copy_snapshots(self._view.repository, open_store, selection, options, progress)
 
     # --- folders for inference ---
 
@@ -1045,7 +621,6 @@ class Store:
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.serving.options import PullOptions
         from casnap.serving.pull import pull
 
         out = Path(local_path(folder))
@@ -1080,7 +655,6 @@ class Store:
             FileNotFoundError: There is no folder to put it in.
         """
         from casnap.serving.following import Following
-        from casnap.serving.options import PullOptions
 
         out = Path(local_path(folder))
         following = Following(
@@ -1096,7 +670,8 @@ class Store:
     def _pull_source(self, name: str | None) -> Source:
         from casnap.serving.pull import Source
 
-        return Source(self.open_store, self.folder(None if name is None else self.local_name(name)))
+        view = self._view
+        return Source(view.repository, view.folder(None if name is None else view.local_name(name)))
 
     # --- maintenance ---
 
@@ -1142,9 +717,9 @@ class Store:
             StoreError: The store cannot be used; nothing was committed.
         """
         refuse_nested_take()
-        name = self.local_name(name)
-        full = self.full_name(name)
-        find = (lambda: (self.make(), name)) if not dry_run else None
+        name = self._view.local_name(name)
+        full = self._view.full_name(name)
+        find = None if dry_run else lambda: (self.make()._view, name)
         options = {"overwrite": overwrite, "progress": progress}
         return import_snapshot(
             source, full, find, options, key=key, rank=rank, metadata=dict(metadata or {})
@@ -1171,13 +746,13 @@ class Store:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
         check_retention(retention)
-        judging = RetentionChange(self.open_store, retention, self.folder(prefix))
+        judging = RetentionChange(self._view.repository, retention, self._view.folder(prefix))
         if retention.thin is None:
             return self._prune(judging, dry_run=dry_run)
         self._check_keys(retention.thin, prefix)
         thinned = self._thin(retention.thin, prefix, judging, dry_run=dry_run)
         if not dry_run:
-            unmark_pruned(self.open_store, judging)
+            unmark_pruned(self._view.repository, judging)
         return replace(self._prune_report(judging, dry_run=dry_run), thinned=thinned)
 
     def thin(
@@ -1207,8 +782,8 @@ class Store:
 
     def _check_keys(self, rules: Mapping[str, int], prefix: str | None) -> None:
         """Check the rules of a thinning, and that its patterns match keys in a folder."""
-        rows = self.read(lambda table: list(snapshots_in(table, self.folder(prefix))))
-        check_keys(self.open_store, rows, check_rules(rules))
+        rows = self._view.read(lambda table: list(snapshots_in(table, self._view.folder(prefix))))
+        check_keys(self._view.repository, rows, check_rules(rules))
 
     def _thin(
         self,
@@ -1219,10 +794,12 @@ class Store:
         dry_run: bool,
     ) -> dict[str, tuple[str, ...]]:
         """Thin runs, and prune them in the same commit if there is a judge."""
-        thinned = thin(self.open_store, rules, self.folder(prefix), judging, dry_run=dry_run)
+        thinned = thin(
+            self._view.repository, rules, self._view.folder(prefix), judging, dry_run=dry_run
+        )
         if thinned and not dry_run:
-            self._free_later([each.before for each in thinned.values()])
-        return {self.inner_name(name): each.keys for name, each in thinned.items()}
+            self._view.free_later([each.before for each in thinned.values()])
+        return {self._view.inner_name(name): each.keys for name, each in thinned.items()}
 
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
@@ -1245,28 +822,28 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
-        change = MissingFoldersChange(self.open_store, self.folder(prefix))
+        change = MissingFoldersChange(self._view.repository, self._view.folder(prefix))
         return self._prune(change, dry_run=dry_run)
 
     def _prune(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         if dry_run:
-            self.read(lambda table: judging(table, 0))
+            self._view.read(lambda table: judging(table, 0))
         else:
-            prune(self.open_store, judging)
+            prune(self._view.repository, judging)
         return self._prune_report(judging, dry_run=dry_run)
 
     def _prune_report(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         """Report what was pruned, and have its bytes freed."""
         verdicts = judging.verdicts
         if not dry_run:
-            self._free_later([verdict.row for verdict in verdicts if not verdict.kept])
-        local_verdicts = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
+            self._view.free_later([verdict.row for verdict in verdicts if not verdict.kept])
+        local_verdicts = [replace(v, name=self._view.inner_name(v.name)) for v in verdicts]
         return PruneReport(local_verdicts, dry_run)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
-        settings = settings_of(self.open_store.newest())
+        settings = settings_of(self._view.repository.newest())
         settings.pop(PUBLISHED, None)
         return settings
 
@@ -1300,10 +877,10 @@ class Store:
         changed = False
         if new_settings:
             changed = change_settings(
-                self.open_store, lambda settings: {**settings, **new_settings}
+                self._view.repository, lambda settings: {**settings, **new_settings}
             )
         if mirror is not None:
-            changed |= detach_mirror(self.open_store)
+            changed |= detach_mirror(self._view.repository)
         return changed
 
     def gc(
@@ -1341,8 +918,6 @@ class Store:
             DamagedError: An object could not be read; nothing was deleted.
             ValueError: An argument is out of range.
         """
-        from casnap.maintenance.gc import GcOptions, collect
-
         options = GcOptions(
             grace=seconds_if_given("grace", grace),
             repack=repack,
@@ -1350,19 +925,15 @@ class Store:
             exclusive=exclusive,
             recode_after=recode_after,
         )
-        return collect(self.open_store, options, progress)
+        return collect(self._view.repository, options, progress)
 
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots. Only subtrees that differ are read."""
-        from casnap.maintenance.diff import diff
-
         return diff(self[a].contents, self[b].contents)
 
     def usage(self, prefix: str | None = None) -> list[Usage]:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
-        from casnap.maintenance.usage import usage
-
-        return usage([s.contents for s in self.snapshots(prefix)], self.open_store)
+        return usage([s.contents for s in self.snapshots(prefix)], self._view.repository)
 
     def check(
         self,
@@ -1390,14 +961,12 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        from casnap.maintenance.check import check
-
         full = None
         if name is not None:
-            self.row(name)
-            full = self.full_name(name)
+            self._view.row(name)
+            full = self._view.full_name(name)
         return check(
-            self.open_store, data=data, sample=sample, seed=seed, name=full, progress=progress
+            self._view.repository, data=data, sample=sample, seed=seed, name=full, progress=progress
         )
 
     def repair(
@@ -1422,46 +991,16 @@ class Store:
         Raises:
             DamagedError: The newest root cannot be read.
         """
-        from casnap.maintenance.repair import repair
-
         if isinstance(sources, str | os.PathLike):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
-        places = [s.open_store.backend if isinstance(s, Store) else given_path(s) for s in sources]
-        return repair(self.open_store, sources=places, progress=progress, dry_run=dry_run)
+        places = [
+            s._view.repository.backend if isinstance(s, Store) else given_path(s) for s in sources
+        ]
+        return repair(self._view.repository, sources=places, progress=progress, dry_run=dry_run)
 
 
-def store_of(
-    open_store: Repository, prefix: str = "", *, is_new: bool = False, threads: int | None = None
-) -> Store:
-    """Return a Store that is open, or a view of the snapshots below a prefix."""
-    store = Store.__new__(Store)
-    place = Location(open_store.backend, prefix, exists=True)
-    opening = partial(open_at, markers=open_store.marks)
-    store._begin(open_store.backend, place, opening, False, threads or threads_asked(), None)
-    store._open_store, store.is_new = open_store, is_new
-    return store
-
-
-def _unpickled(beginning: tuple[Any, ...], is_open: bool) -> Store:
-    store = Store.__new__(Store)
-    store._begin(*beginning)
-    if is_open:
-        # The mirror is not started: a worker that only reads has no use for it; a take starts it.
-        store._open(store._place, create=False, start_mirror=False)
-    return store
-
-
-def _disk_hooks(open_store: Repository) -> CommitHooks:
-    """Return what keeps the garbage of a store small."""
-    from casnap.maintenance.automatic import automatic_collector
-
-    collector = automatic_collector(open_store)
-    return CommitHooks(
-        make_room=partial(collector.make_room, open_store),
-        on_full=partial(collector.meet_full_disk, open_store),
-        on_release=partial(collector.note, open_store),
-        count_freed=collector.count_freed,
-    )
+# A snapshot knows its store, whose class is above its own.
+Snapshot._store_of = Store._of
 
 
 def _mirror_options(
@@ -1476,23 +1015,14 @@ def _mirror_options(
         return None
     if retention is not None:
         check_retention(retention)
-    from casnap.mirror.status import MirrorOptions
-
     place = mirror if isinstance(mirror, Backend) else given_path(mirror)
     return MirrorOptions(place, options, retention)
-
-
-def _mirror_of(open_store: Repository, prefix: str, options: MirrorOptions) -> Mirror:
-    from casnap.mirror.mirror import Mirror
-    from casnap.take.pending import under_way
-
-    return Mirror(open_store, prefix, options, hooks_of=_disk_hooks, is_taking=under_way)
 
 
 def import_snapshot(
     source: str | os.PathLike[str],
     name: str,
-    find: Callable[[], tuple[Store, str]] | None,
+    find: Callable[[], tuple[View, str]] | None,
     options: Mapping[str, Any],
     *,
     key: str | None = None,
@@ -1512,14 +1042,12 @@ def import_snapshot(
         metadata: As there.
     """
     from casnap.files.importing import import_files
-    from casnap.ranks.comm import SingleProcess
-    from casnap.take.options import TakeOptions
 
     def take(leaves: Any, all_metadata: dict[str, Any]) -> int:
         assert find is not None
-        store, inner = find()
+        view, inner = find()
         options_of_take = TakeOptions(metadata=all_metadata, **options)
-        snapshot = store.take_from(SingleProcess(), lambda: leaves, inner, options_of_take)
+        snapshot = take_from(view, SingleProcess(), lambda: leaves, inner, options_of_take)
         return snapshot.stats.new_bytes
 
     return import_files(

@@ -60,7 +60,10 @@ def test_completion_leaves_out_what_is_for_other_modules() -> None:
 @pytest.mark.parametrize("name", ["take", "async_take"])
 def test_help_says_all_of_the_takes_of_a_store(name: str) -> None:
     text = inspect.getdoc(getattr(casnap.Store, name))
-    of_a_path = inspect.getdoc(getattr(casnap.Snapshot, name))
+    by_path = getattr(casnap.Snapshot, name)
+    of_a_path = inspect.getdoc(by_path)
+    documented = re.findall(r"^    (\w+): ", of_a_path.split("Raises:")[0], re.MULTILINE)
+    assert set(documented) <= set(inspect.signature(by_path).parameters)
     assert text.splitlines()[0] == of_a_path.splitlines()[0]
     assert "storage_options" not in text
     for argument in inspect.signature(casnap.Store.take).parameters:

@@ -57,7 +57,9 @@ def stale_names(path: Path) -> Iterator[str]:
             stale = {"Args": _named(node, "Args") - (_parameters(init) if init else attributes)}
             stale["Attributes"] = _named(node, "Attributes") - attributes
         elif isinstance(node, Function):
-            stale = {"Args": _named(node, "Args") - _parameters(node)}
+            # Of a function that takes ``**options``, a test of the public names checks them.
+            parameters = _parameters(node) if node.args.kwarg is None else _named(node, "Args")
+            stale = {"Args": _named(node, "Args") - parameters}
         else:
             continue
         for section, names in stale.items():

@@ -21,12 +21,13 @@ from casnap.errors import (
 )
 from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
-from casnap.snapshot import Snapshot, store_above
-from casnap.storage.places.location import TYPED, TYPED_TO_TAKE
+from casnap.snapshot import Snapshot
+from casnap.storage.places.location import TYPED, TYPED_TO_TAKE, locate_store
 from casnap.storage.places.uris import joined, snapshot_uri, store_uri
 from casnap.storage.snapshots.holds import UNMIRRORED
-from casnap.storage.snapshots.opening import locate, open_at
-from casnap.store import Store, store_of
+from casnap.storage.snapshots.opening import open_at
+from casnap.store import Store
+from casnap.view import View, repository_of, view_above
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -103,9 +104,9 @@ def open_store(store: str | None, **options: Any) -> Store:
     uri = store or "."
     if options:
         return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
-    place = locate(uri, options_for(uri), TYPED)
-    open_store, _ = open_at(place, create=False, exclusive=is_exclusive())
-    return store_of(open_store, place.name)
+    place = locate_store(uri, options_for(uri), TYPED)
+    repository, _ = open_at(place, create=False, exclusive=is_exclusive())
+    return Store._of(View.of(repository, place.name))
 
 
 def _open_place(
@@ -118,11 +119,11 @@ def _open_place(
         backends: Gets the backend that is asked.
         is_destination: Whether snapshots go there. Then a store whose making was cut off is made.
     """
-    place = locate(uri, options_of(uri), TYPED_TO_TAKE if is_destination else TYPED)
+    place = locate_store(uri, options_of(uri), TYPED_TO_TAKE if is_destination else TYPED)
     backends.append(place.backend)
     finish = is_destination and place.exists
-    open_store, is_new = open_at(place, create=finish, exclusive=is_exclusive())
-    return store_of(open_store, is_new=is_new), place.name or None
+    repository, is_new = open_at(place, create=finish, exclusive=is_exclusive())
+    return Store._of(View.of(repository, is_new=is_new)), place.name or None
 
 
 def open_or_above(
@@ -159,10 +160,10 @@ def open_snapshot(path: str) -> Snapshot:
 
 
 def _snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
-    store, name = store_above(
+    view, name = view_above(
         path, storage_options, create=False, use=TYPED, exclusive=is_exclusive()
     )
-    return Snapshot.of(store, check_name(name), store.row(name))
+    return Snapshot.of(view, check_name(name), view.row(name))
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:
@@ -203,7 +204,7 @@ def open_whole_store(store: str | None) -> Store:
         CommandError: The folder was named, but does not exist.
     """
     place = open_store(store)
-    backend = place.open_store.backend
+    backend = repository_of(place).backend
     is_local_path = store and place.prefix and backend.folder
     if is_local_path and not exists(local_path(str(store))):
         uri = backend.uri
@@ -249,7 +250,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
     try:
         if store_uri(path) is not None:
             return open_snapshot(path)
-        if elsewhere or neighbour.store.open_store.backend.folder:
+        if elsewhere or neighbour.contents.store.backend.folder:
             return _snapshot_at(path, None)
     except CasnapError as e:
         if elsewhere:
@@ -266,7 +267,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
 
 def store_fields(store: Store) -> dict[str, Any]:
     """Return the whole store and the folder in it, for JSON."""
-    return {"store": store.open_store.backend.uri, "prefix": store.prefix}
+    return {"store": repository_of(store).backend.uri, "prefix": store.prefix}
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -291,9 +292,8 @@ def identity(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
 
 def identity_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
-    store = snapshot.store
-    full = store.outer_name(snapshot.name)
-    return identity(store.open_store.backend, full, snapshot.commit_id)
+    contents = snapshot.contents
+    return identity(contents.store.backend, contents.name, snapshot.commit_id)
 
 
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage, Hurt
 from casnap.storage.places.uris import store_uri
 from casnap.store import Store
+from casnap.view import repository_of
 
 MOST_DAMAGES = 20
 _MOST_HURT = 5
@@ -61,9 +62,14 @@ def check(
         seed = random.SystemRandom().randrange(1 << 32)
     with progress_bars(lambda: place.requests) as progress:
         report = check_store(
-            place.open_store, data=data, sample=sample, seed=seed, name=name, progress=progress
+            repository_of(place),
+            data=data,
+            sample=sample,
+            seed=seed,
+            name=name,
+            progress=progress,
         )
-    uri = place.open_store.backend.uri
+    uri = repository_of(place).backend.uri
     if as_json:
         emit({**_document(uri, report), "name": name}, place)
     else:
@@ -81,7 +87,7 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         if text is None or store_uri(text) is None:
             raise
         snapshot = open_snapshot(text)
-        return snapshot.store, snapshot.store.outer_name(snapshot.name)
+        return snapshot.store, snapshot.contents.name
     if text and place.prefix:
         whole_store = place.whole()
         if place.prefix in whole_store:

@@ -10,6 +10,7 @@ from casnap.cli.arguments import open_store, writing_options
 from casnap.cli.option_types import duration_or_none
 from casnap.cli.output import emit, json_values, quote, safe, say
 from casnap.storage.log.settings import CODECS
+from casnap.view import repository_of
 
 SETTINGS = ("codec", "gc", "mirror")
 
@@ -42,9 +43,9 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
             raise click.UsageError(safe(str(e))) from e
     if as_json:
         document = {
-            "store": place.open_store.backend.uri,
+            "store": repository_of(place).backend.uri,
             "id": place.id,
-            "format": place.open_store.config.format,
+            "format": repository_of(place).config.format,
             "chunk_size_bytes": place.chunk_size,
             "settings": place.settings,
         }

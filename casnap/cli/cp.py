@@ -31,12 +31,13 @@ from casnap.cli.output import (
 )
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
+from casnap.storage.places.location import locate_store
 from casnap.storage.places.uris import snapshot_uri, store_uri
-from casnap.storage.snapshots.opening import locate
 from casnap.store import Store
 from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.copy_selection import check_pair, choose
+from casnap.view import repository_of, view_of
 
 EXAMPLES = """\
 \b
@@ -132,14 +133,14 @@ def _follow(
         place = to.make()
         if is_new and not as_json:
             _show_new(place.uri, single, dry_run=False)
-        check_pair(origin.open_store, place.open_store)
+        check_pair(repository_of(origin), repository_of(place))
 
         def jobs() -> list[CopyJob]:
-            snapshots = choose(origin.open_store, origin.prefix, name, rename)
-            return [s._replace(new_name=place.full_name(s.new_name)) for s in snapshots]
+            snapshots = choose(repository_of(origin), origin.prefix, name, rename)
+            return [s._replace(new_name=view_of(place).full_name(s.new_name)) for s in snapshots]
 
-        copy_options = CopyOptions(hooks=place.hooks, gets_all=True)
-        return Pair(origin.open_store, place.open_store, jobs, copy_options)
+        copy_options = CopyOptions(hooks=view_of(place).hooks, gets_all=True)
+        return Pair(repository_of(origin), repository_of(place), jobs, copy_options)
 
     names: list[str] = []
     copier = Copier(open_pair)
@@ -186,7 +187,7 @@ def _destination(
         return *open_or_above(uri, backends, is_destination=True), False
     except NotAStoreError:
         place, rename = _new_destination(uri, name)
-    backend = locate(place, options_of(place)).backend
+    backend = locate_store(place, options_of(place)).backend
     backends.append(backend)
     # By its backend, so that the requests by which a store is made are counted.
     to = place if backend.folder is not None else backend

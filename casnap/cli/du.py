@@ -16,6 +16,7 @@ from casnap.cli.arguments import (
 from casnap.cli.garbage import disk_fields, what_frees
 from casnap.cli.output import amount, emit, print_requests, progress_bars, say, size, table
 from casnap.maintenance.usage import disk_usage, usage
+from casnap.view import repository_of
 
 
 @click.command()
@@ -33,12 +34,12 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
     with progress_bars(lambda: place.requests) as progress:
-        usages = usage([s.contents for s in snapshots], place.open_store, progress)
-    logical, disk = sum(u.logical_bytes for u in usages), disk_usage(place.open_store)
+        usages = usage([s.contents for s in snapshots], repository_of(place), progress)
+    logical, disk = sum(u.logical_bytes for u in usages), disk_usage(repository_of(place))
     if as_json:
         # The name of a usage is that in the view; here it is that in the store.
         listed = [{**asdict(u), **identity_of(s)} for s, u in zip(snapshots, usages, strict=True)]
-        totals = {"logical_bytes": logical, **disk_fields(place.open_store, disk)}
+        totals = {"logical_bytes": logical, **disk_fields(repository_of(place), disk)}
         emit({**store_fields(place), "snapshots": listed, **totals}, place)
         return
     if snapshots:
@@ -49,11 +50,11 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         header = ("NAME", "LOGICAL", "STORED", "UNIQUE")
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     total = f"{amount(len(snapshots), 'snapshot')} of {size(logical)}"
-    say(f"{total}; {place.open_store.backend.uri} takes up {size(disk.nbytes)}")
+    say(f"{total}; {repository_of(place).backend.uri} takes up {size(disk.nbytes)}")
     if disk.saved_bytes:
         say(f"deltas and compressed chunks take up {size(disk.saved_bytes)} less than whole ones")
     if disk.waiting_bytes:
-        say(what_frees(place.open_store, f"{size(disk.waiting_bytes)} of it", condemned=True))
+        say(what_frees(repository_of(place), f"{size(disk.waiting_bytes)} of it", condemned=True))
     if disk.orphaned_bytes:
         say(f"{size(disk.orphaned_bytes)} of it are left over, or being written; see `casnap gc`")
     print_requests(place.requests)

@@ -14,11 +14,12 @@ from casnap.storage.log.roots import read_root
 from casnap.storage.log.settings import collects_unasked, grace_of
 from casnap.storage.reading.repository import Repository
 from casnap.store import Store
+from casnap.view import repository_of
 
 
 def show_what_waits(place: Store) -> None:
     """Print, after a command has let snapshots go, what was freed, what waits, and for what."""
-    open_store = place.open_store
+    open_store = repository_of(place)
     collector = automatic_collector(open_store)
     collector.wait()
     report = collector.last_report

@@ -23,6 +23,7 @@ from casnap.cli.output import (
 )
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
+from casnap.view import repository_of
 
 EXAMPLES = """\
 \b
@@ -95,7 +96,7 @@ def gc(
 def collect_garbage(place: Store, options: GcOptions) -> GcReport:
     """Collect the garbage of a store, with a progress bar on a terminal."""
     with progress_bars(lambda: place.requests) as report:
-        return collect(place.open_store, options, report)
+        return collect(repository_of(place), options, report)
 
 
 def garbage_fields(report: GcReport) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def show(place: Store, report: GcReport) -> None:
     """Print what was done, or would be."""
     r, would = report, "would be " if report.dry_run else ""
     live_text = f"{amount(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
-    uri = place.open_store.backend.uri
+    uri = repository_of(place).backend.uri
     say(f"{uri}: {amount(r.snapshots, 'snapshot')} marked, {live_text} needed")
     if r.lost_chunks:
         say(f"{amount(r.lost_chunks, 'chunk')} known to be lost; see `casnap check`")

@@ -9,9 +9,9 @@ import click
 from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
 from casnap.cli.output import amount, emit, progress_bars, say, size
 from casnap.files.file_reports import ImportReport
-from casnap.snapshot import store_above
 from casnap.storage.places.location import TYPED_TO_TAKE, locate_snapshot
 from casnap.store import Store, import_snapshot
+from casnap.view import View, view_above
 
 EXAMPLES = """\
 \b
@@ -53,11 +53,11 @@ def import_(
     a file runs: a file that needs pickle is refused.
     """
     reach = options_for(snapshot)  # raises for a dry run, too
-    places: list[tuple[Store, str]] = []
+    places: list[tuple[View, str]] = []
 
-    def find() -> tuple[Store, str]:
+    def find() -> tuple[View, str]:
         places.append(
-            store_above(snapshot, reach, create=True, use=TYPED_TO_TAKE, exclusive=is_exclusive()),
+            view_above(snapshot, reach, create=True, use=TYPED_TO_TAKE, exclusive=is_exclusive()),
         )
         return places[-1]
 
@@ -67,7 +67,7 @@ def import_(
         report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
     if as_json:
         document = {**_identity(snapshot, reach, *places), **_facts_of(report)}
-        emit(document, *(store for store, _ in places))
+        emit(document, *(Store._of(view) for view, _ in places))
         return
     would = "would be " if dry_run else ""
     values = f" and {amount(report.values, 'value')}" if report.values else ""
@@ -81,15 +81,14 @@ def import_(
 
 
 def _identity(
-    path: str, reach: dict[str, Any] | None, place: tuple[Store, str] | None = None
+    path: str, reach: dict[str, Any] | None, place: tuple[View, str] | None = None
 ) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
     if place is None:
         location = locate_snapshot(path, reach, TYPED_TO_TAKE)
         return identity(location.backend, location.name, None)
-    store, name = place
-    full, commit = store.outer_name(name), store.row(name).commit.hex()
-    return identity(store.open_store.backend, full, commit)
+    view, name = place
+    return identity(view.repository.backend, view.outer_name(name), view.row(name).commit.hex())
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from casnap.storage.log.settings import CODEC, CODECS
 from casnap.storage.places.creation import chunk_size_of
 from casnap.storage.places.location import locate_store
 from casnap.storage.snapshots.table import change_settings
+from casnap.view import repository_of, view_of
 
 
 def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
@@ -54,7 +55,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
         )
     size = chunk_size or DEFAULT_CHUNK_SIZE
     place = open_store(store, create=True, chunk_size=size, codec=codec).make()
-    change_settings(place.open_store, serving_below)
+    change_settings(repository_of(place), serving_below)
     stored_codec = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):
         raise CommandError(
@@ -67,18 +68,18 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} codec={codec}` changes it"
         )
     # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
-    check_put_if_absent(place.open_store.backend, place.open_store.config)
+    check_put_if_absent(repository_of(place).backend, repository_of(place).config)
     if as_json:
         document = {
             "store": place.uri,
             "id": place.id,
             "chunk_size_bytes": place.chunk_size,
             CODEC: stored_codec,
-            "created": place.is_new,
+            "created": view_of(place).is_new,
         }
         emit(document, place)
         return
-    since = "now" if place.is_new else "already"
+    since = "now" if view_of(place).is_new else "already"
     say(f"{place.uri} is a store {since}, of {binary(place.chunk_size)} chunks")
 
 

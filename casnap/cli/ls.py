@@ -15,6 +15,7 @@ from casnap.cli.arguments import (
 from casnap.cli.output import amount, emit, moment, say, size, summary, table
 from casnap.storage.places.other_formats import hint_in
 from casnap.storage.snapshots.holds import awaited_of
+from casnap.view import repository_of, view_of
 
 
 @click.command()
@@ -35,8 +36,8 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
         emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
         return
     if not snapshots:
-        folder = place.open_store.backend.folder
-        hint = "" if folder is None else hint_in(folder / place.folder(prefix))
+        folder = repository_of(place).backend.folder
+        hint = "" if folder is None else hint_in(folder / view_of(place).folder(prefix))
         say(hint or f"{place.uri} holds no snapshot yet", err=True)
         return
     rows = [
@@ -58,5 +59,5 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
     ]
     header = ("NAME", "METADATA", "TIME", "NEW", "LOGICAL", "ENTRIES")
     table(header, rows, numbers={"NEW", "LOGICAL", "ENTRIES"}, cut="METADATA", wide=wide)
-    if condemned := place.open_store.recent().condemned:
+    if condemned := repository_of(place).recent().condemned:
         say(f"{amount(len(condemned), 'pack')} of garbage to be freed; see `casnap du`", err=True)

@@ -8,6 +8,7 @@ from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
 from casnap.mirror.notes import mirror_place, succeeded_in, unmirrored_in
 from casnap.mirror.status import HostFiles, HostStatus
+from casnap.view import repository_of
 
 
 @click.command()
@@ -20,7 +21,7 @@ def mirror(store: str | None, as_json: bool) -> None:
     a process of this host that has the store open with mirror=.
     """
     place = open_whole_store(store)
-    open_store = place.open_store
+    open_store = repository_of(place)
     uri = open_store.backend.uri
     root = open_store.newest()
     mirror_known = mirror_place(root, uri)

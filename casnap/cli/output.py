@@ -20,6 +20,7 @@ import click
 
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size as size
+from casnap.view import repository_of
 
 if TYPE_CHECKING:
     from casnap.store import Store
@@ -224,8 +225,9 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
 
     import msgspec
 
-    backends = {id(store.open_store.backend): store.open_store.backend for store in stores}
-    requests = sum((Counter(b.requests) for b in backends.values()), Counter[str]())
+    backends = [repository_of(store).backend for store in stores]
+    backends = list({id(backend): backend for backend in backends}.values())
+    requests = sum((Counter(backend.requests) for backend in backends), Counter[str]())
     if requests:
         document = {**document, "requests": dict(requests)}
     # json's own indentation is several times slower.

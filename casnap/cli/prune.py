@@ -31,6 +31,7 @@ from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
 from casnap.storage.snapshots.retention import Best, PruneReport, Retention
 from casnap.store import Store
+from casnap.view import repository_of, view_of
 
 EXAMPLES = """\
 \b
@@ -107,7 +108,7 @@ def prune(
     _check_grace(collect=collect)
     place = open_store(store)
     if collect:
-        check_allowed(place.open_store, options)
+        check_allowed(repository_of(place), options)
     _check_folder(place, prefix)
     forget = place.prune_missing_folders if retention is None else partial(place.prune, retention)
     if not (dry_run or yes):
@@ -115,7 +116,7 @@ def prune(
     report = forget(prefix=prefix, dry_run=dry_run)
     document = {**store_fields(place), **_facts_of(place, report)}
     if prefix:
-        document["prefix"] = place.outer_name(prefix.strip("/"))
+        document["prefix"] = view_of(place).outer_name(prefix.strip("/"))
     if not as_json:
         _show(report)
     try:
@@ -159,7 +160,7 @@ def _check_grace(*, collect: bool) -> None:
 
 def _collect_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
     if options.dry_run:
-        names = frozenset(place.outer_name(verdict.name) for verdict in report.forgotten)
+        names = frozenset(view_of(place).outer_name(verdict.name) for verdict in report.forgotten)
         options = replace(options, forgotten=names)
     return collect_garbage(place, options)
 
@@ -191,7 +192,11 @@ def _ask(plan: PruneReport) -> None:
 def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
     snapshots = [
         {
-            **identity(place.open_store.backend, place.outer_name(v.name), v.row.commit.hex()),
+            **identity(
+                repository_of(place).backend,
+                view_of(place).outer_name(v.name),
+                v.row.commit.hex(),
+            ),
             "root": v.row.seq,
             "time": json_time(v.row.time),
             "metadata": v.row.metadata,

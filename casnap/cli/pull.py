@@ -30,6 +30,7 @@ from casnap.runtime.progress import Progress
 from casnap.serving.options import FLOATS, FollowEvent, PullOptions, PullReport
 from casnap.serving.version import RECORD, read_record, verify
 from casnap.store import Store
+from casnap.view import repository_of
 
 EXAMPLES = """\
 \b
@@ -232,7 +233,7 @@ def _print_event(event: FollowEvent, folder: str) -> None:
 
 def _facts_of(report: PullReport, store: Store) -> dict[str, Any]:
     facts = report_fields(report, "tensors")
-    snapshot = identity(store.open_store.backend, facts.pop("snapshot"), facts.pop("commit"))
+    snapshot = identity(repository_of(store).backend, facts.pop("snapshot"), facts.pop("commit"))
     return {**snapshot, **facts}
 
 

@@ -31,6 +31,7 @@ from casnap.runtime.environment import local_path
 from casnap.storage.log.config import read_config
 from casnap.storage.places.uris import store_uri
 from casnap.store import Store
+from casnap.view import repository_of
 
 
 def _source(text: str) -> str:
@@ -68,7 +69,7 @@ def repair(
     except DamagedError as e:
         made_anew = True
         place = _with_config(store, e, yes=yes, dry_run=dry_run)
-    uri = place.open_store.backend.uri
+    uri = repository_of(place).backend.uri
     if not (yes or dry_run or made_anew):
         _ask(uri)
     places = [open_store(s) if store_uri(s) is not None else s for s in sources]

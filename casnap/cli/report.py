@@ -27,6 +27,7 @@ from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
 from casnap.storage.reading.repository import Repository
+from casnap.view import repository_of
 
 
 @click.command()
@@ -61,9 +62,9 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     place = open_store(store)
     contents = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
     with progress_bars(lambda: place.requests) as progress:
-        facts = gather(place.open_store, contents, last, progress)
+        facts = gather(repository_of(place), contents, last, progress)
     if as_json:
-        emit({**store_fields(place), **_document(place.open_store, facts)}, place)
+        emit({**store_fields(place), **_document(repository_of(place), facts)}, place)
         return
     _write(output, page(facts, time.time()))
     say(f"{output!s}: {amount(len(contents), 'snapshot')}")

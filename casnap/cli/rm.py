@@ -8,6 +8,7 @@ from casnap.cli.arguments import identity_of, open_snapshot, writing_options
 from casnap.cli.garbage import show_what_waits
 from casnap.cli.output import CommandError, amount, confirm, emit, say, size, summary
 from casnap.snapshot import Snapshot
+from casnap.view import repository_of
 
 
 @click.command()
@@ -42,7 +43,7 @@ def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_js
         deleted = [{**identity_of(s), "tags": list(s.tags)} for s in doomed]
         emit({"dry_run": dry_run, "deleted": deleted}, *(s.store for s in doomed))
     elif not dry_run:
-        for place in {s.store.open_store.backend.uri: s.store for s in doomed}.values():
+        for place in {repository_of(s.store).backend.uri: s.store for s in doomed}.values():
             show_what_waits(place)
 
 

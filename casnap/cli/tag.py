@@ -7,6 +7,7 @@ import click
 from casnap.cli.arguments import identity_of, open_snapshot, open_store, writing_options
 from casnap.cli.output import CommandError, emit, json_time, moment, safe, say, summary
 from casnap.snapshot import Snapshot
+from casnap.view import repository_of
 
 
 @click.command()
@@ -72,10 +73,10 @@ def _print_moves(path: str, tag: str, as_json: bool) -> None:
             {**{field: getattr(m, field) for field in fields}, "time": json_time(m.time)}
             for m in moves
         ]
-        emit({"store": store.open_store.backend.uri, "tag": tag, "moves": listed}, store)
+        emit({"store": repository_of(store).backend.uri, "tag": tag, "moves": listed}, store)
         return
     if not moves:
-        raise CommandError(f"{store.open_store.backend.uri}: the tag {tag} was never moved")
+        raise CommandError(f"{repository_of(store).backend.uri}: the tag {tag} was never moved")
     for m in moves:
         before = f" from {m.previous}" if m.previous else ""
         say(safe(f"{moment(m.time)}  {m.name}{before}  by {m.by}"))

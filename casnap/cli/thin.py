@@ -7,6 +7,7 @@ import click
 from casnap.cli.arguments import identity, open_store, store_fields, writing_options
 from casnap.cli.garbage import show_what_waits
 from casnap.cli.output import amount, confirm, emit, safe, say
+from casnap.view import view_of
 
 EXAMPLES = """\
 \b
@@ -56,9 +57,10 @@ def thin(
         confirm(f"Thin {amount(len(plan), 'snapshot')}?", "--yes, or --dry-run to look", lines)
     thinned = plan if dry_run else place.thin(rules, prefix=prefix)
     if as_json:
-        backend = place.open_store.backend
+        view = view_of(place)
+        backend = view.repository.backend
         snapshots = [
-            {**identity(backend, place.outer_name(name), place.row(name).commit.hex())}
+            {**identity(backend, view.outer_name(name), view.row(name).commit.hex())}
             | {"lost_keys": list(keys)}
             for name, keys in thinned.items()
         ]

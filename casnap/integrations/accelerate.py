@@ -33,6 +33,7 @@ from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 from casnap.take.options import TakeOptions
+from casnap.view import view_of
 
 check_version("accelerate", "1.15", "1.16")
 
@@ -116,8 +117,7 @@ def save_state(
         snapshot = take_with(engine, _absolute(output_dir), state, TakeOptions(**options))
     if leads:
         put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
-        store = snapshot.store
-        note_saved(store, store.full_name(snapshot.name), snapshot.row.commit)
+        note_saved(view_of(snapshot.store), snapshot.contents.name, snapshot.row.commit)
         if automatic:
             _forget_oldest(accelerator)
     accelerator.project_configuration.iteration += 1

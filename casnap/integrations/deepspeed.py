@@ -36,12 +36,13 @@ from casnap.integrations.divided import (
 )
 from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.integrations.trainers import check_version, not_found_error, snapshot_at
+from casnap.pending import PendingSnapshot
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
+from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.flatten import flatten
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe
@@ -49,6 +50,7 @@ from casnap.storage.snapshots.retention import Retention
 from casnap.store import Store
 from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 from casnap.take.options import TakeOptions
+from casnap.view import find_view_together
 
 check_version("deepspeed", "0.19", "0.20")
 
@@ -116,7 +118,7 @@ def async_save_checkpoint(
     with _Partitioned(engine):
         with begin.comm.reporting_errors():
             state = _state_of(engine, client_state, exclude_frozen_parameters, allow_pickle)
-        return begin.store.begin_take(begin.comm, state, begin.name, begin.options)
+        return begin_take(begin.view, begin.comm, state, begin.name, begin.options)
 
 
 def load_checkpoint(
@@ -265,16 +267,16 @@ class _Beginning:
         _check_supported(engine)
         self.options = options
         self.comm = join(None, timeout, f"the save of {path!r}")
-        self.store, self.name = find_store_together(path, None, None, self.comm)
-        self._full_name = self.store.full_name(self.name)
+        self.view, self.name = find_view_together(path, None, None, self.comm)
+        self._full_name = self.view.full_name(self.name)
         if self.comm.rank == 0:
-            forget_deleted(self.store, self._full_name)
+            forget_deleted(self.view, self._full_name)
 
     def take(self, state: Callable[[], DividedLeaves | _WithOthers]) -> Snapshot:
         """Take the snapshot."""
-        snapshot = self.store.take_from(self.comm, state, self.name, self.options)
+        snapshot = take_from(self.view, self.comm, state, self.name, self.options)
         if self.comm.rank == 0:
-            note_saved(self.store, self._full_name, snapshot.row.commit)
+            note_saved(self.view, self._full_name, snapshot.row.commit)
         return snapshot
 
 

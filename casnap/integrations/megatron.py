@@ -44,15 +44,17 @@ from casnap.integrations.trainers import (
     snapshot_at,
     step_in,
 )
+from casnap.pending import PendingSnapshot
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import PendingSnapshot, Snapshot, find_store_together
+from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.flatten import containers_of, flatten
 from casnap.state.tensors import Leaf, allocate, describe
 from casnap.state.values import decode_value
 from casnap.take.capture import DividedLeaves
 from casnap.take.options import TakeOptions
+from casnap.view import find_view_together
 
 check_version("megatron-core", "0.16", "0.17", "megatron")
 
@@ -172,17 +174,17 @@ class _Save:
         path = os.path.realpath(checkpoint_dir)
         self._folder = Path(path)
         self._comm = join(None, timeout, f"the save of {path!r}")
-        self._store, self._name = find_store_together(path, None, None, self._comm)
-        self._full_name = self._store.full_name(self._name)
+        self._view, self._name = find_view_together(path, None, None, self._comm)
+        self._full_name = self._view.full_name(self._name)
         self._leads = self._comm.rank == 0
         self._allow_pickle = allow_pickle
         if self._leads:
-            forget_deleted(self._store, self._full_name)
+            forget_deleted(self._view, self._full_name)
 
     def take(self, state: Mapping[str, Any]) -> Snapshot:
         """Take the snapshot."""
-        snapshot = self._store.take_from(
-            self._comm, lambda: self._leaves(state), self._name, self._options()
+        snapshot = take_from(
+            self._view, self._comm, lambda: self._leaves(state), self._name, self._options()
         )
         self.end(snapshot)
         return snapshot
@@ -191,13 +193,13 @@ class _Save:
         """Copy the state, and take the snapshot in the background."""
         with self._comm.reporting_errors():
             leaves = self._leaves(state)
-        return self._store.begin_take(self._comm, leaves, self._name, self._options())
+        return begin_take(self._view, self._comm, leaves, self._name, self._options())
 
     def end(self, snapshot: Snapshot) -> None:
         """Note what was saved, once it is durable."""
         if self._leads:
             put_notices(snapshot, _NOTICE, ".metadata")
-            note_saved(self._store, self._full_name, snapshot.row.commit)
+            note_saved(self._view, self._full_name, snapshot.row.commit)
 
     def _options(self) -> TakeOptions:
         metadata: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
         subject: What they say, as for :func:`notice`.
         names: Their names.
     """
-    open_store = snapshot.store.open_store
+    open_store = snapshot.contents.store
     if open_store.backend.folder is None or not open_store.marks:
         return
     for path in (Path(snapshot.path, name) for name in names):

@@ -23,12 +23,11 @@ from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.runtime.typing import override
-from casnap.snapshot import find_store
 from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import marked_commit
 from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
 from casnap.storage.snapshots.table import Table, snapshots_in
-from casnap.store import Store
+from casnap.view import View, find_view
 
 _log = logging.getLogger("casnap")
 # One of these stands beside what an adapter has saved.
@@ -39,20 +38,20 @@ class RunFolder:
     """The folder of a run, and the folders of its snapshots that this process knows.
 
     Args:
-        store: The store.
+        view: The store.
         run: The full name of the folder.
         inner: How snapshots are called in the folders there; "" where each folder is a snapshot.
     """
 
-    def __init__(self, store: Store, run: str, inner: str = "") -> None:
-        self._store = store
+    def __init__(self, view: View, run: str, inner: str = "") -> None:
+        self._view = view
         self._prefix = f"{run}/" if run else ""
         self._inner = f"/{inner}" if inner else ""
-        self._path = Path(store.open_store.backend.folder or "", run)
+        self._path = Path(view.repository.backend.folder or "", run)
         self._identity = _identity(self._path)
         # Their commits and inodes, by their full names.
         self._folders: dict[str, tuple[bytes, int]] = {}
-        store.read(self._see)
+        view.read(self._see)
 
     @property
     def is_same(self) -> bool:
@@ -91,7 +90,7 @@ class RunFolder:
 
     def _commit_of(self, name: str) -> bytes | None:
         """Return the commit that the marker in a folder names, if there is one."""
-        backend = self._store.open_store.backend
+        backend = self._view.repository.backend
         return marked_commit(backend, f"{self._prefix}{name}{self._inner}")
 
     def _is_own(self, name: str) -> bool:
@@ -100,7 +99,7 @@ class RunFolder:
 
     def _see(self, table: Table) -> None:
         """Note the folders of what earlier processes have saved by adapters."""
-        open_store, run = self._store.open_store, self._prefix.rstrip("/")
+        repository, run = self._view.repository, self._prefix.rstrip("/")
         for name, row in snapshots_in(table, run):
             folder = self._folder(name)
             notices = (Path(f"{folder}{self._inner}", file) for file in _NOTICES)
@@ -109,9 +108,9 @@ class RunFolder:
                 self.note(name, row.commit)
         if self._inner:
             return
-        verdicts = MissingFoldersChange(open_store, run).judge(table)
+        verdicts = MissingFoldersChange(repository, run).judge(table)
         if count := sum(not verdict.kept for verdict in verdicts if self._is_own(verdict.name)):
-            uri = open_store.backend.uri
+            uri = repository.backend.uri
             text = (
                 "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
             )
@@ -125,39 +124,39 @@ _MOST_RUNS = 64
 _MOST_INNER = 8
 
 
-def _run_folders(store: Store, name: str) -> Iterator[RunFolder]:
+def _run_folders(view: View, name: str) -> Iterator[RunFolder]:
     """Yield the folders that a save may rotate; none where snapshots have no folders.
 
     That is the one that a snapshot is saved in, and the one above that. What cannot be seen, such
     as a folder that is not made yet, is left out.
     """
-    open_store = store.open_store
-    if open_store.backend.folder is None or not open_store.marks:
+    repository = view.repository
+    if repository.backend.folder is None or not repository.marks:
         return
     folder, _, base_name = name.rpartition("/")
     places = [(folder, "")]
     above = folder_of(folder)
-    others = sum(key.startswith(_key(store, above, "")) for key in _runs)
-    if folder and (_key(store, above, base_name) in _runs or others < _MOST_INNER):
+    others = sum(key.startswith(_key(view, above, "")) for key in _runs)
+    if folder and (_key(view, above, base_name) in _runs or others < _MOST_INNER):
         places.append((above, base_name))
     for run, inner in places:
         with suppress(OSError, CasnapError):
-            yield _run_folder(store, run, inner)
+            yield _run_folder(view, run, inner)
 
 
-def _run_folder(store: Store, run: str, inner: str) -> RunFolder:
-    key = _key(store, run, inner)
+def _run_folder(view: View, run: str, inner: str) -> RunFolder:
+    key = _key(view, run, inner)
     run_folder = _runs.pop(key, None)
     if run_folder is None or not run_folder.is_same:
-        run_folder = RunFolder(store, run, inner)
+        run_folder = RunFolder(view, run, inner)
     _runs[key] = run_folder
     for old in list(_runs)[:-_MOST_RUNS]:
         del _runs[old]
     return run_folder
 
 
-def _key(store: Store, run: str, inner: str) -> str:
-    return f"{store.open_store.backend.identity} {run} /{inner}"
+def _key(view: View, run: str, inner: str) -> str:
+    return f"{view.repository.backend.identity} {run} /{inner}"
 
 
 class _DeletedChange(PruneChange):
@@ -176,30 +175,30 @@ class _DeletedChange(PruneChange):
         ]
 
 
-def forget_deleted(store: Store, name: str) -> None:
+def forget_deleted(view: View, name: str) -> None:
     """Forget the snapshots beside a new one whose folders were deleted.
 
     So they are collected while the new one is taken, and on a nearly full disk before that.
     """
-    for folder in _run_folders(store, name):
+    for folder in _run_folders(view, name):
         change = _DeletedChange(folder)
         # What cannot be seen was not deleted.
         with suppress(OSError, CasnapError):
-            if any(not verdict.kept for verdict in store.read(change.judge)):
-                verdicts = prune(store.open_store, change)
-                store.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
+            if any(not verdict.kept for verdict in view.read(change.judge)):
+                verdicts = prune(view.repository, change)
+                view.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
 
 
 def forget_deleted_beside(path: str | os.PathLike[str]) -> None:
     """Forget snapshots as :func:`forget_deleted` does, beside one that is taken at a path."""
     with suppress(OSError, CasnapError):
-        store, name = find_store(path, None, None, create=False)
-        forget_deleted(store, store.full_name(name))
+        view, name = find_view(path, None, create=False)
+        forget_deleted(view, view.full_name(name))
 
 
-def note_saved(store: Store, name: str, commit: bytes) -> None:
+def note_saved(view: View, name: str, commit: bytes) -> None:
     """Note that this process has saved a snapshot by an adapter."""
-    for folder in _run_folders(store, name):
+    for folder in _run_folders(view, name):
         with suppress(OSError, CasnapError):
             folder.note(name, commit)
 

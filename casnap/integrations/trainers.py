@@ -19,12 +19,13 @@ from casnap.ranks.joining import own_rank
 from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.snapshot import Snapshot, find_store
+from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.containers import live_components
 from casnap.state.stateful import Stateful
 from casnap.storage.places.other_formats import hint_at, hint_in
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
+from casnap.view import find_view
 
 
 def check_version(package: str, minimum: str, limit: str, extra: str | None = None) -> None:
@@ -98,11 +99,11 @@ def take_alone(
         What waits for the snapshot, and returns it.
     """
     refuse_nested_take()
-    store, name = find_store(path, storage_options, None, create=True)
+    view, name = find_view(path, storage_options, create=True)
     app_state = {key: Value(value) for key, value in values.items()}
     if later:
-        return store.begin_take(SingleProcess(), LiveState(app_state), name, options).wait
-    snapshot = store.take_from(SingleProcess(), lambda: LiveState(app_state), name, options)
+        return begin_take(view, SingleProcess(), LiveState(app_state), name, options).wait
+    snapshot = take_from(view, SingleProcess(), lambda: LiveState(app_state), name, options)
     return lambda: snapshot
 
 

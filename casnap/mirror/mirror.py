@@ -57,8 +57,9 @@ from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
 from casnap.storage.log.settings import CODEC, CODECS, settings_of
 from casnap.storage.lookup.lmdb_files import BusyError, locked
+from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.opening import locate, open_at
+from casnap.storage.snapshots.opening import open_at
 from casnap.storage.snapshots.runs import origin_of
 from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.hooks import CommitHooks
@@ -120,7 +121,7 @@ class Mirror:
                 "give mirror= to that one"
             )
         self.how = options
-        self.uri = locate(options.uri, options.options).backend.uri
+        self.uri = locate_store(options.uri, options.options).backend.uri
         self._source = source
         self._host = HostFiles(source, self.uri)
         self._hooks_of = hooks_of
@@ -411,7 +412,7 @@ class Mirror:
         codec = settings_of(root)[CODEC]
         try:
             # Another process may have made it meanwhile, so its place is looked at anew.
-            place = locate(self.how.uri, self.how.options)
+            place = locate_store(self.how.uri, self.how.options)
             store, _ = open_at(
                 place,
                 create=attached is None,

@@ -15,7 +15,7 @@ from casnap.errors import CasnapError
 # What stands around the library and takes for the user; and what only waits, and holds nothing.
 _OUTSIDE = ("integrations", "cli", "testing", "preemption")
 _WAITING = ("casnap.take.pending", "casnap.runtime.threads")
-_HOLD_NOTHING = {("casnap.snapshot", "wait"), ("casnap.serving.follower", "__exit__")}
+_HOLD_NOTHING = {("casnap.pending", "wait"), ("casnap.serving.follower", "__exit__")}
 
 
 def refuse_nested_take(advice: str = "") -> None:

@@ -1,32 +1,134 @@
-"""The options of a take, and the check that all ranks ask for the same."""
+"""The options of a take, and what becomes of its errors."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypedDict
+import inspect
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
-import msgspec
-
-from casnap.errors import DamagedError, SnapshotExistsError
-from casnap.format.codec import Codec
-from casnap.format.names import component_of
-from casnap.format.records import Root
-from casnap.ranks.comm import Comm
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    FencedError,
+    UnclearCommitError,
+    nearest,
+)
+from casnap.format.records import Row
 from casnap.runtime.progress import Progress
-from casnap.runtime.units import count_if_given, count_of
-from casnap.storage.log.settings import codec_of
-from casnap.storage.places.other_formats import check_no_other_form
-from casnap.storage.reading.repository import Repository
+from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
 from casnap.storage.snapshots.retention import Retention, check_retention
-from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
 from casnap.storage.writing.hooks import CommitHooks
-from casnap.take.attempts import Attempt, unclear_commits
+
+_log = logging.getLogger("casnap")
+T = TypeVar("T")
+U = TypeVar("U")
+
+OnError: TypeAlias = Literal["raise", "warn"]
+
+# What may be gone at the next take. A wrong state or name is not, nor is a rank that died. An error
+# of one rank has the same type on all of them, so all of them go on, or none.
+_OF_STORAGE = (BackendError, DamagedError, FencedError)
+
+
+@dataclass
+class _Series:
+    """Takes that failed one after the other.
+
+    Attributes:
+        since: The time of the first one.
+        count: How many they are.
+        last_error: The error of the last one.
+    """
+
+    since: float
+    count: int = 0
+    last_error: str = ""
+
+
+# The takes that have failed since one was stored, by the path of their run.
+_series: dict[str, _Series] = {}
+# The commits of this process that stand, or may, although no caller was told so. A take of the same
+# name replaces them.
+unclear_commits: set[bytes] = set()
+
+
+def what_failed(snapshot: str, error: BaseException) -> str:
+    """Return what to tell of a take that failed.
+
+    Args:
+        snapshot: The name of the snapshot, or its path.
+        error: Why it failed.
+    """
+    if isinstance(error, UnclearCommitError):
+        return f"it is not known whether the snapshot {snapshot} is stored"
+    return f"the snapshot {snapshot} was NOT stored"
+
+
+class Attempt:
+    """One take of a loop.
+
+    Args:
+        path: The path of the snapshot, or its URI.
+        on_error: What becomes of an error of the storage: it is raised, or only logged.
+    """
+
+    def __init__(self, path: str = "", on_error: OnError = "raise") -> None:
+        self._on_error = on_error
+        self._path = path
+        self._run = path.rpartition("/")[0]
+        self._is_noted = False
+
+    def run(self, take: Callable[[], T], if_failed: Callable[[CasnapError], U]) -> T | U:
+        """Take; if that fails, and the run goes on, return something else.
+
+        Args:
+            take: Takes the snapshot, or begins to.
+            if_failed: Returns that, given the error.
+        """
+        try:
+            return take()
+        except _OF_STORAGE as e:
+            if not self.tolerates(e):
+                raise
+            return if_failed(e)
+
+    def tolerates(self, error: BaseException) -> bool:
+        """Return whether the run goes on after an error of the take; log it then."""
+        if self._on_error == "raise" or not isinstance(error, _OF_STORAGE):
+            return False
+        # A call and its part in the background may fail both.
+        if not self._is_noted:
+            self._is_noted = True
+            series = _series.setdefault(self._run, _Series(time.time()))
+            series.count += 1
+            series.last_error = f"{type(error).__name__}: {error}"
+            _log.warning(
+                "%s; the run goes on (on_error='warn'): %s",
+                what_failed(self._path, error),
+                series.last_error,
+            )
+        return True
+
+    def note_stored(self, row: Row) -> None:
+        """Note that the snapshot is stored; log what takes of its run have failed before."""
+        unclear_commits.discard(row.commit)
+        series = _series.pop(self._run, None)
+        if series is not None:
+            _log.warning(
+                "the snapshot %s is stored; %d before it failed since %s, the last with %s",
+                self._path,
+                series.count,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(series.since)),
+                series.last_error,
+            )
 
 
 class TakeArguments(TypedDict, total=False):
-    """The keyword arguments of each take, for type checkers."""
+    """The keyword arguments of each take, as type checkers see them."""
 
     metadata: Mapping[str, Any] | None
     overwrite: bool
@@ -41,7 +143,7 @@ class TakeArguments(TypedDict, total=False):
 class AsyncTakeArguments(TakeArguments, total=False):
     """The keyword arguments of each take in the background, likewise."""
 
-    max_staging_bytes: int | None
+    max_staging_bytes: Size | None
     max_pending: int
 
 
@@ -57,15 +159,17 @@ class TakeOptions:
     metadata: Mapping[str, Any] | None = None
     overwrite: bool = False
     allow_pickle: bool = False
-    max_staging_bytes: int | None = None
+    max_staging_bytes: Size | None = None
     max_pending: int = 1
     progress: Progress | None = None
     retention: Retention | None = None
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
-    hooks: CommitHooks = field(default_factory=CommitHooks)
-    attempt: Attempt = field(default_factory=Attempt)
+    timeout: float | None = None
+    on_error: OnError = "raise"
+    hooks: CommitHooks = field(default_factory=CommitHooks, repr=False)
+    attempt: Attempt = field(default_factory=Attempt, repr=False)
 
     def __post_init__(self) -> None:
         if self.retention is not None:
@@ -73,8 +177,24 @@ class TakeOptions:
         # Ranks compare the texts of options, so each has one form.
         object.__setattr__(self, "threads", count_if_given("threads", self.threads))
         object.__setattr__(self, "max_pending", count_of("max_pending", self.max_pending))
+        _ = self.staging_bytes
         for name in ("replicated", "per_rank"):
             _check_globs(name, getattr(self, name))
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error= is 'raise' or 'warn', not {self.on_error!r:.80}")
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """The most bytes of copies of pending takes; None for as many as there are.
+
+        Raises:
+            ValueError: They are no size.
+        """
+        return bytes_if_given("max_staging_bytes", self.max_staging_bytes, least=0)
+
+    def for_path(self, path: str) -> TakeOptions:
+        """Return the same options, for the take to a path."""
+        return replace(self, attempt=Attempt(path, self.on_error))
 
 
 def _check_globs(option: str, globs: object) -> None:
@@ -91,107 +211,47 @@ def _check_globs(option: str, globs: object) -> None:
         raise TypeError(f"{option} is a list of globs, such as ['model/*']; got {globs!r:.200}")
 
 
-class Request(msgspec.Struct, array_like=True):
-    """The arguments of a take on one rank.
-
-    Attributes:
-        store_id: The id of the store.
-        name: The name of the snapshot.
-        keys: The keys of the app state, as components: a key need not be Unicode.
-        options: The options that must be the same on all ranks.
-        codec: How chunks are stored; that of rank 0 counts, which looks what the store is set to.
-        seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
-        root: The newest root, which rank 0 reads for all where each look is a request.
-    """
-
-    store_id: str
-    name: str
-    keys: list[str]
-    options: dict[str, str]
-    codec: Codec
-    seed: int
-    root: Root | None = None
+_OF_A_TAKE = [f.name for f in fields(TakeOptions) if f.name not in ("hooks", "attempt")]
+_IN_BACKGROUND = ("max_staging_bytes", "max_pending")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def agree_on_request(
-    store: Repository,
-    name: str,
-    keys: list[str],
-    options: TakeOptions,
-    comm: Comm,
-) -> Request:
-    """Return the request of rank 0, once every rank has checked that its own is the same.
+def shows_options(*, in_background: bool) -> Callable[[F], F]:
+    """Have ``help()`` and ``inspect`` show the options of a take, which it has as ``**options``.
 
-    Its keys are in the order in which all ranks read their states: reading may be a collective of
-    the trainer's.
+    Type checkers see them in its overloads.
 
     Args:
-        store: The store.
-        name: The name of the snapshot.
-        keys: The keys of this rank.
-        options: How to take.
-        comm: The ranks.
+        in_background: Whether the take goes on in the background.
+    """
+
+    def shown(take: F) -> F:
+        signature = inspect.signature(take)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        hidden = {p.name for p in own} | set(() if in_background else _IN_BACKGROUND)
+        options = inspect.signature(TakeOptions).parameters
+        more = [options[name] for name in _OF_A_TAKE if name not in hidden]
+        take.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return take
+
+    return shown
+
+
+def options_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> TakeOptions:
+    """Return the options that a take was called with.
+
+    Args:
+        call: The take, which :func:`shows_options` has decorated.
+        arguments: Its ``**options``, and what else is one.
 
     Raises:
-        SnapshotExistsError: The name is taken.
-        StateError: The ranks were called with different arguments.
+        TypeError: The take has no such option.
     """
-    root, codec = None, Codec.RAW
-    if comm.rank == 0:
-        root = _check_name_is_free(store, name, options)
-        codec = codec_of(root, store.backend.uri)
-    mine = Request(
-        store.config.store_id,
-        name,
-        [component_of(key) for key in keys],
-        {
-            "overwrite": str(options.overwrite),
-            "allow_pickle": str(options.allow_pickle),
-            "max_pending": str(options.max_pending),
-            "retention": repr(options.retention),
-            "on_error": options.attempt.on_error,
-        },
-        codec,
-        seed=int.from_bytes(os.urandom(7), "big"),
-        root=root if store.backend.costs.one_asks else None,
-    )
-    agreed = comm.broadcast_message(mine, Request)
-    if agreed.root is not None and comm.rank:
-        store.observe_root(agreed.root)
-    for subject, on_this_rank, on_rank_0 in (
-        ("the store", mine.store_id, agreed.store_id),
-        ("the name", mine.name, agreed.name),
-        ("the keys of app_state", sorted(mine.keys), sorted(agreed.keys)),
-        *((f"the option {key}=", text, agreed.options[key]) for key, text in mine.options.items()),
-    ):
-        comm.check_same(subject, on_this_rank, on_rank_0)
-    return agreed
-
-
-def check_take(table: Table, name: str, options: TakeOptions, uri: str) -> None:
-    """Check that a take may make a snapshot of this name.
-
-    Raises:
-        SnapshotExistsError: The name is taken, and not by a take of this process that failed.
-    """
-    row = table.get(name)
-    is_own = row is not None and row.commit in unclear_commits
-    check_free(table, name, overwrite=options.overwrite or is_own, uri=uri)
-
-
-def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> Root:
-    """Check it in the newest root, and return that."""
-    check_path_is_free(store.backend, name)
-    if store.backend.folder is not None:
-        check_no_other_form(store.backend.folder / name)
-
-    def check(root: Root) -> Root:
-        table = store.table(root)
-        check_take(table, name, options, store.backend.uri)
-        return root
-
-    try:
-        return check(store.recent())
-    except (SnapshotExistsError, DamagedError):
-        # That root may be a moment old.
-        return store.read_at_newest(check)
+    known = inspect.signature(call).parameters
+    for name in arguments:
+        if name not in known:
+            raise TypeError(
+                f"{call.__qualname__}() got an unexpected keyword argument {name!r}"
+                f"{nearest(name, known)}"
+            )
+    return TakeOptions(**arguments)

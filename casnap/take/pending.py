@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from casnap.errors import CasnapError, StateError, retold
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.threads import Worker
-from casnap.take.attempts import Attempt, what_failed
-from casnap.take.options import TakeOptions
-from casnap.take.rank_commit import TakeResult
+from casnap.take.options import Attempt, TakeOptions, what_failed
+
+if TYPE_CHECKING:
+    from casnap.take.rank_commit import TakeResult
 
 _log = logging.getLogger("casnap")
 # One take at a time begins in a process, and one stores: so pending takes keep their order, and
@@ -53,7 +55,7 @@ def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: b
     """
     before = options.max_pending - 1
     _wait_for_others(before)
-    if options.attempt.on_error == "raise":
+    if options.on_error == "raise":
         last_count = _count if is_alone else _count - before
         advice = f"the take of {name!r} has not begun: call again for it"
         _raise_unseen(store_id, last_count, advice)

@@ -29,7 +29,8 @@ from casnap.storage.writing.rank_parts import OtherRanks, RankPart
 from casnap.storage.writing.reused_packs import COLLECTED
 from casnap.storage.writing.session import Session
 from casnap.take.manifest import ManifestSummary
-from casnap.take.options import TakeOptions, check_take
+from casnap.take.options import TakeOptions
+from casnap.take.request import check_take
 
 _log = logging.getLogger("casnap")
 # The stores, by id, of which a warning was logged that keep_best keeps every snapshot.

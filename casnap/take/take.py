@@ -20,15 +20,15 @@ from casnap.storage.snapshots.table import checked_metadata
 from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
 from casnap.take import pending as background
-from casnap.take.attempts import unclear_commits
 from casnap.take.capture import StateSource
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher
 from casnap.take.manifest import build_manifest
-from casnap.take.options import TakeOptions, agree_on_request
+from casnap.take.options import TakeOptions, unclear_commits
 from casnap.take.pending import PendingTake
 from casnap.take.rank_commit import TakeCommit, TakeResult
+from casnap.take.request import agree_on_request
 from casnap.take.staging import Piece, StagedCopies, batched
 
 
@@ -70,7 +70,7 @@ def async_take(
             store_id = open_store.config.store_id
             background.wait_for_room(store_id, name, options, is_alone=comm.size == 1)
             work.begin(source)
-            copies = StagedCopies(options.max_staging_bytes, options.threads)
+            copies = StagedCopies(options.staging_bytes, options.threads)
             in_call = work.requests()
             pending = PendingTake(
                 store_id, name, lambda: work.store_copies(copies, in_call), options.attempt

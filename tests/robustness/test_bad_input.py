@@ -512,7 +512,7 @@ def test_arguments_of_a_take_in_the_other_order(tmp_path: Path, verb: str) -> No
 
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     store: Any = Store(tmp_path / "store").make()
-    for call in (lambda n: store[n], store.delete, lambda n: store.tag(n, "t"), store.full_name):
+    for call in (lambda n: store[n], store.delete, lambda n: store.tag(n, "t")):
         with pytest.raises(InvalidNameError, match="the name of a snapshot is a str"):
             call(3)
 

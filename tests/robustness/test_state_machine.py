@@ -34,8 +34,8 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
-from casnap.snapshot import PendingSnapshot
-from casnap.take.attempts import unclear_commits
+from casnap.pending import PendingSnapshot
+from casnap.take.options import unclear_commits
 from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StoreError
-from casnap.snapshot import find_store
+from casnap.view import find_view
 from tests.support.cli_calls import invoke
 from tests.support.faults import (
     SYSTEM_CALLS,
@@ -36,7 +36,7 @@ LOOKS = ["stat", "listdir", "link"]
     "make",
     [
         lambda folder: Store(folder).make(),
-        lambda folder: find_store(folder / "step", None, None, create=True)[0],
+        lambda folder: Store._of(find_view(folder / "step", None, create=True)[0]),
     ],
     ids=["named", "unasked"],
 )
@@ -247,7 +247,11 @@ def test_a_remote_store_that_is_not_made_yet_is_asked_once(tmp_path: Path) -> No
     double = RemoteDouble(str(tmp_path))
     store = Store(double)
     once = double.count
-    assert (store.prefix, store.full_name("a"), repr(store)) == ("", "a", f"Store({double.uri!r})")
+    assert (store.prefix, repr(store)) == (
+        "",
+        "a",
+        f"Store({double.uri!r})",
+    )
     assert sum(store.requests.values()) == double.count == once
     assert store.latest() is None
     assert double.count == 2 * once

@@ -23,7 +23,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StoreError,
 )
-from casnap.snapshot import find_store
+from casnap.view import find_view
 from tests.support.faults import files
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 
@@ -75,8 +75,8 @@ def test_a_snapshot_knows_its_store(tmp_path: Path) -> None:
 
 def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
     outer = Store(tmp_path).make()
-    inner = find_store(tmp_path / "x/y/step", None, None, create=True)[0]
-    assert inner.id == outer.id
+    inner = find_view(tmp_path / "x/y/step", None, create=True)[0]
+    assert inner.repository.config.store_id == outer.id
     for run in ("a/b/c", "a", "d"):
         snapshot = Snapshot.take(tmp_path / run / "step", LARGE)
         assert snapshot.store.id == outer.id

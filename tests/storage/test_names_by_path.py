@@ -33,7 +33,7 @@ def test_every_call_takes_a_path_into_the_store(tmp_path: Path, run: str) -> Non
     assert last.name == "a/step_6"
     assert [s.name for s in store.snapshots(root)] == names(store)
     assert store.copy(path, to=tmp_path / "copy").copied == ["a/step_5"]
-    assert store._pull_source(path).name == store.full_name("a/step_5")
+    assert store._pull_source(path).name == store._view.full_name("a/step_5")
     assert store.check(name=path).ok
     assert store.rewind(path).name == "a/step_5"
     assert Snapshot.take(f"{root}/a/step_7", app_state(7), store=store).name == "a/step_7"

@@ -92,7 +92,7 @@ def test_large_metadata_stand_apart(tmp_path: Path) -> None:
 
 def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
     """Flip a bit of a snapshot's metadata, at all their places."""
-    node = Digest(store.row(name).metadata_node)
+    node = Digest(store._view.row(name).metadata_node)
     for place in store.open_store.index.find_all(store.open_store.view(), node):
         path = Path(store.uri) / "casnap-store" / pack_key(place.pack)
         content = bytearray(path.read_bytes())
@@ -135,7 +135,7 @@ def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     longest: dict[str, Any] = {"x": [1.0] * 16_300}
     store.take(state(1), "a", metadata=longest)
-    assert len(store.open_store.node(Digest(store.row("a").metadata_node))) > 146_000
+    assert len(store.open_store.node(Digest(store._view.row("a").metadata_node))) > 146_000
     assert Store(tmp_path / "s")["a"].metadata.user == longest
 
 

@@ -104,7 +104,7 @@ def test_a_prune_that_thins_is_one_commit(store: Store) -> None:
     rules = Retention(keep_last=3, thin={"optim/**": 1})
     fill(store, 5)
     root = store.open_store.newest()
-    row = store.row("run/002")
+    row = store._view.row("run/002")
     broken = msgspec.structs.replace(row, manifest=NodeRef(bytes(32), None))
     change_table(store.open_store, lambda *_: {"run/002": broken})
     with pytest.raises(DamagedError):

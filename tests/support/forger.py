@@ -82,7 +82,7 @@ class Forger:
         self.count: Any = None
         self.deltas: Any = None
         self._newest = store.open_store.newest()
-        self._good = msgspec.to_builtins(store.row("good"), builtin_types=(bytes,))
+        self._good = msgspec.to_builtins(store._view.row("good"), builtin_types=(bytes,))
         self._body = bytearray()
         self._records: list[tuple[Digest, Place]] = []
 

@@ -358,7 +358,7 @@ def make_copied(folder: Path) -> Made:
 
 def _note(store: Store, name: str, **notes: Any) -> None:
     """Give a snapshot notes, also such as a version after this one may make."""
-    row = store.row(name)
+    row = store._view.row(name)
     edit = row_edit(name, row.commit.hex(), lambda row: row.with_notes(notes), store.uri)
     change_table(store.open_store, edit)
 

@@ -27,9 +27,9 @@ from casnap.integrations.notices import is_notice
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.environment import local_path
-from casnap.snapshot import find_store
 from casnap.storage.snapshots.contents import Contents
 from casnap.store import Store
+from casnap.view import find_view
 
 _log = logging.getLogger("casnap")
 
@@ -110,11 +110,9 @@ class CasnapReader(StorageReader):
             self._place.id  # noqa: B018 - raises if there is no path
             path, store, storage_options = self._place
             assert path is not None
-            found_store, name = find_store(path, storage_options, store, create=False)
-            contents = Contents(
-                found_store.open_store, found_store.full_name(name), found_store.row(name)
-            )
-            folder = found_store.open_store.backend.folder
+            view, name = find_view(path, storage_options, store, create=False)
+            contents = Contents(view.repository, view.full_name(name), view.row(name))
+            folder = view.repository.backend.folder
             if folder is not None and _is_dcps_own(folder / contents.name / ".metadata"):
                 raise StateError(
                     f"{folder / contents.name} holds a snapshot of casnap, and a checkpoint that "

@@ -23,6 +23,7 @@ from casnap.integrations.dcp.staging import torch_copy, true_copy
 from casnap.integrations.dcp.writer import CasnapWriter
 from casnap.maintenance.missing_folders import check_has_folders
 from casnap.store import Store
+from casnap.view import view_of
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]
@@ -82,10 +83,10 @@ def install(
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
-    open_store = store.make().open_store
-    has_folders = open_store.backend.folder is not None and open_store.marks
+    repository = view_of(store).make()
+    has_folders = repository.backend.folder is not None and repository.marks
     if dcp_files and not has_folders:
-        check_has_folders(open_store.backend)
+        check_has_folders(repository.backend)
         raise StoreError(
             f"{store.uri} was opened with markers=False, so its snapshots have no folders that the "
             "files of DCP could lie in; leave markers=False out, or dcp_files=True"

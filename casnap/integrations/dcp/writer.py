@@ -27,10 +27,11 @@ from casnap.integrations.notices import put_notices
 from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.snapshot import Snapshot, find_store_together
+from casnap.snapshot import Snapshot, take_from
 from casnap.storage.snapshots.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
+from casnap.view import find_view_together
 
 _NOTICE = (
     "This is a snapshot of casnap; .metadata and *.distcp only stand there for code that looks for "
@@ -189,18 +190,19 @@ class CasnapWriter(KeptStager, StorageWriter):
         path, store, storage_options = place
         assert path is not None
         comm = join_ranks(ranks, self._timeout, f"the dcp.save of {place.id!r}")
-        found_store, name = find_store_together(path, storage_options, store, comm)
-        options, leads, full = self._options, comm.rank == 0, found_store.full_name(name)
+        view, name = find_view_together(path, storage_options, store, comm)
+        options, leads, full = self._options, comm.rank == 0, view.full_name(name)
         if leads:
-            forget_deleted(found_store, full)
-        snapshot = found_store.take_from(
+            forget_deleted(view, full)
+        snapshot = take_from(
+            view,
             comm,
             lambda: planned(comm, plan, planner, allow_pickle=options.allow_pickle),
             name,
             options,
         )
         if leads:
-            note_saved(found_store, full, snapshot.row.commit)
+            note_saved(view, full, snapshot.row.commit)
         self.snapshot = self._save.snapshot = snapshot
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -117,22 +117,27 @@ def locate_snapshot(
 
 
 def locate_store(
-    uri: str | os.PathLike[str],
+    uri: str | os.PathLike[str] | Backend,
     storage_options: Mapping[str, Any] | None = None,
     use: Use = TAKES,
 ) -> Location:
-    """Return the store that a URI means, and the prefix in it if it lies below.
+    """Return the store that a URI or a backend means, and the prefix in it if it lies below.
 
     Args:
-        uri: A path or URI.
+        uri: A path, URI or backend.
         storage_options: How a remote place is reached.
         use: What it is looked for.
 
     Raises:
         StoreError: A file is there, or it cannot be looked at.
         DamagedError: The store has lost its ``casnap.json``.
-        ValueError: A local path has storage options.
+        ValueError: A local path, or a backend, has storage options.
     """
+    if isinstance(uri, Backend):
+        if storage_options:
+            raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+        # One without a store is noticed when the store's record is read.
+        return Location(uri, "", not uri.costly_requests)
     place = store_uri(uri)
     if place is not None:
         return _locate_uri(place, storage_options)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from casnap.backends import Backend
 from casnap.backends.places import exists
@@ -17,7 +14,7 @@ from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
 from casnap.storage.log.config import not_a_store_error, object_error
 from casnap.storage.places.creation import CreatedStore, create_store
-from casnap.storage.places.location import TAKES, Location, Use, locate_store, narrow_hint
+from casnap.storage.places.location import Location, narrow_hint
 from casnap.storage.places.other_formats import no_store_error
 from casnap.storage.reading.chunk_cache import room_for
 from casnap.storage.reading.repository import Repository
@@ -116,20 +113,6 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
         f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
         f"{narrow_hint(folder)}"
     )
-
-
-def locate(
-    uri: str | os.PathLike[str] | Backend,
-    storage_options: Mapping[str, Any] | None,
-    use: Use = TAKES,
-) -> Location:
-    """Return the store that a URI or a backend means, and the prefix in it."""
-    if not isinstance(uri, Backend):
-        return locate_store(uri, storage_options, use)
-    if storage_options:
-        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
-    # A backend without a store is noticed when the store's record is read.
-    return Location(uri, "", not uri.costly_requests)
 
 
 def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Repository | None:

@@ -1,0 +1,105 @@
+"""Which snapshot of a name, or of a run, counts: the one of this store, or of its mirror."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from casnap.errors import SnapshotNotFoundError, StoreError
+from casnap.format.records import Row
+from casnap.mirror.notes import is_newer_here
+from casnap.storage.places.other_formats import hint_in
+from casnap.storage.snapshots.rewinding import all_rewound_error
+from casnap.storage.snapshots.thinning import all_thinned_error
+from casnap.view import View
+
+_log = logging.getLogger("casnap")
+
+
+class FoundRow(NamedTuple):
+    """A snapshot that was looked for.
+
+    Attributes:
+        view: Where it is: the store, or its mirror.
+        name: Its name there.
+        row: Its row.
+    """
+
+    view: View
+    name: str
+    row: Row
+
+
+def find_row(view: View, name: str) -> FoundRow:
+    """Return the snapshot of a name. One that the store does not have is looked for at its mirror.
+
+    Raises:
+        SnapshotNotFoundError: Neither has it.
+    """
+    name = view.local_name(name)
+    try:
+        return FoundRow(view, name, view.row(name))
+    except SnapshotNotFoundError:
+        mirror = view.at_mirror()
+        if mirror is None:
+            raise
+    seq = mirror.repository.newest().seq
+    found = FoundRow(mirror, name, mirror.row(name))
+    _note_returned(view, found, seq)
+    return found
+
+
+def _note_returned(view: View, found: FoundRow, seq: int) -> None:
+    """Note that a snapshot of the mirror is returned: what is taken here then follows it.
+
+    Args:
+        view: The store.
+        found: The snapshot.
+        seq: The number of the newest root of the mirror before it was looked up.
+    """
+    if view.mirror is not None:
+        view.mirror.note_returned(found.name, max(seq, found.row.seq))
+
+
+def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | None:
+    """Return the snapshot to resume from, as :meth:`casnap.Store.latest` describes."""
+    newest, last = _newest(view, prefix, thinned=thinned)
+    if newest is None and last is not None:
+        error = all_rewound_error if last.row.is_rewound else all_thinned_error
+        raise error(last.view.path_of(last.name))
+    if newest is None:
+        folder = view.folder_on_disk(prefix)
+        if folder is not None and (hint := hint_in(folder)):
+            _log.warning("%s", hint)
+    return newest
+
+
+def _newest(
+    view: View, prefix: str | None, *, thinned: bool
+) -> tuple[FoundRow | None, FoundRow | None]:
+    """Return the snapshot to resume from, and the last one, of whatever kind: of one look."""
+    here = [FoundRow(view, *named_row) for named_row in view.rows(prefix)]
+    last = here[-1] if here else None
+    here = [found for found in here if thinned or not found.row.is_thinned]
+    newest = next((found for found in reversed(here) if not found.row.is_rewound), None)
+    try:
+        mirror = view.at_mirror()
+        if mirror is None:
+            return newest, last
+        seq = mirror.repository.newest().seq
+        mirrored, last_mirrored = _newest(mirror, prefix, thinned=thinned)
+    except StoreError as e:
+        if newest is None:
+            raise
+        _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
+        return newest, last
+    last = last or last_mirrored
+    if mirrored is None:
+        return newest, last
+    is_known = any(found.row.commit == mirrored.row.commit for found in here)
+    if newest is not None and not is_known:
+        mirror_id = mirror.repository.config.store_id
+        if is_newer_here(view.repository, mirror_id, newest[1:], mirrored[1:]):
+            return newest, last
+    _note_returned(view, mirrored, seq)
+    return (newest if is_known else mirrored), last

@@ -1,0 +1,124 @@
+"""What the ranks of a take agree on before it begins: all ask for the same."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from casnap.errors import DamagedError, SnapshotExistsError
+from casnap.format.codec import Codec
+from casnap.format.names import component_of
+from casnap.format.records import Root
+from casnap.ranks.comm import Comm
+from casnap.storage.log.settings import codec_of
+from casnap.storage.places.other_formats import check_no_other_form
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
+from casnap.take.options import TakeOptions, unclear_commits
+
+
+class Request(msgspec.Struct, array_like=True):
+    """The arguments of a take on one rank.
+
+    Attributes:
+        store_id: The id of the store.
+        name: The name of the snapshot.
+        keys: The keys of the app state, as components: a key need not be Unicode.
+        options: The options that must be the same on all ranks.
+        codec: How chunks are stored; that of rank 0 counts, which looks what the store is set to.
+        seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
+        root: The newest root, which rank 0 reads for all where each look is a request.
+    """
+
+    store_id: str
+    name: str
+    keys: list[str]
+    options: dict[str, str]
+    codec: Codec
+    seed: int
+    root: Root | None = None
+
+
+def agree_on_request(
+    store: Repository,
+    name: str,
+    keys: list[str],
+    options: TakeOptions,
+    comm: Comm,
+) -> Request:
+    """Return the request of rank 0, once every rank has checked that its own is the same.
+
+    Its keys are in the order in which all ranks read their states: reading may be a collective of
+    the trainer's.
+
+    Args:
+        store: The store.
+        name: The name of the snapshot.
+        keys: The keys of this rank.
+        options: How to take.
+        comm: The ranks.
+
+    Raises:
+        SnapshotExistsError: The name is taken.
+        StateError: The ranks were called with different arguments.
+    """
+    root, codec = None, Codec.RAW
+    if comm.rank == 0:
+        root = _check_name_is_free(store, name, options)
+        codec = codec_of(root, store.backend.uri)
+    mine = Request(
+        store.config.store_id,
+        name,
+        [component_of(key) for key in keys],
+        {
+            "overwrite": str(options.overwrite),
+            "allow_pickle": str(options.allow_pickle),
+            "max_pending": str(options.max_pending),
+            "retention": repr(options.retention),
+            "on_error": options.on_error,
+        },
+        codec,
+        seed=int.from_bytes(os.urandom(7), "big"),
+        root=root if store.backend.costs.one_asks else None,
+    )
+    agreed = comm.broadcast_message(mine, Request)
+    if agreed.root is not None and comm.rank:
+        store.observe_root(agreed.root)
+    for subject, on_this_rank, on_rank_0 in (
+        ("the store", mine.store_id, agreed.store_id),
+        ("the name", mine.name, agreed.name),
+        ("the keys of app_state", sorted(mine.keys), sorted(agreed.keys)),
+        *((f"the option {key}=", text, agreed.options[key]) for key, text in mine.options.items()),
+    ):
+        comm.check_same(subject, on_this_rank, on_rank_0)
+    return agreed
+
+
+def check_take(table: Table, name: str, options: TakeOptions, uri: str) -> None:
+    """Check that a take may make a snapshot of this name.
+
+    Raises:
+        SnapshotExistsError: The name is taken, and not by a take of this process that failed.
+    """
+    row = table.get(name)
+    is_own = row is not None and row.commit in unclear_commits
+    check_free(table, name, overwrite=options.overwrite or is_own, uri=uri)
+
+
+def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> Root:
+    """Check it in the newest root, and return that."""
+    check_path_is_free(store.backend, name)
+    if store.backend.folder is not None:
+        check_no_other_form(store.backend.folder / name)
+
+    def check(root: Root) -> Root:
+        table = store.table(root)
+        check_take(table, name, options, store.backend.uri)
+        return root
+
+    try:
+        return check(store.recent())
+    except (SnapshotExistsError, DamagedError):
+        # That root may be a moment old.
+        return store.read_at_newest(check)

@@ -1,0 +1,503 @@
+"""The snapshots of a store that lie below a prefix: what a ``Store`` and its snapshots stand on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from casnap.backends import Backend
+from casnap.errors import BackendError, NotAStoreError, SnapshotNotFoundError, with_article
+from casnap.format.names import check_name, name_text
+from casnap.format.records import CONFIG_KEY, Root, Row, StoreConfig
+from casnap.maintenance.automatic import automatic_collector
+from casnap.mirror.mirror import Mirror
+from casnap.mirror.status import MirrorOptions
+from casnap.ranks.comm import Comm
+from casnap.runtime.environment import given_path, threads_asked
+from casnap.runtime.units import Size
+from casnap.storage.places.location import (
+    READS,
+    TAKES,
+    Location,
+    Use,
+    has_object,
+    locate_snapshot,
+    locate_store,
+)
+from casnap.storage.places.uris import joined, name_below
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.markers import only_marker_error
+from casnap.storage.snapshots.opening import open_at
+from casnap.storage.snapshots.runs import in_commit_order
+from casnap.storage.snapshots.table import (
+    Table,
+    change_table,
+    row_edit,
+    row_of,
+    snapshots_in,
+)
+from casnap.storage.writing.hooks import CommitHooks
+from casnap.take.pending import under_way
+
+V = TypeVar("V")
+Opening = Callable[..., tuple[Repository, bool]]
+
+
+class View:
+    """The snapshots of a store below a prefix, by their names there; the store may be made later.
+
+    Args:
+        uri: The store, as the user has named it.
+        place: Where it is, or would be.
+        opening: Opens or makes it, as :func:`casnap.storage.snapshots.opening.open_at` does.
+        create: Make the store if there is none.
+        threads: How many threads of each step of a take may run, by default.
+        mirror_options: The user's options for the mirror; None without one.
+
+    Attributes:
+        is_new: Whether this object has made the store.
+        mirror: The mirror of the open store, if there is one.
+        threads: As given.
+    """
+
+    def __init__(
+        self,
+        uri: str | Backend,
+        place: Location,
+        opening: Opening,
+        *,
+        create: bool,
+        threads: int | None = None,
+        mirror_options: MirrorOptions | None = None,
+    ) -> None:
+        self._uri = uri
+        self._place = place
+        self._opening = opening
+        self._create = create
+        self._mirror_options = mirror_options
+        self._repository: Repository | None = None
+        self.threads = threads or threads_asked()
+        self.mirror: Mirror | None = None
+        self.is_new = False
+
+    @classmethod
+    def at(
+        cls,
+        uri: str | os.PathLike[str] | Backend,
+        *,
+        create: bool,
+        storage_options: Mapping[str, Any] | None = None,
+        threads: int | None = None,
+        mirror_options: MirrorOptions | None = None,
+        **options: Any,
+    ) -> View:
+        """Return the store at a place, open if there is one.
+
+        Args:
+            uri: Its path, URI or backend.
+            create: Make the store if there is none: with a mirror now, else when it is needed.
+            storage_options: How a remote store is reached.
+            threads: As for the class.
+            mirror_options: As for the class.
+            options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which
+                also says what is raised.
+        """
+        place = locate_store(uri, storage_options, Use(may_take=create))
+        given = place.backend if isinstance(uri, Backend) else given_path(uri)
+        opening = partial(open_at, **options)
+        view = cls(
+            given, place, opening, create=create, threads=threads, mirror_options=mirror_options
+        )
+        if mirror_options is not None and create:
+            view._open(place, create=True)
+        else:
+            view.look()
+        return view
+
+    @classmethod
+    def of(
+        cls,
+        repository: Repository,
+        prefix: str = "",
+        *,
+        is_new: bool = False,
+        threads: int | None = None,
+    ) -> View:
+        """Return a view of a store that is open."""
+        backend = repository.backend
+        opening = partial(open_at, markers=repository.marks)
+        place = Location(backend, prefix, exists=True)
+        view = cls(backend, place, opening, create=False, threads=threads)
+        view._repository, view.is_new = repository, is_new
+        return view
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process open the store anew; the pickle holds the storage options."""
+        opening = self._opening
+        if self._repository is not None:
+            cache = self._repository.chunk_cache
+            opening = partial(opening, cache_bytes=0 if cache is None else cache.nbytes)
+        fields = self._uri, self._place, opening, self._create, self.threads, self._mirror_options
+        return _unpickled, (fields, self._repository is not None)
+
+    # --- the store, which may not be there yet ---
+
+    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> Repository:
+        repository, self.is_new = self._opening(place, create=create)
+        options, mirror = self._mirror_options, None
+        if options is not None:
+            mirror = Mirror(
+                repository, place.name, options, hooks_of=_disk_hooks, is_taking=under_way
+            )
+        self._repository, self.mirror = repository, mirror
+        self._place = place._replace(exists=True)
+        if mirror is not None and start_mirror:
+            mirror.start()
+        return repository
+
+    @property
+    def place(self) -> Location:
+        """Where the store is, or would be; a remote one is not asked for that."""
+        if self._repository is not None or self._place.backend.costly_requests:
+            return self._place
+        # One above may have been made.
+        place = locate_store(self._uri, None, Use(may_take=self._create))
+        return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
+
+    def look(self) -> Repository | None:
+        """Open the store; return None if there is none yet, and it may be made."""
+        if self._repository is None:
+            place = self.place
+            if not self._create or place.exists:
+                # If the making of the store was cut off, this finishes it.
+                self._open(place, create=self._create)
+            elif place.backend.costly_requests:
+                with suppress(NotAStoreError):
+                    self._open(place, create=False)
+        return self._repository
+
+    def make(self) -> Repository:
+        """Make the store now, if there is none; return it."""
+        place = self.place
+        place.backend.check_changes()
+        return self._repository or self._open(place, create=self._create)
+
+    @property
+    def repository(self) -> Repository:
+        """The open store.
+
+        Raises:
+            NotAStoreError: There is none yet.
+        """
+        # If there is none, opening it says so.
+        return self.look() or self._open(self.place, create=False)
+
+    def whole(self) -> View:
+        """Return the view of all snapshots of the store."""
+        return View.of(self.repository, threads=self.threads) if self.prefix else self
+
+    def at_mirror(self) -> View | None:
+        """Return the snapshots at the mirror; None if there is no mirror.
+
+        Raises:
+            StoreError: It cannot be used, or not be reached just now.
+        """
+        # A store that is still to be made has no mirror: with one, it is made at once.
+        if self.mirror is None:
+            return None
+        destination = self.mirror.destination()
+        return View.of(destination.store, destination.prefix)
+
+    @property
+    def hooks(self) -> CommitHooks:
+        """What goes with each commit to the store: for its mirror, and for its disk."""
+        hooks = _disk_hooks(self.repository)
+        if self.mirror is None:
+            return hooks
+        return replace(hooks, notes=self.mirror.notes, on_commit=self.mirror.wake)
+
+    # --- names ---
+
+    @property
+    def uri(self) -> str:
+        """The URI of the store, and the prefix."""
+        place = self.place
+        return joined(place.backend.uri, place.name, is_view=True)
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the full names of all snapshots here; empty for the whole store."""
+        return self.place.name
+
+    def path_of(self, name: str) -> str:
+        """Return the path or URI of a snapshot."""
+        return joined(self.uri, name)
+
+    def local_name(self, name: str) -> str:
+        """Return the name in this view that a name means, or the path or URI of a snapshot in it.
+
+        Raises:
+            InvalidNameError: The name cannot be used, or is a path that leads elsewhere.
+        """
+        return check_name(self._without_path(name))
+
+    def _without_path(self, name: object) -> str:
+        text = name_text(name)
+        place = self.place
+        given = self._uri if isinstance(self._uri, str) else place.backend.uri
+        return name_below(text, given, joined(place.backend.uri, place.name, is_view=True))
+
+    def full_name(self, name: str) -> str:
+        """Return the full name of a snapshot: the prefix, then the name.
+
+        Raises:
+            InvalidNameError: The name cannot be used.
+        """
+        return check_name(self.outer_name(self.local_name(name)))
+
+    def outer_name(self, name: str) -> str:
+        """Return the full name for a name that is known to be valid."""
+        prefix = self.prefix
+        return f"{prefix}/{name}" if prefix else name
+
+    def inner_name(self, full: str) -> str:
+        """Return a full name without the prefix, which it begins with."""
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    def folder(self, prefix: str | None) -> str:
+        """Return the full name of a folder here; "" for the whole store.
+
+        Raises:
+            InvalidNameError: No snapshot can be below a folder of this name.
+        """
+        inner = self._without_path("" if prefix is None else prefix)
+        return self.outer_name(check_name(inner)) if inner.strip("/") else self.prefix
+
+    def folder_on_disk(self, prefix: str | None) -> Path | None:
+        """Return the folder of this machine that snapshots are, or would be, marked in."""
+        place = self.place
+        folder = place.backend.folder
+        return None if folder is None else folder / self.folder(prefix)
+
+    # --- rows ---
+
+    def read(self, look: Callable[[Table], V]) -> V:
+        """Call a function with the newest table, and return its result."""
+        repository = self.repository
+        return repository.read_at_newest(lambda root: look(repository.table(root)))
+
+    def row(self, name: str) -> Row:
+        """Return the row that the store's table has for a snapshot.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name.
+        """
+        name = self.local_name(name)
+        full = self.full_name(name)
+        if self.look() is None:
+            raise SnapshotNotFoundError(
+                f"there is no snapshot {name!r}: {self.uri} is not a store yet; the "
+                "first take to it makes one"
+            )
+        return self.read(lambda table: row_of(table, full, self.repository.backend))
+
+    def rows(self, prefix: str | None) -> list[tuple[str, Row]]:
+        """Return the names and rows of the snapshots below a folder, in the order of commits."""
+        folder = self.folder(prefix)
+        if self.look() is None:
+            return []
+        rows = self.read(lambda table: list(snapshots_in(table, folder)))
+        return [(self.inner_name(name), row) for name, row in in_commit_order(rows)]
+
+    def edit(
+        self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]
+    ) -> tuple[str, bytes]:
+        """Edit a snapshot's row, or remove it where ``edit`` returns None.
+
+        Returns:
+            Its full name, and its commit id.
+        """
+        full = self.full_name(name)
+        if commit_id is None:
+            commit_id = self.row(name).commit.hex()
+        repository = self.repository
+        change_table(repository, row_edit(full, commit_id, edit, repository.backend.uri))
+        return full, bytes.fromhex(commit_id)
+
+    def free_later(self, rows: list[Row]) -> None:
+        """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
+        hooks = self.hooks
+        hooks.on_release(rows)
+        nbytes = max((row.stats.logical_bytes for row in rows), default=0)
+        # They are deleted, whatever happens here.
+        with suppress(BackendError):
+            free = self.repository.backend.free_bytes()
+            if free is not None and free <= nbytes:
+                hooks.make_room(lambda: nbytes)
+
+
+def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
+    uri, place, opening, create, threads, mirror_options = fields
+    view = View(uri, place, opening, create=create, threads=threads, mirror_options=mirror_options)
+    if is_open:
+        # The mirror is not started: a worker that only reads has no use for it; a take starts it.
+        view._open(place, create=False, start_mirror=False)
+    return view
+
+
+def _disk_hooks(repository: Repository) -> CommitHooks:
+    """Return what keeps the garbage of a store small."""
+    collector = automatic_collector(repository)
+    return CommitHooks(
+        make_room=partial(collector.make_room, repository),
+        on_full=partial(collector.meet_full_disk, repository),
+        on_release=partial(collector.note, repository),
+        count_freed=collector.count_freed,
+    )
+
+
+# --- the view that a path means ---
+
+
+class _SnapshotPlace(msgspec.Struct, array_like=True):
+    """Rank 0's message about the place of a new snapshot.
+
+    Attributes:
+        path: The path that it was given.
+        uri: The store.
+        name: The full name.
+        config: The record of a remote store, which then no other rank reads.
+        root: A recent root of it.
+    """
+
+    path: str
+    uri: str
+    name: str
+    config: StoreConfig | None = None
+    root: Root | None = None
+
+
+def find_view(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: object = None,
+    *,
+    create: bool,
+    cache_bytes: Size | None = None,
+) -> tuple[View, str]:
+    """Return the store that holds a snapshot, or is to hold it, and the name there.
+
+    Args:
+        path: The path of the snapshot; with a store, its name there.
+        storage_options: How a remote store is reached.
+        store: A :class:`casnap.Store`, or the path or URI of one. By default it is the one that
+            ``path`` is in.
+        create: Make the store if there is none.
+        cache_bytes: How many bytes of chunks of remote stores this host keeps.
+
+    Raises:
+        ValueError: Storage options or ``cache_bytes`` are for a store that is open, or local.
+    """
+    if store is None:
+        return view_above(path, storage_options, create=create, cache_bytes=cache_bytes)
+    if isinstance(store, str | os.PathLike):
+        view = View.at(
+            store, create=create, storage_options=storage_options, cache_bytes=cache_bytes
+        )
+    else:
+        view = view_of(store)
+        if storage_options or cache_bytes is not None:
+            option = "storage_options" if storage_options else "cache_bytes"
+            raise ValueError(f"{view.uri} is open already; give {option} to Store(...)")
+    if create:
+        view.make()
+    return view, view.local_name(name_text(path))
+
+
+def view_of(store: object) -> View:
+    """Return what a :class:`casnap.Store` stands on; that class is above this module.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    view = getattr(store, "_view", None)
+    if not isinstance(view, View):
+        kind = with_article(type(store).__name__)
+        raise TypeError(f"store= is a Store or its URI; got {kind}")
+    return view
+
+
+def repository_of(store: object) -> Repository:
+    """Return the open repository of a :class:`casnap.Store`.
+
+    Raises:
+        NotAStoreError: There is none yet.
+    """
+    return view_of(store).repository
+
+
+def view_above(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    *,
+    create: bool,
+    use: Use | None = None,
+    **options: Any,
+) -> tuple[View, str]:
+    """Return the store that the path of a snapshot is in, and the name there.
+
+    Args:
+        path: The path.
+        storage_options: How a remote store is reached.
+        create: Make the store if there is none; what is returned is then to be changed.
+        use: What the store is looked for; by default to take or to read, as ``create`` says.
+        options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which also
+            says what is raised.
+    """
+    place = locate_snapshot(path, storage_options, use or (TAKES if create else READS))
+    if create:
+        place.backend.check_changes()
+    try:
+        repository, is_new = open_at(
+            place._replace(name=""), create=create, is_explicit=False, look_ahead=True, **options
+        )
+    except NotAStoreError as e:
+        raise only_marker_error(place.backend, place.name) or e from None
+    return View.of(repository, is_new=is_new), place.name
+
+
+def find_view_together(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: object,
+    comm: Comm,
+) -> tuple[View, str]:
+    """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
+    with comm.reporting_errors():
+        if comm.rank == 0:
+            view, name = find_view(path, storage_options, store, create=True)
+            repository = view.repository
+            answer = _SnapshotPlace(os.fspath(path), repository.backend.uri, view.outer_name(name))
+            if repository.backend.costs.one_asks and comm.size > 1:
+                answer.config, answer.root = repository.config, repository.recent()
+            comm.broadcast_message(answer, _SnapshotPlace)
+            return view, name
+        answer = comm.broadcast_message(None, _SnapshotPlace)
+        comm.check_same("the path", os.fspath(path), answer.path)
+        # Each rank reaches the store in its own way, but never looks for another one.
+        if store is not None and not isinstance(store, str | os.PathLike):
+            view = view_of(store)
+            if view.repository.backend.uri == answer.uri:
+                return view.whole(), answer.name
+        place = locate_store(answer.uri, storage_options)
+        repository, _ = open_at(place, create=False, config=answer.config)
+        if answer.root is not None:
+            repository.observe_root(answer.root)
+        return View.of(repository, place.name), answer.name
