@@ -185,7 +185,7 @@ raise SystemExit(3)
 
 @pytest.mark.parametrize("most", [0, -1, True, 1.5, None])
 def test_what_is_no_number_of_takes(store, most):
-    with pytest.raises(ValueError, match="max_pending= is a whole number from 1 on"):
+    with pytest.raises(ValueError, match="max_pending is a whole number from 1 on"):
         begin(store, numbers(), "a", max_pending=most)
 
 
