@@ -13,15 +13,13 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import replace
 
 from casnap.errors import FencedError
-from casnap.format.codec import Codec
-from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import DeltaPlace, PackId, Place, Record, pack_key
+from casnap.format.records import PackId, Place, pack_key
+from casnap.storage.lookup.chains import chains_below
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-_DELTA = int(Codec.DELTA)
 COLLECTED = (
     "a garbage collector whose grace was shorter than this has deleted packs that were written "
     "or relied on; take again, and give `casnap gc` a longer --grace"
@@ -54,28 +52,16 @@ class ReusedPacks:
     def reuse(self, digests: list[Digest]) -> list[Place | None]:
         """Rely on the digests that are in live, existing packs; return a place of each, or None.
 
-        A chunk that is stored as a delta needs its base too.
+        A chunk that is stored as a delta needs all bases below it too.
         """
-        places = self._find(digests)
-        if _DELTA in [place.codec for place in places if place is not None]:
-            return self._reuse_chains(digests, dict(zip(digests, places, strict=True)))
-        self._note(zip(digests, places, strict=True))
-        return places
-
-    def _reuse_chains(
-        self, digests: list[Digest], places: dict[Digest, Place | None]
-    ) -> list[Place | None]:
-        while bases := [d for d in _bases(places.values()) if d not in places]:
-            places |= zip(bases, self._find(bases), strict=True)
-        chains = {digest: _chain(digest, places) for digest in digests}
-        self._note({link for chain in chains.values() for link in chain})
+        chains = chains_below(digests, self._find)
+        self._note({digest: place for chain in chains.values() for digest, place in chain})
         return [chains[digest][0][1] if chains[digest] else None for digest in digests]
 
-    def _note(self, records: Iterable[tuple[Digest, Place | None]]) -> None:
+    def _note(self, places: Mapping[Digest, Place]) -> None:
         with self._lock:
-            for digest, place in records:
-                if place is not None:
-                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+            for digest, place in places.items():
+                self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist; drop from the view those that do not."""
@@ -126,23 +112,3 @@ class ReusedPacks:
                 del self._digests[pack]
             elif pack not in latest.packs:
                 raise FencedError(COLLECTED)
-
-
-def _bases(places: Iterable[Place | None]) -> list[Digest]:
-    """Return the bases of those places that hold deltas, each once."""
-    return list(dict.fromkeys(Digest(p.base) for p in places if isinstance(p, DeltaPlace)))
-
-
-def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record]:
-    """Return a chunk and all bases below it, with their places; nothing if one is nowhere."""
-    chain: list[Record] = []
-    while len(chain) <= MOST_LINKS:
-        place = places[digest]
-        if place is None:
-            return []
-        chain.append((digest, place))
-        if not isinstance(place, DeltaPlace):
-            # A delta that does not say its base cannot be relied on.
-            return chain if place.codec != _DELTA else []
-        digest = Digest(place.base)
-    return []

@@ -1,0 +1,98 @@
+"""What chunks stand on that are stored as deltas: chains that end, and all those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from casnap.format.codec import Codec
+from casnap.format.delta import MOST_LINKS
+from casnap.format.digest import Digest
+from casnap.format.records import DeltaPlace, Place
+from casnap.storage.lookup.chains import can_carry, chains_below
+
+
+def digest(number: int) -> Digest:
+    return Digest(number.to_bytes(32, "big"))
+
+
+def whole(number: int) -> Place:
+    return Place(b"pack", number, 10, 10, Codec.PLANES)
+
+
+def delta(number: int, base: int) -> Place:
+    return DeltaPlace(b"pack", number, 10, 10, Codec.DELTA, digest(base))
+
+
+class Places:
+    """Where some chunks lie.
+
+    Attributes:
+        asked: The chunks that were looked for, level by level.
+    """
+
+    def __init__(self, places: list[Place]) -> None:
+        self._places = {digest(place.offset): place for place in places}
+        self.asked: list[list[Digest]] = []
+
+    def __call__(self, digests: list[Digest]) -> Sequence[Place | None]:
+        self.asked.append(digests)
+        return [self._places.get(each) for each in digests]
+
+
+def numbers(places: Places, *tops: int) -> list[list[int]]:
+    """Return the chains of some chunks, by the numbers of their links."""
+    chains = chains_below(map(digest, tops), places)
+    assert list(chains) == [digest(top) for top in dict.fromkeys(tops)]
+    return [[place.offset for _, place in chain] for chain in chains.values()]
+
+
+def test_each_chunk_comes_with_all_that_it_stands_on() -> None:
+    places = Places([whole(0), delta(1, 0), delta(2, 1), delta(3, 1), whole(4)])
+    assert numbers(places, 2, 4, 3, 0, 2) == [[2, 1, 0], [4], [3, 1, 0], [0]]
+    # A level at a time, and nothing twice.
+    assert places.asked == [[digest(n) for n in (2, 4, 3, 0)], [digest(1)]]
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    places = Places([])
+    assert numbers(places) == []
+    assert not places.asked
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([], id="nowhere"),
+        pytest.param([delta(1, 2), delta(2, 3)], id="a base is nowhere"),
+        pytest.param([delta(1, 1)], id="stands on itself"),
+        pytest.param([delta(1, 2), delta(2, 3), delta(3, 2)], id="a circle"),
+        pytest.param([Place(b"pack", 1, 10, 10, Codec.DELTA)], id="says no base"),
+    ],
+)
+def test_a_chain_without_end_is_none(places: list[Place]) -> None:
+    # What is asked for beside it has its own chain.
+    assert numbers(Places([*places, whole(9), delta(8, 9)]), 1, 8) == [[], [8, 9]]
+
+
+def test_a_chain_has_no_more_deltas_than_readers_apply() -> None:
+    deltas = [delta(n, n - 1) for n in range(1, 3 * MOST_LINKS)]
+    longest = list(range(MOST_LINKS, -1, -1))
+    places = Places([whole(0), *deltas])
+    assert numbers(places, MOST_LINKS, MOST_LINKS + 1) == [longest, []]
+    # However long it is, it is not followed further.
+    places = Places([whole(0), *deltas])
+    assert numbers(places, 3 * MOST_LINKS - 1) == [[]]
+    assert len(places.asked) == MOST_LINKS + 1
+
+
+def test_what_a_delta_can_be_made_on() -> None:
+    places = Places([whole(0), *(delta(n, n - 1) for n in range(1, MOST_LINKS + 1))])
+    full, last, short = chains_below(map(digest, (MOST_LINKS, MOST_LINKS - 1, 1)), places).values()
+    assert can_carry(short, digest(9))
+    assert not can_carry(short, digest(1))
+    assert not can_carry(short, digest(0))
+    assert can_carry(last, digest(MOST_LINKS + 1))
+    assert not can_carry(full, digest(MOST_LINKS + 1))
+    assert not can_carry([], digest(9))
