@@ -385,13 +385,14 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
         raise DamagedError(f"{label} is malformed: it has not one base for each delta")
     bases = iter([tail[at : at + DIGEST_SIZE] for at in range(stop, end, DIGEST_SIZE)])
     return [
-        (Digest(d), _with_base(p, next(bases)) if p.codec == _DELTA else p)
+        (Digest(d), with_base(p, next(bases)) if p.codec == _DELTA else p)
         for d, *fields in _PACKED.iter_unpack(tail[start:stop])
         for p in [Place(pack, *fields)]
     ]
 
 
-def _with_base(p: Place, base: bytes) -> DeltaPlace:
+def with_base(p: Place, base: bytes) -> DeltaPlace:
+    """Return the place of a delta on a base."""
     return DeltaPlace(p.pack, p.offset, p.stored_size, p.raw_size, p.codec, base)
 
 
@@ -577,7 +578,7 @@ def decode_segment(data: bytes, label: str) -> Segment:
     records = [(Digest(d), Place(packs[n], *fields)) for d, n, *fields in sealed.records()]
     for index, base in bases.items():
         digest, place = records[index]
-        records[index] = digest, _with_base(place, base)
+        records[index] = digest, with_base(place, base)
     return Segment(packs, records)
 
 

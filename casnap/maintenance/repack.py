@@ -12,6 +12,7 @@ from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.recent_marks import RecentMarks
 from casnap.runtime.batches import batches
+from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
@@ -84,7 +85,8 @@ def _proven_elsewhere(
     If it holds a delta there, that must not stand on an older place of the same chunk. Each chunk
     comes after that which it stands on, so that a chain of deltas is applied only once.
     """
-    chains = filter(None, (store.index.newest_chain(view, Digest(d)) for d in digests))
+    find = partial(store.index.find_newest, view)
+    chains = filter(None, chains_below(map(Digest, digests), find).values())
     proven: dict[bytes, PackId] = {}
     last: dict[Digest, bytes] = {}
     for chain in sorted(chains, key=lambda chain: (chain[-1][0], len(chain))):
@@ -97,13 +99,13 @@ def _proven_elsewhere(
 
 
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
-    """Rely on the base of a delta, unless that stands on the same chunk or is nowhere.
+    """Rely on the base of a delta, if the delta can stand on it.
 
     Of several deltas of a chunk, the one that was read may be another than that of which another
     collector has found the end.
     """
-    chain = session.store.index.newest_chain(session.base, base)
-    if not chain or digest in dict(chain):
+    find = partial(session.store.index.find_newest, session.base)
+    if not can_carry(chains_below([base], find)[base], digest):
         return False
     return session.rely_on([base])[0] is not None
 

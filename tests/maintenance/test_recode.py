@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS, encode_delta
 from casnap.format.digest import Digest
-from casnap.format.records import DeltaPlace, Place, pack_key
+from casnap.format.records import DeltaPlace, Place, Record, pack_key
 from casnap.maintenance.usage import disk_usage
+from casnap.storage.lookup.chains import chains_below
 from casnap.storage.packs.chunk_reads import Want
+from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import ChunkBuffer
 from tests.support.ranks import World
 from tests.support.servers import Bucket
@@ -73,10 +76,14 @@ def places(store: Store, name: str) -> list[Place]:
     """Return the newest place of each chunk of the weights."""
     contents = store[name].contents
     path, entry, _ = contents.entry("m/w")
-    open_store = contents.store
-    view = open_store.view()
-    chains = [open_store.index.newest_chain(view, d) for d, _ in contents.chunks(path, entry)]
-    return [chain[0][1] for chain in chains]
+    digests = [digest for digest, _ in contents.chunks(path, entry)]
+    return [chain[0][1] for chain in newest_chains(contents.store, digests)]
+
+
+def newest_chains(store: Repository, digests: list[Digest]) -> list[list[Record]]:
+    """Return some chunks with all that they stand on, each at its newest place."""
+    chains = chains_below(digests, partial(store.index.find_newest, store.view()))
+    return [chains[digest] for digest in digests]
 
 
 def new_store(path: Path, codec: str = "auto") -> Store:
@@ -162,14 +169,13 @@ def test_chains_are_bounded(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     states = taken(store, 40, 0.005)
     store.gc(grace=0)
-    open_store = store.open_store
-    view = open_store.view()
     longest = 0
     for step in range(37):
         contents = store[f"run/{step:03}"].contents
         path, entry, _ = contents.entry("m/w")
-        for digest, nbytes in contents.chunks(path, entry):
-            chain = open_store.index.newest_chain(view, digest)
+        digests, lengths = zip(*contents.chunks(path, entry), strict=True)
+        chains = newest_chains(contents.store, list(digests))
+        for chain, nbytes in zip(chains, lengths, strict=True):
             assert sum(place.stored_size for _, place in chain) <= 2 * nbytes
             longest = max(longest, len(chain) - 1)
     assert 8 < longest <= MOST_LINKS
@@ -292,8 +298,7 @@ def test_a_damaged_base_names_all_that_stand_on_it(tmp_path: Path) -> None:
     states = taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    opened = store.open_store
-    chain = opened.index.newest_chain(opened.view(), chunks_of(store, "run/004")[0])
+    [chain, *_] = newest_chains(store.open_store, chunks_of(store, "run/004"))
     place = chain[-1][1]
     file = tmp_path / "s/casnap-store" / pack_key(place.pack)
     content = bytearray(file.read_bytes())
@@ -318,8 +323,7 @@ def test_a_base_that_is_gone(tmp_path: Path) -> None:
     taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    opened = store.open_store
-    chain = opened.index.newest_chain(opened.view(), chunks_of(store, "run/004")[0])
+    [chain, *_] = newest_chains(store.open_store, chunks_of(store, "run/004"))
     (tmp_path / "s/casnap-store" / pack_key(chain[-1][1].pack)).unlink()
     again = Store(tmp_path / "s")
     with pytest.raises(DamagedError, match="m/w"):

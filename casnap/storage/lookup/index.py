@@ -21,11 +21,9 @@ import lmdb
 from casnap.backends.base import Backend
 from casnap.backends.system_errors import EXHAUSTED
 from casnap.errors import DamagedError
-from casnap.format.codec import KNOWN_CODECS, Codec
-from casnap.format.delta import MOST_LINKS
+from casnap.format.codec import KNOWN_CODECS
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
-    DeltaPlace,
     PackId,
     Place,
     Record,
@@ -371,26 +369,14 @@ class Index:
         places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
 
-    def newest_chain(self, view: View, digest: Digest) -> list[Record]:
-        """Return a chunk and all bases below it, each at its newest live place.
+    def find_newest(self, view: View, digests: list[Digest]) -> list[Place | None]:
+        """Return, for each digest, its newest live place, or None.
 
         Older places may be about to be collected.
-
-        Returns:
-            The chain, of which only the last one is no delta; nothing if one is nowhere, or the
-            chain has no end.
         """
-        chain: list[Record] = []
-        while len(chain) <= MOST_LINKS:
-            places = [p for p in self.find_all(view, digest) if p.pack in view.live]
-            if not places:
-                return []
-            place = max(places, key=lambda p: p.pack)
-            chain.append((digest, place))
-            if not isinstance(place, DeltaPlace):
-                return chain if place.codec != Codec.DELTA else []
-            digest = Digest(place.base)
-        return []
+        all_places = [self.find_all(view, digest) for digest in digests]
+        live = [[p for p in places if p.pack in view.live] for places in all_places]
+        return [max(places, key=lambda p: p.pack, default=None) for places in live]
 
     def note_damaged(self, records: Iterable[Record]) -> None:
         """Note damaged places, for all takes of this process: they store anew what lies there."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from casnap.format.codec import Codec, compress
 from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
 from casnap.format.digest import Digest
+from casnap.format.records import Place, with_base
+from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import Index, View
 from casnap.storage.writing.new_packs import NewPacks
 
@@ -40,8 +43,8 @@ class ChunkForms:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        # What was written since: the base of each, or None, and its stored bytes.
-        self._written: dict[Digest, tuple[Digest | None, int]] = {}
+        # What was written since, in packs without a name.
+        self._written: dict[Digest, Place] = {}
 
     def has_written(self, digest: Digest) -> bool:
         """Whether a chunk was written in a smaller form."""
@@ -64,12 +67,14 @@ class ChunkForms:
             base: Another chunk of the store, of the same length, that it may be like.
             base_raw: That chunk.
         """
-        delta, sizes = None, {} if base is None else self._sizes_below(view, base)
-        has_room = _is_affordable([0, *sizes.values()], len(raw))
-        if base is not None and base_raw is not None and sizes and digest not in sizes and has_room:
-            delta = encode_delta(raw, base_raw, base)
-        if delta is not None and not _is_affordable([len(delta), *sizes.values()], len(raw)):
-            delta = None
+        delta = None
+        if base is not None and base_raw is not None:
+            chain = chains_below([base], partial(self._find, view))[base]
+            sizes = [place.stored_size for _, place in chain]
+            if can_carry(chain, digest) and _is_affordable([0, *sizes], len(raw)):
+                delta = encode_delta(raw, base_raw, base)
+            if delta is not None and not _is_affordable([len(delta), *sizes], len(raw)):
+                delta = None
         if delta is not None and len(delta) <= _LARGE_SHARE * len(raw):
             return Form(delta, Codec.DELTA, base)
         planes = compress(raw)
@@ -79,20 +84,15 @@ class ChunkForms:
 
     def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
         """Write a chunk of so many bytes in a form that was chosen."""
-        self._written[digest] = form.base, len(form.content)
+        place = Place(b"", 0, len(form.content), nbytes, int(form.codec))
+        self._written[digest] = place if form.base is None else with_base(place, form.base)
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
-    def _sizes_below(self, view: View, digest: Digest) -> dict[Digest, int]:
-        """Return the stored bytes of a chunk and of all bases below it; nothing without an end."""
-        sizes: dict[Digest, int] = {}
-        base: Digest | None = digest
-        while base is not None and base in self._written and base not in sizes:
-            digest = base
-            base, sizes[digest] = self._written[digest]
-        if base is None:
-            return sizes
-        base_chain = self._index.newest_chain(view, base)
-        return {**sizes, **{d: place.stored_size for d, place in base_chain}} if base_chain else {}
+    def _find(self, view: View, digests: list[Digest]) -> list[Place | None]:
+        """Return where each chunk was written, and of others the newest live places."""
+        others = [digest for digest in digests if digest not in self._written]
+        places = dict(zip(others, self._index.find_newest(view, others), strict=True))
+        return [self._written.get(digest) or places[digest] for digest in digests]
 
 
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:
