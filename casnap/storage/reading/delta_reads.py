@@ -5,6 +5,9 @@ neighbours in a snapshot have neighbouring deltas. Then come what the chains beg
 chunks at a time. All deltas of a chain are applied to one buffer, and only the result is hashed. If
 it is not the chunk, each chunk of the chain is looked for alone, at all of its places, and
 verified.
+
+So chains are not asked for in ``lookup/chains.py``: here each delta is read before its base is
+looked for, and says which that is. A place found in a range of a segment does not say it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped
+from casnap.storage.lookup.chains import exceeds
 from casnap.storage.lookup.ladder import Bases
 from casnap.storage.packs.chunk_reads import (
     FailedRead,
@@ -171,7 +175,7 @@ class DeltaReader:
                 chain.apply(memory)
             raw: bytes | bytearray | memoryview | None = chain.raw
             if chain.failure is not None:
-                raw = self._resolve_at(chain.wants[0].digest, chain.place, {}, MOST_LINKS)
+                raw = self._resolve_at(chain.wants[0].digest, chain.place, {}, 0)
             if raw is None:
                 assert chain.failure is not None
                 failures.append(FailedRead(chain.place, chain.wants, chain.failure))
@@ -214,7 +218,7 @@ class DeltaReader:
             place = places[base]
             if place is None:
                 chain.failure = Failure(Reason.NOWHERE, f"of its base {base.hex()}")
-            elif place.codec == Codec.DELTA and len(chain.deltas) == MOST_LINKS:
+            elif exceeds(len(chain.deltas), place):
                 chain.failure = Failure(Reason.CHANGED, "its chain of deltas is too long")
             else:
                 chain.next = (place, base)
@@ -222,47 +226,47 @@ class DeltaReader:
     # --- where a chain failed ---
 
     def _resolve_at(
-        self, digest: Digest, place: Place, known: dict[Digest, bytes | None], most: int
+        self, digest: Digest, place: Place, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
         """Return a chunk, read at one place, every link of its chain verified; None if it is not.
 
         Its chain may come back to the chunk itself, if two recoders crossed: then it goes on from
-        another place of that. It has at most so many deltas.
+        another place of that. So many deltas already stand on it.
         """
+        if exceeds(deltas, place):
+            return None
         link = _Chain(place, [], (place, digest))
         self._read_links([link])
         if link.failure is not None:
             return None
-        raw = self._applied(link.deltas[0], known, most) if link.deltas else bytes(link.raw)
+        raw = self._applied(link.deltas[0], known, deltas + 1) if link.deltas else bytes(link.raw)
         is_whole = raw is not None and len(raw) == place.raw_size and digest_of(raw) == digest
         return raw if is_whole else None
 
     def _resolve(
-        self, digest: Digest, known: dict[Digest, bytes | None], most: int
+        self, digest: Digest, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
         """Return a chunk, read at any of its places.
 
         Args:
             digest: Its digest.
             known: What was looked for before, None what was nowhere. It also ends a circle.
-            most: How many deltas its chain may have.
+            deltas: How many deltas stand on it.
         """
         if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)
         known[digest] = None
         for place in sorted(self._bases.find_all(digest), key=lambda p: p.codec == Codec.DELTA):
-            known[digest] = self._resolve_at(digest, place, known, most)
+            known[digest] = self._resolve_at(digest, place, known, deltas)
             if known[digest] is not None:
                 break
         return known[digest]
 
     def _applied(
-        self, stored_form: bytes, known: dict[Digest, bytes | None], most: int
+        self, stored_form: bytes, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        if not most:
-            return None
         try:
-            base = self._resolve(base_of(stored_form), known, most - 1)
+            base = self._resolve(base_of(stored_form), known, deltas)
             if base is None:
                 return None
             raw = bytearray(base)
