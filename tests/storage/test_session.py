@@ -113,7 +113,7 @@ FAULTS: dict[str, Callable[[], Act]] = {
 }
 
 
-# How a session ends: what is done after the root is put, or put twice, does no harm.
+# How a session ends. What fails after its root is put may do no harm.
 ENDS: dict[str, set[type | None]] = {
     "it fails": {None, BackendError, UnclearCommitError},
     "the disk is full": {None, StorageFullError, UnclearCommitError},
@@ -126,7 +126,7 @@ ENDS: dict[str, set[type | None]] = {
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_fault_at_each_call(base: Path, how: str) -> None:
     ended: Counter[type | None] = Counter()
-    for call in count():
+    for number in count():
         with memory_folder() as folder:
             path = Path(shutil.copytree(base, folder / "store"))
             there = files(path)
@@ -139,7 +139,7 @@ def test_a_fault_at_each_call(base: Path, how: str) -> None:
                 struck_at.append(call.name)
                 return act(call)
 
-            fault = Fault(strike, BACKEND_CALLS, skip=call)
+            fault = Fault(strike, BACKEND_CALLS, skip=number)
             error: BaseException | None = None
             with backend.during(fault):
                 try:
@@ -160,7 +160,7 @@ def test_a_fault_at_each_call(base: Path, how: str) -> None:
                 assert (files(path) == there) == (not may_stand), struck_at
             assert_given_back()
             assert_goes_on(path)
-    assert sum(ended.values()) == call > 7
+    assert sum(ended.values()) == number > 7
     assert set(ended) == ENDS[how]
 
 
@@ -215,7 +215,7 @@ def test_roots_that_come_first(path: Path) -> None:
 def test_a_collector_at_each_call(base: Path, gone: list[str]) -> None:
     """What the session relies on is copied elsewhere, or goes; its own packs may go too."""
     tries: Counter[int] = Counter()
-    for call in count():
+    for number in count():
         with memory_folder() as folder:
             path = Path(shutil.copytree(base, folder / "store"))
 
@@ -233,7 +233,7 @@ def test_a_collector_at_each_call(base: Path, gone: list[str]) -> None:
                 tried.append(store)
                 add(store)
 
-            fault = Fault(before(elsewhere(collect)), BACKEND_CALLS, skip=call)
+            fault = Fault(before(elsewhere(collect)), BACKEND_CALLS, skip=number)
             with backend.during(fault):
                 again(store.open_store, work, "the test")
             if not fault.struck:
@@ -243,7 +243,7 @@ def test_a_collector_at_each_call(base: Path, gone: list[str]) -> None:
             assert names_in(path) == {"full", "kept", "new"}.difference(gone)
             assert_goes_on(path)
     assert tries.keys() == {1, 2}
-    assert sum(tries.values()) == call > 7
+    assert sum(tries.values()) == number > 7
 
 
 @contextmanager
