@@ -252,7 +252,7 @@ class _SharedFetch:
     def _by_unit(self, nbytes: int, share: int) -> dict[Unit, list[Digest]]:
         """Return the chunks to read by their units, in order; a unit is raw less than a share."""
         digests = list(self._left)
-        places = self._store.index.find(self._store.recent_view(), digests)
+        places = self._store.find(digests)
         by_unit: dict[Unit, list[Digest]] = {}
         for digest, place in zip(digests, places, strict=True):
             if place is not None:

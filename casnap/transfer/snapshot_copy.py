@@ -150,7 +150,7 @@ class SnapshotCopy:
         for digests in _batches([digest_in(node) for node in self._tree.nodes]):
             digest_places = zip(digests, reuse(digests), strict=True)
             lacking = [digest for digest, place in digest_places if place is None]
-            places = self._source.index.find(self._source.recent_view(), lacking)
+            places = self._source.find(lacking)
             self._count_would(dict(zip(lacking, places, strict=True)))
 
     def _count_would(self, planned: Planned) -> None:

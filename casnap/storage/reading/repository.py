@@ -203,7 +203,7 @@ class Repository:
             DamagedError: Some nodes have no whole place.
         """
         uncached = [digest for digest in digests if self.index.cache.node(digest) is None]
-        places = self.index.find(self.recent_view(), uncached) if uncached else []
+        places = self.find(uncached) if uncached else []
         while uncached:
             group: dict[Digest, bytes] = {}
             nbytes = 0
@@ -222,6 +222,10 @@ class Repository:
         return Tree(top, self.node, Row, TABLE_FANOUT, is_row_name, decode_row)
 
     # --- chunks ---
+
+    def find(self, digests: list[Digest]) -> list[Place | None]:
+        """Return where the index has each chunk, or None, as a recent root sees it."""
+        return self.index.find(self.recent_view(), digests)
 
     def fetch(
         self,
