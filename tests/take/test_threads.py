@@ -113,7 +113,7 @@ def test_what_is_no_number_of_threads(store, threads):
         lambda: store.async_take(state(), "step", threads=threads),
         lambda: Store(store.uri, threads=threads),
     ):
-        with pytest.raises(ValueError, match="threads= is a whole number from 1 on"):
+        with pytest.raises(ValueError, match="threads is a whole number from 1 on"):
             call()
     assert store.snapshots() == []
 

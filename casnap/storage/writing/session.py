@@ -117,10 +117,7 @@ class Session:
         self.may_be_referenced = False
         self._codec = codec
         self._segments: list[SegmentRef] = []
-        # What the commit is told.
-        self._change: Change = lambda table, seq: None
-        self._update_root: Callable[[Root], Root] = lambda root: root
-        self._others = OtherRanks()
+        self._tell()
         self._names: list[str] = []
 
     @property
@@ -193,13 +190,21 @@ class Session:
         Raises:
             FencedError: Something that this relied on was collected, or is gone.
         """
-        self._change, self._update_root = change, update_root
-        self._others = others or OtherRanks()
+        self._tell(change, others, update_root)
         self.new_packs.finish_chunks()
         read = self.store.read_at_newest
         return put_root_after(
             self.store, lambda m: read(self._next_root, lambda: m), self._put, self.store.recent
         )
+
+    def _tell(
+        self,
+        change: Change = lambda table, seq: None,
+        others: OtherRanks | None = None,
+        update_root: Callable[[Root], Root] = lambda root: root,
+    ) -> None:
+        self._change, self._update_root = change, update_root
+        self._others = others or OtherRanks()
 
     def _put(self, root: Root) -> bool:
         """Put a root; return False if another commit has its number."""
@@ -405,6 +410,8 @@ class Session:
         if error is not None:
             self._crew.fail(error)
         self._end.__exit__(kind, error, tb)
+        # What it was told may hold this session: a cycle would keep the store open.
+        self._tell()
 
     def _close(self) -> None:
         self.new_packs.close()
