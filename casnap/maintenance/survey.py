@@ -50,7 +50,6 @@ from casnap.maintenance.damage import (
     Hurt,
     kind_and_message,
 )
-from casnap.maintenance.entry_checks import check_entry, lacking_elements
 from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
@@ -698,6 +697,9 @@ class Survey:
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
         if not damages:
+            # This loads torch, which a store and most commands need not.
+            from casnap.maintenance.entry_checks import check_entry
+
             assert not isinstance(entry, UnknownEntry)
             read = partial(self._content, contents)
             damages = self._try_read(partial(check_entry, path, entry, read), path)[1]
@@ -736,6 +738,8 @@ class Survey:
                     damage.hurts[Hurt(contents.name, f"{rank}/{key}{inner}")] = None
 
     def _lacking_in(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
+        from casnap.maintenance.entry_checks import lacking_elements
+
         read = partial(self._content, contents)
         try:
             lacking = list(lacking_elements(entries.items(), read))
