@@ -5,7 +5,6 @@ The survey trusts only the store itself, neither the cache of this host nor hint
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -55,6 +54,7 @@ from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, re
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
+from casnap.storage.lookup.chains import ShortestChains
 from casnap.storage.lookup.index_cache import preferred
 from casnap.storage.lookup.ladder import Bases, LocalLookup
 from casnap.storage.lookup.pack_lengths import listed_packs
@@ -260,7 +260,7 @@ class Survey:
         self._damages_of: dict[Digest, list[Damage]] = {}
         self._condemned_damage: dict[PackId, Damage] = {}
         self._gone: set[PackId] = set()
-        self._links: dict[Digest, float] = {}
+        self._chains = ShortestChains(self._places_there)
         self._cut: set[Record] = set()
         # What was surveyed once: damages below subtrees and leaves, and of lists of chunks.
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
@@ -346,49 +346,19 @@ class Survey:
         return [place for place in places if self._is_whole(digest, place)]
 
     def _is_whole(self, digest: Digest, place: Place) -> bool:
-        is_there = self._is_there(digest, place)
-        if not is_there or not isinstance(place, DeltaPlace):
-            return is_there
-        return self._links_from(Digest(place.base)) < MOST_LINKS
+        return self._is_there(digest, place) and self._chains.ends(place)
 
     def _is_there(self, digest: Digest, place: Place) -> bool:
         record = (digest, place)
         return not (place.pack in self._gone or record in self._cut or record in self._bad)
 
-    def _links_from(self, digest: Digest) -> float:
-        """Return how many deltas the shortest chain of a base has, as far as that is known.
-
-        If none ends, infinity; if none ends that is short enough for readers, some number that is
-        too large.
-        """
-        level, seen, links, best = [digest], {digest}, 0, math.inf
-        line: list[Digest] = []
-        while level and links < min(best, MOST_LINKS):
-            if len(level) == 1 and len(line) == links:
-                line += level
-            below: list[Digest] = []
-            for base in level:
-                if base in self._links:
-                    best = min(best, links + self._links[base])
-                    continue
-                places = [p for p in self.index.of(base) if self._is_there(base, p)]
-                deltas = [Digest(p.base) for p in places if isinstance(p, DeltaPlace)]
-                if len(deltas) < len(places):
-                    best = min(best, links)
-                below += [each for each in dict.fromkeys(deltas) if each not in seen]
-                seen.update(below)
-            level, links = below, links + 1
-        if best == math.inf:
-            self._links[digest] = 2 * MOST_LINKS if level else best
-        else:
-            self._links |= {each: best - number for number, each in enumerate(line)}
-            self._links[digest] = best
-        return self._links[digest]
+    def _places_there(self, digest: Digest) -> list[Place]:
+        return [place for place in self.index.of(digest) if self._is_there(digest, place)]
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
         """Record that the bytes at a place are not what was written."""
         self._bad[digest, place] = failure
-        self._links.clear()
+        self._chains.forget()
         message = f"at byte {place.offset:,}: {failure}"
         damage = self._hurt_pack(PackId(place.pack), KINDS[failure.reason], message, digest)
         self._blame.setdefault(digest, []).append(damage)
@@ -490,7 +460,7 @@ class Survey:
         for digest, place in records:
             if place.offset + place.stored_size > size:
                 self._cut.add((digest, place))
-                self._links.clear()
+                self._chains.forget()
                 self._blame.setdefault(digest, []).append(damage)
 
     def _hurt_pack(self, pack: PackId, kind: str, message: str, digest: bytes = b"") -> Damage:
@@ -500,7 +470,7 @@ class Survey:
     def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
         damage = self._hurt_pack(pack, kind, message)
         self._gone.add(pack)
-        self._links.clear()
+        self._chains.forget()
         for digest, _ in self.index.of_pack(pack):
             self._blame.setdefault(digest, []).append(damage)
 
@@ -814,9 +784,7 @@ class Survey:
         return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
-        there = [p for p in self.index.of(digest) if self._is_there(digest, p)]
-        bases = [Digest(p.base) for p in there if isinstance(p, DeltaPlace)]
-        if any(self._links_from(base) < math.inf for base in bases):
+        if any(map(self._chains.is_too_long, self._places_there(digest))):
             message = f"its chain has more than {MOST_LINKS} deltas"
             return [self._add_damage("malformed", "", message, digest)]
         of_bases = [

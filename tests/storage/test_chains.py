@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +12,8 @@ from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest
 from casnap.format.records import DeltaPlace, Place
-from casnap.storage.lookup.chains import can_carry, chains_below
+from casnap.storage.lookup import chains
+from casnap.storage.lookup.chains import ShortestChains, can_carry, chains_below
 
 
 def digest(number: int) -> Digest:
@@ -96,3 +99,45 @@ def test_what_a_delta_can_be_made_on() -> None:
     assert can_carry(last, digest(MOST_LINKS + 1))
     assert not can_carry(full, digest(MOST_LINKS + 1))
     assert not can_carry([], digest(9))
+
+
+def stored(choice: random.Random, count: int) -> dict[Digest, list[Place]]:
+    """Return the places of some chunks, most of them deltas on any of the others."""
+    places: dict[Digest, list[Place]] = {}
+    for number in range(count):
+        deltas = [delta(number, choice.randrange(count + 1)) for _ in range(choice.choice([1, 2]))]
+        places[digest(number)] = choice.choice([deltas, deltas, [whole(number)]])
+        if choice.random() < 0.1:
+            places[digest(number)] = [*deltas, whole(number)]
+    return places
+
+
+def shortest(places: dict[Digest, list[Place]]) -> dict[bytes, float]:
+    """Return how many deltas the shortest chain of each chunk has, found the slow way."""
+    lengths: dict[bytes, float] = {}
+    for _ in places:
+        for each, there in places.items():
+            steps = [1 + lengths.get(p.base, math.inf) for p in there if isinstance(p, DeltaPlace)]
+            lengths[each] = min(steps, default=math.inf) if len(steps) == len(there) else 0
+    return lengths
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_shortest_chain_counts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "MOST_LINKS", 3)
+    choice = random.Random(seed)
+    places = stored(choice, 30)
+    found = ShortestChains(lambda each: places.get(each, ()))
+    for _ in range(3):
+        lengths = shortest(places)
+        for each in choice.choices(list(places), k=60):
+            for place in places[each]:
+                below = lengths.get(place.base, math.inf) if isinstance(place, DeltaPlace) else -1
+                assert found.ends(place) == (below < 3)
+                # Of what is far longer, it need not be known whether it ends.
+                assert found.is_too_long(place) <= (below >= 3)
+                assert found.is_too_long(place) or not 3 <= below < math.inf
+        # Some turn out to be bad.
+        for each in choice.sample(list(places), 5):
+            places[each] = places[each][1:]
+        found.forget()
