@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.records import PackId, Root, SealedSegment
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
+from casnap.storage.lookup.chains import closure
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.references import (
     MANIFEST,
@@ -23,9 +23,6 @@ from casnap.storage.snapshots.references import (
 _DELTA = int(Codec.DELTA)
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""
-
-_At = tuple[PackId, int]
-"""A pack, and an offset there."""
 
 Placed = tuple[bytes, PackId, int]
 """A digest, a pack that holds it, and its stored bytes there."""
@@ -92,15 +89,14 @@ class Marks:
         self._forgotten = forgotten
         # To bound memory, the digests of a large index are marked in parts, one after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
-        # The bases of all deltas that the root names, by the digest of the delta.
-        self._bases: dict[bytes, set[bytes]] = defaultdict(set)
+        # The bases of all deltas that the root names. A newer root may have again what is nowhere.
+        self._bases = closure(self._segments(with_deltas=True), self._segments())
         self._needed_bases: set[bytes] = set()
-        # The places of deltas whose chains have no end, and the bases that are nowhere. A newer
-        # root may have these again.
-        self._endless: set[_At] = set()
-        self._nowhere: set[bytes] = set()
-        if any(ref.deltas for ref in root.segments):
-            self._read_bases()
+        if self._parts > 1 and any(ref.deltas for ref in root.segments):
+            # A delta and its base may be of different parts.
+            self._seen = self._of_forgotten()
+            for _, below in self._walk_below():
+                self._needed_bases |= self._needed_below(below)
         for part in range(self._parts):
             self._mark(part, counts if part == 0 else None)
         if counts is not None:
@@ -112,8 +108,8 @@ class Marks:
         condemned = self.root.condemned
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
-    def _read_bases(self) -> None:
-        """Find out on which chunks the needed deltas stand.
+    def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
+        """Return on which chunks some needed ones stand.
 
         A chunk may be stored as a delta in one pack, and as it is in another. Its base is needed in
         any case: whoever relies on the delta need not ask which of both this collector counts.
@@ -121,53 +117,7 @@ class Marks:
         A delta whose chain has no end is no place of its chunk. Its base went when nothing needed
         either; if then the chunk was taken anew, it is stored again.
         """
-        deltas: dict[_At, bytes] = {}
-        standing_on: dict[bytes, list[_At]] = defaultdict(list)
-        for segment in self._segments(with_deltas=True):
-            for (digest, n, offset, *_), base in segment.records_of_deltas():
-                place = segment.packs[n], offset
-                deltas[place] = digest
-                standing_on[base].append(place)
-                self._bases[digest].add(base)
-        self._find_ends(deltas, standing_on)
-        if self._parts > 1:
-            # A delta and its base may be of different parts.
-            self._seen = self._of_forgotten()
-            for _, below in self._walk_below():
-                self._needed_bases |= self._bases_below(below) - self._nowhere
-
-    def _find_ends(self, deltas: dict[_At, bytes], standing_on: dict[bytes, list[_At]]) -> None:
-        """Note the deltas whose chains have no end. Both arguments are used up."""
-        with_end = self._stored_alone(standing_on.keys())
-        pending = list(with_end)
-        while pending:
-            base = pending.pop()
-            for place in standing_on.pop(base, ()):
-                # Of two segments that list it, the first time.
-                digest = deltas.pop(place, None)
-                if digest is not None and digest not in with_end:
-                    with_end.add(digest)
-                    pending.append(digest)
-        self._nowhere, self._endless = set(standing_on), set(deltas)
-
-    def _stored_alone(self, digests: Collection[bytes]) -> set[bytes]:
-        """Return which of some digests are in a pack as they are, or compressed."""
-        return {
-            digest
-            for segment in self._segments()
-            for digest, _, _, _, _, codec in segment.records()
-            if digest in digests and codec != _DELTA
-        }
-
-    def _bases_below(self, references: Iterable[bytes]) -> set[bytes]:
-        """Return the bases of some chunks, and theirs."""
-        bases: set[bytes] = set()
-        pending = [digest for digest in references if digest in self._bases]
-        while pending:
-            new = self._bases[pending.pop()] - bases
-            bases |= new
-            pending += [digest for digest in new if digest in self._bases]
-        return bases
+        return self._bases.below(references) - self._bases.nowhere
 
     def _mark(self, part: int, counts: ReferenceCounts | None) -> None:
         passed_over = self._of_forgotten()
@@ -180,7 +130,7 @@ class Marks:
         self._seen -= passed_over
         use_counts.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
         if self._parts == 1:
-            self._needed_bases = self._bases_below(use_counts) - self._nowhere
+            self._needed_bases = self._needed_below(use_counts)
         use_counts.update(dict.fromkeys(self._of_part(self._needed_bases, part), 0))
         self._needed = use_counts
         self.count += len(use_counts)
@@ -227,7 +177,7 @@ class Marks:
                 count = use_counts.get(digest)
                 if count is not None:
                     use.needed += 1
-                    if codec == _DELTA and (packs[n], offset) in self._endless:
+                    if codec == _DELTA and (packs[n], offset) in self._bases.endless:
                         continue
                     use.live += stored_bytes
                     use.is_fixed |= codec not in KNOWN_CODECS
@@ -272,7 +222,7 @@ class Marks:
             for digest, n, offset, stored_bytes, _, codec in segment.records():
                 if digest not in digests:
                     continue
-                if codec != _DELTA or (packs[n], offset) not in self._endless:
+                if codec != _DELTA or (packs[n], offset) not in self._bases.endless:
                     yield digest, packs[n], stored_bytes
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
@@ -307,7 +257,7 @@ class Marks:
         for node, children in self._walk_below():
             digests.add(digest_in(node))
             digests.update(d for d in children if not is_node(d))
-        return digests | self._bases_below(digests)
+        return digests | self._bases.below(digests)
 
     def _new_bases(self) -> set[bytes]:
         """Return the bases of the deltas in packs that were not marked."""

@@ -6,14 +6,22 @@ import math
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest
-from casnap.format.records import DeltaPlace, Place
+from casnap.format.records import (
+    DeltaPlace,
+    PackId,
+    Place,
+    SealedSegment,
+    Segment,
+    encode_segment,
+)
 from casnap.storage.lookup import chains
-from casnap.storage.lookup.chains import ShortestChains, can_carry, chains_below
+from casnap.storage.lookup.chains import ShortestChains, can_carry, chains_below, closure
 
 
 def digest(number: int) -> Digest:
@@ -141,3 +149,30 @@ def test_the_shortest_chain_counts(seed: int, monkeypatch: pytest.MonkeyPatch) -
         for each in choice.sample(list(places), 5):
             places[each] = places[each][1:]
         found.forget()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_scan_finds_all_bases_and_the_deltas_without_end(seed: int) -> None:
+    choice = random.Random(seed)
+    places = stored(choice, 30)
+    records = [(each, place) for each, there in places.items() for place in there]
+    pack = PackId(bytes(16))
+    moved = [
+        (d, msgspec.structs.replace(p, pack=pack, offset=i)) for i, (d, p) in enumerate(records)
+    ]
+    # Two segments may list the same place.
+    parts = [choice.sample(moved, len(moved) // 2), moved]
+    segments = [SealedSegment(encode_segment(Segment((pack,), part)), "it") for part in parts]
+    bases = closure(segments, segments)
+    lengths = shortest(places)
+    deltas = [(d, p) for d, p in moved if isinstance(p, DeltaPlace)]
+    without = {(pack, p.offset) for d, p in deltas if lengths.get(p.base, math.inf) == math.inf}
+    assert bases.endless == without
+    assert bases.nowhere == {p.base for _, p in deltas if (pack, p.offset) in without}
+    for each in places:
+        needed, before = {each}, set[bytes]()
+        while needed != before:
+            before = set(needed)
+            needed.update(p.base for d, p in deltas if d in before)
+        assert bases.below([each]) >= needed - {each}
+        assert bases.below([each]) <= needed

@@ -4,18 +4,20 @@ A chain begins with the wanted chunk, and ends with one that is no delta. It has
 nowhere, if it comes back to itself, or if it has more deltas than readers apply.
 
 Who wants to read or rely on chunks, each at one place, asks :func:`chains_below`. A check asks
-:class:`ShortestChains`, since a chunk is whole if it is so at any of its places.
+:class:`ShortestChains`, since a chunk is whole if it is so at any of its places. A collector, which
+scans the index, asks :func:`closure` for all bases that are needed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest
-from casnap.format.records import DeltaPlace, Place, Record
+from casnap.format.records import DeltaPlace, PackId, Place, Record, SealedSegment
 
 _DELTA = int(Codec.DELTA)
 
@@ -131,3 +133,70 @@ class ShortestChains:
         self._lengths |= {each: best - number for number, each in enumerate(line)}
         self._lengths[digest] = best
         return self._lengths[digest]
+
+
+class DeltaBases:
+    """On which chunks all deltas of some segments stand, at any of their places.
+
+    How long a chain is does not count here: what readers refuse is no reason to delete anything.
+
+    Attributes:
+        endless: The places of deltas whose chains have no end: packs, and offsets there.
+        nowhere: The bases of such deltas.
+    """
+
+    def __init__(self) -> None:
+        self._bases: dict[bytes, set[bytes]] = defaultdict(set)
+        self.endless: set[tuple[PackId, int]] = set()
+        self.nowhere: set[bytes] = set()
+
+    def note(self, digest: bytes, base: bytes) -> None:
+        """Note that a chunk is stored as a delta."""
+        self._bases[digest].add(base)
+
+    def below(self, digests: Iterable[bytes]) -> set[bytes]:
+        """Return the bases of some chunks, and theirs."""
+        bases: set[bytes] = set()
+        pending = [digest for digest in digests if digest in self._bases]
+        while pending:
+            new = self._bases[pending.pop()] - bases
+            bases |= new
+            pending += [digest for digest in new if digest in self._bases]
+        return bases
+
+
+def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegment]) -> DeltaBases:
+    """Find out on which chunks the deltas of some segments stand, and which chains have an end.
+
+    Args:
+        with_deltas: The segments that have deltas.
+        segments: All segments; not looked at if there are no deltas.
+    """
+    bases = DeltaBases()
+    deltas: dict[tuple[PackId, int], bytes] = {}
+    standing_on: dict[bytes, list[tuple[PackId, int]]] = defaultdict(list)
+    for segment in with_deltas:
+        for (digest, n, offset, *_), base in segment.records_of_deltas():
+            place = segment.packs[n], offset
+            deltas[place] = digest
+            standing_on[base].append(place)
+            bases.note(digest, base)
+    if not deltas:
+        return bases
+    # From those that are stored alone, as they are or compressed, to all that stands on them.
+    with_end = {
+        digest
+        for segment in segments
+        for digest, _, _, _, _, codec in segment.records()
+        if digest in standing_on and codec != _DELTA
+    }
+    pending = list(with_end)
+    while pending:
+        for place in standing_on.pop(pending.pop(), ()):
+            # Of two segments that list it, the first time.
+            delta = deltas.pop(place, None)
+            if delta is not None and delta not in with_end:
+                with_end.add(delta)
+                pending.append(delta)
+    bases.nowhere, bases.endless = set(standing_on), set(deltas)
+    return bases
