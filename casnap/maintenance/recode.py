@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import Root, Row, SegmentRef
+from casnap.format.records import Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
+from casnap.storage.lookup.chains import NewBases
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, snapshot_before
@@ -114,9 +115,9 @@ class _Recoder:
         self._recoding = recoding
         self._buffer = ChunkBuffer(_BUFFER_BYTES)
         self._forms = ChunkForms(store.index)
-        # The chunks that deltas stand on, and the segments of these deltas.
+        # The chunks that deltas stand on.
         self._bases: set[bytes] = set()
-        self._with_bases: frozenset[SegmentRef] = frozenset()
+        self._new_bases = NewBases()
 
     def recode(self, contents: Contents, before: Contents | None) -> None:
         """Recode a snapshot, against the one before, if there is one."""
@@ -148,10 +149,7 @@ class _Recoder:
         return True
 
     def _learn_bases(self, root: Root) -> None:
-        segments = frozenset(root.segments)
-        for ref in segments - self._with_bases:
-            self._bases.update(self._store.index.bases_in(ref))
-        self._with_bases = segments
+        self._bases |= self._new_bases.of(root, self._store.index)
 
     def _recode_group(self, session: Session, group: list[CellPair]) -> int:
         """Recode some chunks; return how many bytes were read."""

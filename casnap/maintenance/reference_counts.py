@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from casnap.format.entries import MAX_LIST_DEPTH
 from casnap.format.records import PackId, Root, SegmentId
 from casnap.runtime.progress import Progress
+from casnap.storage.lookup.chains import NewBases
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.references import (
     DATA,
@@ -57,7 +58,7 @@ class ReferenceCounts:
         self._tops: frozenset[bytes] = frozenset()
         self._nodes: Counter[bytes] = Counter()
         self._tally = _Tally()
-        self._with_bases: frozenset[bytes] = frozenset()
+        self._bases = NewBases()
 
     def note(self, node: bytes, children: Iterable[bytes]) -> None:
         """Count the references of a node; called once for each node of a root."""
@@ -147,13 +148,8 @@ class ReferenceCounts:
 
     def _count_bases(self, store: Repository, root: Root) -> set[bytes]:
         """Count the bases of all deltas in segments that were not read; they are not discounted."""
-        new: set[bytes] = set()
-        for ref in root.segments:
-            if ref.id not in self._with_bases:
-                bases = list(store.index.bases_in(ref))
-                self._tally.change(bases, 1)
-                new.update(bases)
-        self._with_bases = frozenset(ref.id for ref in root.segments)
+        new = self._bases.of(root, store.index)
+        self._tally.change(new, 1)
         return new
 
 

@@ -187,7 +187,8 @@ class _Walk:
         self._view = view
         self._numbers: dict[bytes, int] = {}
         self._nodes: dict[int, bytes] = {}
-        # The base of each chunk that is stored as a delta.
+        # The base of each chunk that is stored as a delta. It is entered like a child of a node, so
+        # that a base of many chunks counts once: no chain is asked for.
         self._bases: dict[int, bytes] = {}
         self._stored = array("Q")
         self._owner = array("q")

@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest
-from casnap.format.records import DeltaPlace, PackId, Place, Record, SealedSegment
+from casnap.format.records import (
+    DeltaPlace,
+    PackId,
+    Place,
+    Record,
+    Root,
+    SealedSegment,
+    SegmentRef,
+)
+from casnap.storage.lookup.index import Index
 
 _DELTA = int(Codec.DELTA)
 
@@ -200,3 +209,21 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
                 pending.append(delta)
     bases.nowhere, bases.endless = set(standing_on), set(deltas)
     return bases
+
+
+class NewBases:
+    """Finds the bases of deltas that newer and newer roots name. It reads each segment once."""
+
+    def __init__(self) -> None:
+        self._read: frozenset[SegmentRef] = frozenset()
+
+    def of(self, root: Root, index: Index) -> set[bytes]:
+        """Return the bases of all deltas in those segments of a root that were not read yet.
+
+        Raises:
+            DamagedError: A segment is missing or damaged.
+        """
+        unread = (ref for ref in root.segments if ref not in self._read)
+        bases = {base for ref in unread for base in index.bases_in(ref)}
+        self._read = frozenset(root.segments)
+        return bases
