@@ -261,9 +261,13 @@ class LocalLookup:
 
     def _others_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
         for digest in digests:
-            [*before] = left.attempts.get(digest, ())
-            for place in self.index.find_all(view, digest) if before else ():
-                if digest in left.wants and place != before[0].place:
+            attempts = left.attempts.get(digest)
+            if not attempts:
+                # It has no place at all.
+                continue
+            first = attempts[0].place
+            for place in self.index.find_all(view, digest):
+                if digest in left.wants and place != first:
                     yield Step([(place, left.wants[digest])], is_alone=True)
 
     def _has_moved(self, view: View, left: Left, digest: Digest) -> bool:
