@@ -13,8 +13,6 @@ import msgspec
 
 from casnap.backends.places import is_file
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
-from casnap.files.exporting import export
-from casnap.files.file_reports import ExportOptions, ExportReport, format_of, tied_names
 from casnap.format.entries import Entry
 from casnap.format.names import component_of, key_of, name_text
 from casnap.format.records import Row, Stats
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
+    from casnap.files.file_reports import ExportReport
     from casnap.restore.handle import Handle
     from casnap.restore.indexing import Index
     from casnap.restore.renaming import Rename
@@ -495,6 +494,9 @@ class Snapshot:
             EntryNotFoundError: There is no such path.
             DamagedError: Stored bytes are missing or damaged.
         """
+        from casnap.files.exporting import export
+        from casnap.files.file_reports import ExportOptions, format_of, tied_names
+
         names = tied_names(tied)
         options = ExportOptions(
             path=path,

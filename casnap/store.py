@@ -19,17 +19,8 @@ from casnap.errors import MirrorError, SnapshotNotFoundError
 from casnap.format.names import name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.latest import find_row, newest_row
-from casnap.maintenance.check import CheckReport, check
-from casnap.maintenance.diff import Diff, diff
-from casnap.maintenance.gc import GcOptions, GcReport, collect
-from casnap.maintenance.missing_folders import MissingFoldersChange
-from casnap.maintenance.repair import RepairReport, repair
-from casnap.maintenance.usage import Usage, usage
-from casnap.mirror.mirror import Mirror
 from casnap.mirror.notes import detach_mirror, notes_of_renamed
-from casnap.mirror.status import MirrorOptions
 from casnap.pending import PendingSnapshot
-from casnap.ranks.comm import SingleProcess
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
@@ -41,7 +32,6 @@ from casnap.runtime.units import (
     seconds_if_given,
     seconds_of,
 )
-from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
 from casnap.state.stateful import AppState, check_order
 from casnap.storage.log.settings import CODEC, check_codec, gc_settings, settings_of
@@ -76,17 +66,23 @@ from casnap.storage.snapshots.thinning import check_keys, check_rules, thin
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.take.options import OnError, TakeOptions, options_of, shows_options
 from casnap.take.pending import wait_for_last
-from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.copy_jobs import CopyOptions, CopyReport
-from casnap.transfer.copy_selection import check_pair, choose
 from casnap.view import View
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from casnap.files.file_reports import ImportReport
+    from casnap.maintenance.check import CheckReport
+    from casnap.maintenance.diff import Diff
+    from casnap.maintenance.gc import GcReport
+    from casnap.maintenance.repair import RepairReport
+    from casnap.maintenance.usage import Usage
+    from casnap.mirror.mirror import Mirror
+    from casnap.mirror.status import MirrorOptions
+    from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
     from casnap.take.options import AsyncTakeArguments, TakeArguments
+    from casnap.transfer.copy_jobs import CopyReport
 
 _log = logging.getLogger("casnap")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -567,6 +563,10 @@ class Store:
                 stores cannot be used.
             DamagedError: Something in this store cannot be read.
         """
+        from casnap.transfer.copy import copy_snapshots
+        from casnap.transfer.copy_jobs import CopyOptions
+        from casnap.transfer.copy_selection import check_pair, choose
+
         inner = None if name is None else self._view.local_name(name)
         selection = choose(self._view.repository, self.prefix, inner, rename)
         if isinstance(to, Store):
@@ -621,6 +621,7 @@ class Store:
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
         """
+        from casnap.serving.options import PullOptions
         from casnap.serving.pull import pull
 
         out = Path(local_path(folder))
@@ -655,6 +656,7 @@ class Store:
             FileNotFoundError: There is no folder to put it in.
         """
         from casnap.serving.following import Following
+        from casnap.serving.options import PullOptions
 
         out = Path(local_path(folder))
         following = Following(
@@ -822,6 +824,8 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
+        from casnap.maintenance.missing_folders import MissingFoldersChange
+
         change = MissingFoldersChange(self._view.repository, self._view.folder(prefix))
         return self._prune(change, dry_run=dry_run)
 
@@ -918,6 +922,8 @@ class Store:
             DamagedError: An object could not be read; nothing was deleted.
             ValueError: An argument is out of range.
         """
+        from casnap.maintenance.gc import GcOptions, collect
+
         options = GcOptions(
             grace=seconds_if_given("grace", grace),
             repack=repack,
@@ -929,10 +935,14 @@ class Store:
 
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots. Only subtrees that differ are read."""
+        from casnap.maintenance.diff import diff
+
         return diff(self[a].contents, self[b].contents)
 
     def usage(self, prefix: str | None = None) -> list[Usage]:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
+        from casnap.maintenance.usage import usage
+
         return usage([s.contents for s in self.snapshots(prefix)], self._view.repository)
 
     def check(
@@ -965,6 +975,8 @@ class Store:
         if name is not None:
             self._view.row(name)
             full = self._view.full_name(name)
+        from casnap.maintenance.check import check
+
         return check(
             self._view.repository, data=data, sample=sample, seed=seed, name=full, progress=progress
         )
@@ -996,6 +1008,8 @@ class Store:
         places = [
             s._view.repository.backend if isinstance(s, Store) else given_path(s) for s in sources
         ]
+        from casnap.maintenance.repair import repair
+
         return repair(self._view.repository, sources=places, progress=progress, dry_run=dry_run)
 
 
@@ -1015,6 +1029,8 @@ def _mirror_options(
         return None
     if retention is not None:
         check_retention(retention)
+    from casnap.mirror.status import MirrorOptions
+
     place = mirror if isinstance(mirror, Backend) else given_path(mirror)
     return MirrorOptions(place, options, retention)
 
@@ -1042,6 +1058,7 @@ def import_snapshot(
         metadata: As there.
     """
     from casnap.files.importing import import_files
+    from casnap.ranks.comm import SingleProcess
 
     def take(leaves: Any, all_metadata: dict[str, Any]) -> int:
         assert find is not None

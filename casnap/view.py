@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,9 +16,6 @@ from casnap.backends import Backend
 from casnap.errors import BackendError, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.names import check_name, name_text
 from casnap.format.records import CONFIG_KEY, Root, Row, StoreConfig
-from casnap.maintenance.automatic import automatic_collector
-from casnap.mirror.mirror import Mirror
-from casnap.mirror.status import MirrorOptions
 from casnap.ranks.comm import Comm
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
@@ -45,6 +42,10 @@ from casnap.storage.snapshots.table import (
 )
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.take.pending import under_way
+
+if TYPE_CHECKING:
+    from casnap.mirror.mirror import Mirror
+    from casnap.mirror.status import MirrorOptions
 
 V = TypeVar("V")
 Opening = Callable[..., tuple[Repository, bool]]
@@ -153,6 +154,8 @@ class View:
         repository, self.is_new = self._opening(place, create=create)
         options, mirror = self._mirror_options, None
         if options is not None:
+            from casnap.mirror.mirror import Mirror
+
             mirror = Mirror(
                 repository, place.name, options, hooks_of=_disk_hooks, is_taking=under_way
             )
@@ -354,6 +357,8 @@ def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
 
 def _disk_hooks(repository: Repository) -> CommitHooks:
     """Return what keeps the garbage of a store small."""
+    from casnap.maintenance.automatic import automatic_collector
+
     collector = automatic_collector(repository)
     return CommitHooks(
         make_room=partial(collector.make_room, repository),
