@@ -56,7 +56,7 @@ from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
 from casnap.storage.lookup.chains import ShortestChains
 from casnap.storage.lookup.index_cache import preferred
-from casnap.storage.lookup.ladder import Bases, LocalLookup
+from casnap.storage.lookup.ladder import Bases, Left, LocalLookup, Rung, Step
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want
 from casnap.storage.reading.repository import Repository
@@ -102,6 +102,14 @@ class _WholePlaces(LocalLookup):
         lookup = survey.store.lookup
         super().__init__(lookup.newest, lookup.index)
         self._survey = survey
+
+    @override
+    def rungs(self) -> Sequence[Rung]:
+        return (self._whole,)
+
+    def _whole(self, left: Left) -> Iterator[Step]:
+        digests = list(left.wants)
+        yield Step(left.at(digests, self.bases().find(digests)))
 
     @override
     def bases(self) -> Bases:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from casnap import Store
+from casnap import StateDict, Store
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
 from casnap.format.records import encode
 from casnap.maintenance.damage import Hurt
 from tests.support.forger import GOOD, STATE, Forger, chunks, container, inline, tensor, value
+from tests.support.remote import RemoteDouble
 
 F = bytes(16)
 MALFORMED: dict[str, Any] = {
@@ -130,3 +131,20 @@ def test_what_is_unknown_is_no_damage(tmp_path: Path, cache_dir: Path) -> None:
         report = store.check(data=True)
         assert report.ok, report.damages
         assert bool(report.unsupported) == (error is UnsupportedFormatError)
+
+
+def test_specs_that_are_lost(tmp_path: Path) -> None:
+    """The index is not read anew for each: the survey knows where they are not whole."""
+    backend = RemoteDouble(str(tmp_path))
+    state = {f"d{i}": {f"a long name: {i} {j}": 0 for j in range(9)} for i in range(9)}
+    Store(backend).take({"s": StateDict(state)}, "a")
+    hurt_paths = set()
+    for pack in backend.sizes("packs"):
+        content = backend.read(pack)
+        backend.delete(pack)
+        backend.reset()
+        for damage in Store(backend).check(data=True).damages:
+            hurt_paths |= {hurt.path for hurt in damage.hurts}
+        assert sum(key.startswith("index/") for kind, key in backend.log if kind == "get") == 1
+        backend.write(pack, content)
+    assert hurt_paths >= {f"s/d{i}" for i in range(9)}
