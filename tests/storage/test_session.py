@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from casnap.errors import (
 from casnap.format.digest import digest_of
 from casnap.runtime.threads import run_shielded
 from casnap.storage.lookup.index import Index
+from casnap.storage.writing import session as session_module
 from casnap.storage.writing.rank_parts import OtherRanks, RankPart
 from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
@@ -180,6 +181,20 @@ def test_an_error_within_it(path: Path) -> None:
             run_shielded(work)
         assert files(path) == there
         assert_given_back()
+
+
+def test_an_interrupt_as_it_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, store = files(path), Store(path).open_store
+
+    class Interrupted(ExitStack):
+        def pop_all(self) -> Any:
+            assert files(path) != there
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(session_module, "ExitStack", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Session(store)
+    assert files(path) == there
 
 
 def test_nothing_to_commit(path: Path) -> None:

@@ -98,6 +98,13 @@ class Session:
         self._before = Counter(store.backend.requests if before is None else before)
         based_on = base_root or store.recent()
         store.check_writable("write to", based_on, dry_run=not puts_root)
+        self.store = store
+        self.commit_id = os.urandom(16)
+        self.may_be_referenced = False
+        self._codec = codec
+        self._segments: list[SegmentRef] = []
+        self._tell()
+        self._names: list[str] = []
         # Before the base is read, so that no collector frees in between what the base names. In an
         # object store, rank 0 announces the change of all ranks.
         with ExitStack() as stack:
@@ -108,17 +115,10 @@ class Session:
                     store.backend.announced(based_on.seq, at_once=store.announces_at_once)
                 )
             self.base: View = store.recent_view(base_root)
+            self._reused = ReusedPacks(store, self.base)
             self.new_packs = NewPacks(store, self.base.root.seq, self._crew, codec)
             stack.callback(self._close)
             self._end = stack.pop_all()
-        self.store = store
-        self.commit_id = os.urandom(16)
-        self._reused = ReusedPacks(store, self.base)
-        self.may_be_referenced = False
-        self._codec = codec
-        self._segments: list[SegmentRef] = []
-        self._tell()
-        self._names: list[str] = []
 
     @property
     def requests(self) -> Counter[str]:
