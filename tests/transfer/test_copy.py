@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from casnap import Retention, StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.backends.costs import LOCAL
 from casnap.errors import (
     BackendError,
     DamagedError,
@@ -133,8 +135,9 @@ def test_large_chunks_that_take_little_are_held_few_at_a_time(
 ) -> None:
     """Deltas of large chunks, and many cores, take no more memory."""
     monkeypatch.setattr(delta_sends, "cores", lambda: 8)
-    for limit, chunks in {"_LEAST": 0.25, "_GROUP_BYTES": 1, "_MOST_BYTES": 2}.items():
-        monkeypatch.setattr(delta_sends, limit, int(chunks * CHUNK))
+    monkeypatch.setattr(LocalBackend, "costs", LOCAL._replace(delta_bytes=CHUNK))
+    monkeypatch.setattr(delta_sends, "_LEAST", CHUNK // 4)
+    monkeypatch.setattr(delta_sends, "_MOST_BYTES", 2 * CHUNK)
     held: dict[ChunkBuffer, int] = {}
     most = [0]
     read, clear = ChunkBuffer.read, ChunkBuffer.clear
