@@ -62,13 +62,13 @@ def chains_below(digests: Iterable[Digest], find: Find) -> dict[Digest, list[Rec
 
 def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record]:
     chain: list[Record] = []
-    while (place := places.get(digest)) is not None and not exceeds(len(chain), place):
+    while (place := places.get(digest)) is not None:
         chain.append((digest, place))
         if place.codec != _DELTA:
             return chain
-        if not isinstance(place, DeltaPlace):
-            # A delta that does not say its base cannot be relied on.
-            return []
+        # A delta that does not say its base cannot be relied on.
+        if exceeds(len(chain) - 1, place) or not isinstance(place, DeltaPlace):
+            break
         digest = Digest(place.base)
     return []
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import replace
 
 from casnap.errors import FencedError
+from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import PackId, Place, pack_key
 from casnap.storage.lookup.chains import chains_below
@@ -20,6 +21,7 @@ from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
+_DELTA = int(Codec.DELTA)
 COLLECTED = (
     "a garbage collector whose grace was shorter than this has deleted packs that were written "
     "or relied on; take again, and give `casnap gc` a longer --grace"
@@ -54,14 +56,21 @@ class ReusedPacks:
 
         A chunk that is stored as a delta needs all bases below it too.
         """
-        chains = chains_below(digests, self._find)
-        self._note({digest: place for chain in chains.values() for digest, place in chain})
-        return [chains[digest][0][1] if chains[digest] else None for digest in digests]
+        found = dict(zip(digests, self._find(digests), strict=True))
+        # Most are no deltas, and to make chains of them would take ten times as long.
+        deltas = [d for d, place in found.items() if place is not None and place.codec == _DELTA]
+        links: dict[Digest, Place | None] = {}
+        for digest, chain in chains_below(deltas, self._find).items():
+            found[digest] = chain[0][1] if chain else None
+            links.update(chain)
+        self._note({**found, **links})
+        return [found[digest] for digest in digests]
 
-    def _note(self, places: Mapping[Digest, Place]) -> None:
+    def _note(self, places: Mapping[Digest, Place | None]) -> None:
         with self._lock:
             for digest, place in places.items():
-                self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+                if place is not None:
+                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist; drop from the view those that do not."""
