@@ -54,7 +54,7 @@ from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, re
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
-from casnap.storage.lookup.chains import ShortestChains
+from casnap.storage.lookup.chains import ShortestChains, bases_at
 from casnap.storage.lookup.index_cache import preferred
 from casnap.storage.lookup.ladder import Bases, Left, LocalLookup, Rung, Step
 from casnap.storage.lookup.pack_lengths import listed_packs
@@ -743,10 +743,10 @@ class Survey:
             message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
             return [self._add_damage("malformed", "", message, digest)]
         damages = self.damages_of(digest, places)
-        for place in places:
+        for base in bases_at(places):
             # A base may be in a pack that is about to be deleted.
-            if isinstance(place, DeltaPlace) and self.needed.get(Digest(place.base)) != nbytes:
-                damages = [*damages, *self._chunk(Digest(place.base), nbytes)]
+            if self.needed.get(base) != nbytes:
+                damages = [*damages, *self._chunk(base, nbytes)]
         return damages
 
     def _try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
