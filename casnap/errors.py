@@ -7,10 +7,10 @@
     │   ├── NotAStoreError          nothing (or something else) is at this place
     │   ├── UnsupportedFormatError  written by a newer casnap
     │   ├── MirrorError             the mirror of a store cannot be used, or lags
-    │   └── BackendError            the place where objects live failed (OSError and the like)
-    │       ├── StorageFullError    no space, or a quota, left
-    │       └── UnavailableError    says nothing about the objects; stops the work; see ``reason``
-    │           └── UnclearCommitError  a commit was put, or may have been, and may not last
+    │   ├── BackendError            the place refused, or failed, at an object
+    │   │   └── StorageFullError    no space, or a quota, left
+    │   └── UnavailableError        says nothing about the objects; stops the work; see ``reason``
+    │       └── UnclearCommitError  a commit was put, or may have been, and may not last
     ├── SnapshotError               a name in a store
     │   ├── InvalidNameError        (ValueError) a name that cannot be used
     │   ├── SnapshotExistsError     (FileExistsError) the name is taken
@@ -23,6 +23,10 @@
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a collector deleted chunks that a paused take relied on
+
+The place of a store fails with a :class:`BackendError` or an :class:`UnavailableError`; ``except
+StoreError`` catches both. An outage is no ``BackendError``: who goes on without an object that
+cannot be read, or calls it damaged, must not do so while nothing can be read.
 
 An :class:`UnavailableError` has a ``reason``, a str of :data:`Reason`:
 
@@ -83,7 +87,7 @@ class StorageFullError(BackendError):
     """No space, or no quota, is left at the store's place."""
 
 
-class UnavailableError(BackendError):
+class UnavailableError(StoreError):
     """A call failed, for a reason that does not mean that the object is damaged.
 
     Attributes:
@@ -101,6 +105,12 @@ class UnclearCommitError(UnavailableError):
     What was to be done may be there already. The same call again is safe: a take of the same name
     replaces its own commit.
     """
+
+
+PlaceError: TypeAlias = BackendError | UnavailableError
+"""What the place of a store raises: its failure, or an outage."""
+PLACE_ERRORS = (BackendError, UnavailableError)
+"""The same, for ``except``: what goes on without the place, whatever is wrong there."""
 
 
 class SnapshotError(CasnapError):

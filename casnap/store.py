@@ -617,6 +617,7 @@ class Store:
                 snapshot holds no tensors.
             StorageFullError: The disk is full. The folder stays at the version before.
             BackendError: The folder cannot be written or looked at for another reason. It stays.
+            UnavailableError: Neither can anything else now. It stays.
             FileNotFoundError: There is no folder to put it in.
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from casnap.backends import Backend
-from casnap.errors import BackendError, NotAStoreError, SnapshotNotFoundError, with_article
+from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.names import check_name, name_text
 from casnap.format.records import CONFIG_KEY, Root, Row, StoreConfig
 from casnap.ranks.comm import Comm
@@ -340,7 +340,7 @@ class View:
         hooks.on_release(rows)
         nbytes = max((row.stats.logical_bytes for row in rows), default=0)
         # They are deleted, whatever happens here.
-        with suppress(BackendError):
+        with suppress(*PLACE_ERRORS):
             free = self.repository.backend.free_bytes()
             if free is not None and free <= nbytes:
                 hooks.make_room(lambda: nbytes)

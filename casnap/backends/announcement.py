@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from casnap.errors import BackendError
+from casnap.errors import PLACE_ERRORS
 
 if TYPE_CHECKING:
     from casnap.backends.base import Backend
@@ -60,7 +60,7 @@ class Announcement:
         key = f"tmp/take-{self._base:012x}-{int(time.time()):010x}-{os.urandom(6).hex()}"
         try:
             self._backend.write(key, b"a take is under way")
-        except BackendError as e:
+        except PLACE_ERRORS as e:
             # A collector may be faster than the take, which then starts again.
             _log.debug("the take is not announced: %s", e)
             return
@@ -76,7 +76,7 @@ class Announcement:
     def _delete(self, key: str | None) -> None:
         # Not in a forked child: the take is its parent's.
         if key is not None and os.getpid() == self._pid:
-            with suppress(BackendError):
+            with suppress(*PLACE_ERRORS):
                 self._backend.delete(key)
 
 
@@ -98,6 +98,6 @@ def bases_announced_at(backend: Backend, max_age: float) -> list[int]:
         elif age > _LASTS:
             dead.append(f"tmp/{name}")
     if dead:
-        with suppress(BackendError):
+        with suppress(*PLACE_ERRORS):
             backend.delete_all(dead)
     return bases

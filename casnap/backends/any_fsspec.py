@@ -27,7 +27,7 @@ from casnap.backends.client import (
     valid_options,
     without_secrets,
 )
-from casnap.errors import BackendError, UnavailableError
+from casnap.errors import BackendError, PlaceError, UnavailableError
 from casnap.format.digest import digest_of
 from casnap.format.names import STORE_FOLDER
 from casnap.runtime.typing import override
@@ -192,7 +192,7 @@ class FsspecClient(Client):
         await self._do(to, self._put, self._path(to), content)
 
     @override
-    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | PlaceError]:
         for key in keys:
             with suppress(FileNotFoundError):
                 await self._do(key, self._fs.rm_file, self._path(key))

@@ -11,12 +11,7 @@ from typing import TypeAlias
 
 from casnap.backends.announcement import Announcement, bases_announced_at
 from casnap.backends.costs import LOCAL, REMOTE, Costs
-from casnap.errors import (
-    BackendError,
-    CasnapError,
-    DamagedError,
-    UnavailableError,
-)
+from casnap.errors import BackendError, CasnapError, DamagedError, PlaceError
 from casnap.format.records import MAX_SEGMENT_BYTES
 
 TEMPORARY = re.compile("[0-9a-f]{24}")
@@ -238,9 +233,7 @@ class Backend(ABC):
             key = f"{folder}/{name}" if folder else name
             try:
                 sizes[key] = self.size(key)
-            except (FileNotFoundError, BackendError) as e:
-                if isinstance(e, UnavailableError):
-                    raise
+            except (FileNotFoundError, BackendError):
                 sizes |= self.sizes(key)
         return sizes
 
@@ -260,13 +253,13 @@ class Backend(ABC):
     def delete(self, key: str) -> None:
         """Delete an object, if it exists."""
 
-    def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
+    def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
         """Delete objects, if they exist; return the errors of those that may not be deleted.
 
         Raises:
-            BackendError: Deleting failed for another reason. Some objects may be gone.
+            PlaceError: Deleting failed for another reason. Some objects may be gone.
         """
-        refused = {}
+        refused: dict[str, PlaceError] = {}
         for key in keys:
             try:
                 self.delete(key)

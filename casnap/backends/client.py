@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from casnap.errors import BackendError, StoreError
+from casnap.errors import PlaceError, StoreError
 
 
 class TransientError(Exception):
@@ -133,7 +133,7 @@ class Client(ABC):
     """Makes single requests for objects below one URI. Each call runs on the event loop.
 
     A missing object is a ``FileNotFoundError``, and what may pass a :class:`TransientError`. All
-    else is a :class:`BackendError`, mostly an ``UnavailableError``. No error holds credentials.
+    else is an ``UnavailableError`` or a ``BackendError``. No error holds credentials.
 
     Attributes:
         puts_if_absent: Whether the server can be asked to create an object only if it is absent.
@@ -183,7 +183,7 @@ class Client(ABC):
         """Copy an object on the server."""
 
     @abstractmethod
-    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | PlaceError]:
         """Delete up to :attr:`deletes` objects; return the errors of those that are still there."""
 
     deletes: int = 1000

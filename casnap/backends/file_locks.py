@@ -20,7 +20,7 @@ from typing import NamedTuple
 from casnap.backends.base import TEMPORARY
 from casnap.backends.safe_paths import check_regular, unlink_at
 from casnap.backends.system_errors import translated
-from casnap.errors import BackendError
+from casnap.errors import PLACE_ERRORS
 from casnap.runtime.fork import locked_file
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
@@ -133,7 +133,7 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
     """
     try:
         fd = open_to_lock(name, folder)
-    except (OSError, BackendError):
+    except (OSError, *PLACE_ERRORS):
         return _Look()
     try:
         info = os.fstat(fd)

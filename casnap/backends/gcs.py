@@ -37,7 +37,7 @@ from casnap.backends.client import (
 from casnap.backends.gcs_credentials import none_found_error, token_to_use
 from casnap.backends.gcs_errors import StatusError, typed
 from casnap.backends.retries import Retries
-from casnap.errors import BackendError, UnavailableError
+from casnap.errors import BackendError, PlaceError, UnavailableError
 from casnap.runtime.typing import override
 
 _CONNECTIONS = 32
@@ -264,7 +264,7 @@ class GcsClient(Client):
             reply = await self._ask("POST", path, f"{self._uri}/{key}", parameters=parameters)
 
     @override
-    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | PlaceError]:
         if len(keys) == 1:
             with suppress(FileNotFoundError):
                 await self._ask("DELETE", self._object(keys[0]), f"{self._uri}/{keys[0]}")
@@ -289,9 +289,9 @@ class GcsClient(Client):
 
     def _deleted(
         self, keys: Sequence[str], reply: str
-    ) -> Mapping[str, TransientError | BackendError]:
+    ) -> Mapping[str, TransientError | PlaceError]:
         """Return the errors in the answer to a batch; its parts may come in another order."""
-        errors: dict[str, TransientError | BackendError] = {
+        errors: dict[str, TransientError | PlaceError] = {
             key: TransientError("the answer does not tell of it") for key in keys
         }
         boundary = reply.lstrip().partition("\n")[0].strip()
@@ -307,7 +307,7 @@ class GcsClient(Client):
                 continue
             # A missing object is gone; a missing bucket says nothing of it.
             error = typed(refusal, f"{self._uri}/{key}", self._uri)
-            if isinstance(error, TransientError | BackendError):
+            if isinstance(error, TransientError | PlaceError):
                 errors[key] = error
         return errors
 

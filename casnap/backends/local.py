@@ -32,7 +32,7 @@ from casnap.backends.safe_paths import (
 )
 from casnap.backends.store_folder import StoreFolder
 from casnap.backends.system_errors import NO_LINKS, no_links_error, translated
-from casnap.errors import BackendError, CasnapError
+from casnap.errors import PLACE_ERRORS, BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import reserve_space
@@ -239,7 +239,7 @@ class LocalBackend(Backend):
 
     @override
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
-        with suppress(OSError, BackendError):
+        with suppress(OSError, *PLACE_ERRORS):
             fd, _ = open_file(self._path(key))
             try:
                 for offset, nbytes in runs:

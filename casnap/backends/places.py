@@ -29,7 +29,7 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
 
     Raises:
         InvalidNameError: It is longer than the file system has names for.
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
     try:
         return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - of any path
@@ -79,7 +79,7 @@ def paths_in(folder: _Path) -> list[Path]:
     """Return what is right in a folder, by name; nothing if there is no folder.
 
     Raises:
-        BackendError: It cannot be listed.
+        PlaceError: It cannot be listed.
     """
     try:
         return sorted(Path(folder).iterdir())
@@ -93,7 +93,7 @@ def matching(folder: _Path, *patterns: str) -> list[Path]:
     """Return what is right in a folder and has a name that matches one of some patterns.
 
     Raises:
-        BackendError: The folder cannot be listed.
+        PlaceError: The folder cannot be listed.
     """
     return [
         path

@@ -32,9 +32,11 @@ from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, cancel_and_wait
 from casnap.backends.scatter import Scatter, Whole, runs
 from casnap.errors import (
+    PLACE_ERRORS,
     BackendError,
     CasnapError,
     DamagedError,
+    PlaceError,
     UnavailableError,
 )
 from casnap.format.names import STORE_FOLDER
@@ -247,9 +249,9 @@ class RemoteBackend(Backend):
             raise error
 
     @override
-    def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
+    def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
         inside = [*dict.fromkeys(map(_inside, keys))]
-        errors: dict[str, BackendError] = self._run(self._delete_all(inside))
+        errors: dict[str, PlaceError] = self._run(self._delete_all(inside))
         for error in errors.values():
             if not (isinstance(error, UnavailableError) and error.reason == "denied"):
                 raise error
@@ -510,13 +512,13 @@ class RemoteBackend(Backend):
             sizes |= {key: n for page in pages for key, n in page.sizes.items()}
         return sizes
 
-    async def _delete(self, keys: Sequence[str]) -> dict[str, BackendError]:
-        errors: dict[str, BackendError] = {}
+    async def _delete(self, keys: Sequence[str]) -> dict[str, PlaceError]:
+        errors: dict[str, PlaceError] = {}
 
         async def attempt(client: Client) -> None:
             nonlocal keys
             results = await client.delete(keys)
-            errors.update({k: e for k, e in results.items() if isinstance(e, BackendError)})
+            errors.update({k: e for k, e in results.items() if isinstance(e, PLACE_ERRORS)})
             again = {k: e for k, e in results.items() if isinstance(e, TransientError)}
             if again:
                 keys = list(again)
@@ -526,7 +528,7 @@ class RemoteBackend(Backend):
         await self._request("delete", action, attempt)
         return errors
 
-    async def _delete_all(self, keys: Sequence[str]) -> dict[str, BackendError]:
+    async def _delete_all(self, keys: Sequence[str]) -> dict[str, PlaceError]:
         step = self._reach().client.deletes
         batches = [keys[i : i + step] for i in range(0, len(keys), step)]
         results = await together([self._delete(batch) for batch in batches])

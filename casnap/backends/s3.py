@@ -31,7 +31,7 @@ from casnap.backends.client import (
 )
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import delete_error, typed
-from casnap.errors import BackendError, UnavailableError
+from casnap.errors import BackendError, PlaceError
 from casnap.runtime.typing import override
 
 # Connections at a time. Each store bounds its requests to fewer, so there is no wait for one.
@@ -163,7 +163,7 @@ class S3Client(Client):
             raise TransientError("the answer to a copy is empty, so it may not be the server's")
 
     @override
-    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | PlaceError]:
         if len(keys) == 1:
             with suppress(FileNotFoundError):
                 subject = f"{self._uri}/{keys[0]}"
@@ -202,8 +202,6 @@ class S3Client(Client):
     async def rules(self, kind: str) -> Mapping[str, Any]:
         try:
             return await self._call(kind, f"the rules of {self._uri}")
-        except UnavailableError:
-            raise
         except BackendError:
             return {}  # There are none of this kind, or the server does not know them.
 

@@ -18,10 +18,7 @@ from casnap.backends.client import (
     without_secrets,
 )
 from casnap.backends.system_errors import EXHAUSTED
-from casnap.errors import (
-    BackendError,
-    UnavailableError,
-)
+from casnap.errors import BackendError, PlaceError, UnavailableError
 
 _BUSY = frozenset(
     {
@@ -155,7 +152,7 @@ def typed(error: Exception, subject: str, uri: str, method: str) -> Exception:
     return BackendError(f"{subject}: {detail}")
 
 
-def delete_error(error: dict[str, Any], subject: str) -> TransientError | BackendError:
+def delete_error(error: dict[str, Any], subject: str) -> TransientError | PlaceError:
     """Return the error of one object of a request that deletes many."""
     code, message = str(error.get("Code")), str(error.get("Message"))
     if code in _BUSY | _MAY_PASS:
@@ -216,7 +213,7 @@ def _answered(answer: dict[str, Any], request: _Request) -> Exception:
     return _refused(status, code, detail, request)
 
 
-def _refused(status: int, code: str, detail: str, request: _Request) -> BackendError:
+def _refused(status: int, code: str, detail: str, request: _Request) -> PlaceError:
     subject, uri, method = request
     if status in _NOT_S3 and code in _no_code(status):
         return BackendError(

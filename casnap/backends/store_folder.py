@@ -24,7 +24,7 @@ from casnap.backends.safe_paths import (
     parent_of,
 )
 from casnap.backends.system_errors import gone_error, translated
-from casnap.errors import BackendError
+from casnap.errors import PLACE_ERRORS, BackendError
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.fork import new_lock
 
@@ -139,7 +139,7 @@ class StoreFolder:
         """
         name = os.urandom(12).hex()
         for folder in (f"{self.objects}/tmp", self.objects):
-            with suppress(OSError, BackendError), folder_at(folder) as fd:
+            with suppress(OSError, *PLACE_ERRORS), folder_at(folder) as fd:
                 if (made := new_file_in(fd, name)) is not None:
                     return made
         return None

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from casnap.errors import BackendError, CasnapError, StorageFullError, UnavailableError
+from casnap.errors import BackendError, CasnapError, PlaceError, StorageFullError, UnavailableError
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors that say that nothing is there. Any other says that it could not be looked at."""
@@ -44,7 +44,7 @@ _ADVICE = {
 }
 
 
-def told(error: OSError, subject: str, kept: str = "earlier snapshots are whole") -> BackendError:
+def told(error: OSError, subject: str, kept: str = "earlier snapshots are whole") -> PlaceError:
     """Return the error of casnap for one of the system, with what to do about it.
 
     Args:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from casnap.backends.places import is_file, is_taken
 from casnap.backends.system_errors import translated
-from casnap.errors import BackendError, StateError
+from casnap.errors import PLACE_ERRORS, StateError
 from casnap.format.names import NOTICE_HEAD
 from casnap.snapshot import Snapshot
 
@@ -54,7 +54,7 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
             if not is_taken(path) or is_notice(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 put_whole(path, notice(subject))
-        except (OSError, BackendError) as e:
+        except (OSError, *PLACE_ERRORS) as e:
             _log.warning("%s is committed, but %s cannot be written: %s", snapshot.path, path, e)
 
 
@@ -62,7 +62,7 @@ def is_notice(path: Path) -> bool:
     """Whether a file is a notice: not what its name says.
 
     Raises:
-        BackendError: It cannot be read.
+        PlaceError: It cannot be read.
     """
     if not is_file(path):
         return False

@@ -55,9 +55,7 @@ def copied_config(backend: Backend) -> StoreConfig:
     for seq in reversed(listed_roots(backend)):
         try:
             root = read_root(backend, seq)
-        except READ_ERRORS as e:
-            if isinstance(e, UnavailableError):
-                raise
+        except READ_ERRORS:
             continue
         config = config_in(root)
         if config is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import BackendError, DamagedError
 from casnap.format.records import root_key
 from casnap.runtime.threads import mapped
 from casnap.storage.log.roots import read_root
@@ -69,17 +69,11 @@ KINDS = {
 _MOST_UNLISTED = 1000
 
 READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
-"""What is raised where an object of a store cannot be read."""
+"""What is raised where an object of a store is damaged, or cannot be read as it is."""
 
 
 def kind_and_message(error: Exception, label: str) -> tuple[str, str]:
-    """Return the kind of a damage and its message, given the error of reading an object.
-
-    Raises:
-        UnavailableError: The error was this one, which says nothing about the object.
-    """
-    if isinstance(error, UnavailableError):
-        raise error
+    """Return the kind of a damage and its message, given the error of reading an object."""
     if isinstance(error, FileNotFoundError):
         return "missing", f"{label} is missing"
     return "unreadable" if isinstance(error, BackendError) else "changed", str(error)

@@ -18,12 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from casnap.backends.base import as_exclusive
-from casnap.errors import (
-    BackendError,
-    DamagedError,
-    FencedError,
-    StorageFullError,
-)
+from casnap.errors import PLACE_ERRORS, DamagedError, FencedError, StorageFullError
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.marks import Marks
@@ -191,7 +186,7 @@ def collect(
     with as_exclusive(store.backend, store.backend.exclusive or options.exclusive):
         report = run_shielded(work)
     if report.freed_bytes:
-        with suppress(BackendError):
+        with suppress(*PLACE_ERRORS):
             report.warnings = store.backend.bucket_warnings()
     report.seconds = time.monotonic() - started
     return report

@@ -21,7 +21,6 @@ from casnap.errors import (
     CasnapError,
     DamagedError,
     NotAStoreError,
-    UnavailableError,
     UnsupportedFormatError,
 )
 from casnap.format.codec import Codec
@@ -257,8 +256,6 @@ class _Repair:
             footer = read_footer(backend, pack, size)
         except FileNotFoundError:  # collected meanwhile
             return []
-        except UnavailableError:
-            raise
         except (DamagedError, BackendError) as e:
             if self._survey.unreadable:
                 self._skip(f"{pack_key(pack)} is in no segment: {e}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from functools import cache
 
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import BackendError, DamagedError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
@@ -99,8 +99,6 @@ class StoredFiles:
         """Return the time in a root; None if it cannot be read."""
         try:
             return read_root(self._backend, seq).time
-        except UnavailableError:
-            raise
         except (FileNotFoundError, DamagedError, BackendError):
             return None
 

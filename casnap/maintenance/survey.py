@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from casnap.errors import BackendError, DamagedError, UnavailableError, UnsupportedFormatError
+from casnap.errors import BackendError, DamagedError, UnsupportedFormatError
 from casnap.format.delta import MOST_LINKS
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import (
@@ -420,8 +420,6 @@ class Survey:
                 self._compare(pack, state)
             except FileNotFoundError:
                 self._lose_pack(pack, "missing", "the pack is missing")
-            except UnavailableError:
-                raise
             except BackendError as e:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
@@ -436,8 +434,6 @@ class Survey:
             if size < _length_of(records):
                 return _PackState(size)
             return _PackState(size, read_footer(backend, pack, size, footer_size(records)))
-        except UnavailableError:
-            raise
         except READ_ERRORS as e:
             return _PackState(size, error=e)
 
@@ -700,8 +696,6 @@ class Survey:
 
         try:
             self._uncached.fetch(Want(d, n, partial(keep, d), path) for d, n in chunks)
-        except UnavailableError:
-            raise
         except (DamagedError, BackendError, UnsupportedFormatError):
             return None  # where all bytes are read, that is found there
         return b"".join(parts[digest] for digest, _ in chunks)

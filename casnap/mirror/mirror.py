@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from casnap.errors import (
-    BackendError,
+    PLACE_ERRORS,
     CasnapError,
     MirrorError,
     NotAStoreError,
@@ -399,7 +399,7 @@ class Mirror:
                     self._misfit = None
                 except CasnapError as e:
                     # A failure may pass. Any other error stays until the user acts.
-                    if not isinstance(e, BackendError):
+                    if not isinstance(e, PLACE_ERRORS):
                         self._misfit = e
                     raise
             return self._there

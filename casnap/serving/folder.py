@@ -22,7 +22,7 @@ from casnap.backends.owners import Owners, new_file_in, owners_by
 from casnap.backends.places import is_link, is_taken, status
 from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
 from casnap.backends.system_errors import told, translated
-from casnap.errors import BackendError, CasnapError, FileFormatError
+from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.runtime.fork import locked_file
 from casnap.serving.version import RECORD, Version, VersionRecord, read_record
@@ -44,7 +44,7 @@ class ServedFolder:
     Raises:
         FileFormatError: It is a URI, or something else stands there.
         FileNotFoundError: There is no such parent.
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
 
     def __init__(self, out: Path) -> None:
@@ -108,7 +108,7 @@ class ServedFolder:
             CasnapError: Another process has locked it.
             FileFormatError: Something that no pull of this user made stands in its place, or other
                 users may write there.
-            BackendError: It cannot be made, locked or looked at.
+            PlaceError: It cannot be made, locked or looked at.
             FileNotFoundError: The folder around it is gone.
         """
         if self._fd >= 0:
@@ -195,7 +195,7 @@ class ServedFolder:
         for name in self._names(_VERSION.fullmatch):
             base = OpenFolder(self._folder, str(self.versions))
             place = folder_at(f"{base.path}/{name}", listed=True, base=base)
-            with suppress(OSError, BackendError), place as folder:
+            with suppress(OSError, *PLACE_ERRORS), place as folder:
                 self._owners.close_to_others(folder)
 
     # --- names in the folder of the versions ---
@@ -216,7 +216,7 @@ class ServedFolder:
         """Return the version that the link leads to; None if there is none, or it is damaged.
 
         Raises:
-            BackendError: It cannot be looked at.
+            PlaceError: It cannot be looked at.
         """
         return self._version(self._target.name) if is_link(self.link) else None
 
@@ -355,7 +355,7 @@ class ServedFolder:
         """Note that a callback was called for a version.
 
         Raises:
-            BackendError: It cannot be noted.
+            PlaceError: It cannot be noted.
         """
         partial = f"{_CALLED}.partial"
         with self.translated():

@@ -21,7 +21,7 @@ from casnap.backends.file_io import read_file, read_run
 from casnap.backends.owners import Owners, owners_by
 from casnap.backends.safe_paths import open_file
 from casnap.backends.system_errors import is_of_the_place
-from casnap.errors import BackendError, DamagedError, FileFormatError
+from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
 from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
@@ -196,7 +196,7 @@ class Version:
         about = self.record.files.get(CHUNKS)
         try:
             digests, _ = read_file(str(self.folder / CHUNKS), about.file_bytes if about else 0)
-        except (BackendError, DamagedError, OSError):
+        except (*PLACE_ERRORS, DamagedError, OSError):
             return
         at = 0
         for name, tensor in self.record.tensors.items():
@@ -234,7 +234,7 @@ class Version:
             return False
         try:
             return read_run(self.open(cell.file), memory, cell.start) == cell.nbytes
-        except (BackendError, OSError):
+        except (*PLACE_ERRORS, OSError):
             return False
 
     def base(self, digest: Digest) -> Fill | None:
@@ -299,7 +299,7 @@ def read_record(path: Path) -> VersionRecord | None:
     """Return what a file says about a version; None if it is not there, or damaged.
 
     Raises:
-        BackendError: It cannot be read: who took that for "no version" would make all anew.
+        PlaceError: It cannot be read: who took that for "no version" would make all anew.
     """
     try:
         raw, _ = read_file(str(path), _MOST_RECORD)
@@ -333,7 +333,7 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
 
     Raises:
         FileFormatError: It is no such folder.
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
     place = Path(os.path.realpath(folder))
     record = read_record(place / RECORD)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from casnap.backends.file_io import write_cached
 from casnap.backends.system_errors import NO_SPACE
-from casnap.errors import BackendError
+from casnap.errors import PLACE_ERRORS
 from casnap.files.export_output import ExportOutput
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import INLINE_BYTES
@@ -197,7 +197,7 @@ class _Writer:
         header = digest_of(file.header).hex()
         if old is None or about is None or about.digest != header or not old.is_intact(file.name):
             return ""
-        with suppress(BackendError, OSError):
+        with suppress(*PLACE_ERRORS, OSError):
             fcntl.ioctl(fd, _FICLONE, old.open(file.name))
             return file.name
         return ""

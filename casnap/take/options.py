@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from casnap.errors import (
-    BackendError,
+    PLACE_ERRORS,
     CasnapError,
     DamagedError,
     FencedError,
@@ -31,7 +31,7 @@ OnError: TypeAlias = Literal["raise", "warn"]
 
 # What may be gone at the next take. A wrong state or name is not, nor is a rank that died. An error
 # of one rank has the same type on all of them, so all of them go on, or none.
-_OF_STORAGE = (BackendError, DamagedError, FencedError)
+_OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError)
 
 
 @dataclass

@@ -72,7 +72,7 @@ class DeltaSender:
 
         Raises:
             DamagedError: Some are nowhere whole in the source.
-            BackendError: Some cannot be read, and may be whole.
+            PlaceError: Some cannot be read, and may be whole.
         """
         bases = self._usable_bases(session, sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)

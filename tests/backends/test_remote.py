@@ -17,7 +17,14 @@ import pytest
 
 from casnap import Store
 from casnap.backends import Backend, backend_at
-from casnap.errors import BackendError, NotAStoreError, Reason, StoreError, UnavailableError
+from casnap.errors import (
+    PLACE_ERRORS,
+    BackendError,
+    NotAStoreError,
+    Reason,
+    StoreError,
+    UnavailableError,
+)
 from casnap.testing.backend_suite import pattern
 from tests.support.faults import assert_holds, take
 from tests.support.faulty import (
@@ -238,7 +245,7 @@ def test_errors_say_what_they_mean(
         ):
             with unavailable(reason, told) as caught:
                 call()
-            assert isinstance(caught.value, BackendError)
+            assert isinstance(caught.value, PLACE_ERRORS)
             assert SECRET not in str(caught.value)
     # Botocore asks for the bucket's region. Who is refused looks at the credentials once more.
     assert len(proxy.log) <= 6 * (1 + (reason == "credentials")) + 3

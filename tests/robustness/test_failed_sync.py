@@ -17,7 +17,7 @@ import pytest
 
 from casnap import Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError
+from casnap.errors import PLACE_ERRORS, BackendError
 from tests.support.faults import CHUNK, assert_store, in_child, system_faults, take
 
 
@@ -101,7 +101,7 @@ def test_each_sync_of_a_take_fails_once(tmp_path: Path, again: str) -> None:
         with Disk(copy, fail_at=k).used() as disk:
             try:
                 take(store, 1)
-            except BackendError as e:
+            except PLACE_ERRORS as e:
                 messages.append(str(e))
                 if again == "another one":
                     store = Store(copy).make()
@@ -122,7 +122,7 @@ def test_each_sync_of_a_new_store_fails_once(tmp_path: Path) -> None:
         with Disk(folder, fail_at=k).used() as disk:
             try:
                 store = Store(folder / "store", chunk_size=CHUNK).make()
-            except BackendError:
+            except PLACE_ERRORS:
                 store = Store(folder / "store", chunk_size=CHUNK).make()
             disk.fail_at = None
             take(store, 0)
@@ -169,7 +169,7 @@ def test_a_collector_does_not_believe_in_a_root_that_may_be_lost(tmp_path: Path)
         with Disk(copy, k, copy / "casnap-store/roots/0").used() as disk:
             try:
                 Store(copy).gc(grace=0)
-            except BackendError:
+            except PLACE_ERRORS:
                 Store(copy).gc(grace=0)
             disk.fail_at = None
             assert_store(disk.after_a_crash(tmp_path / "crashed"), {2})

@@ -29,6 +29,7 @@ from casnap.errors import (
     NotAStoreError,
     StorageFullError,
     UnavailableError,
+    UnclearCommitError,
     UnsupportedFormatError,
 )
 from casnap.format.records import pack_key
@@ -307,7 +308,7 @@ COMMITTING = (
     "delete",
     *MOVING,
 )
-FULL: dict[str, Any] = {"raises": (StorageFullError, BackendError), "leaves": False}
+FULL: dict[str, Any] = {"raises": (StorageFullError, UnclearCommitError), "leaves": False}
 BROKEN: dict[str, Any] = {
     "raises": (DamagedError, NotAStoreError, UnsupportedFormatError),
     "reads": True,
@@ -445,7 +446,7 @@ class Cell:
         return error
 
     def _assert_nothing_is_left(self, error: object, there: set[str], present: Steps) -> None:
-        if isinstance(error, BackendError) and not isinstance(error, StorageFullError):
+        if isinstance(error, UnclearCommitError):
             assert "may be lost" in str(error)
             assert present == self._result
         assert files(self._path, "tmp") <= files(self._base, "tmp")

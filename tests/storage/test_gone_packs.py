@@ -13,7 +13,13 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import (
+    PLACE_ERRORS,
+    BackendError,
+    DamagedError,
+    PlaceError,
+    UnavailableError,
+)
 from casnap.format.records import PackId, id_from_name, pack_key
 from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, assert_holds, content, files, in_child, take
@@ -86,13 +92,13 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
         raise OSError(number, os.strerror(number))
 
     before = files(path)
-    with mock.patch("casnap.backends.local.stat_at", refuse), pytest.raises(BackendError):
+    with mock.patch("casnap.backends.local.stat_at", refuse), pytest.raises(PLACE_ERRORS):
         LocalBackend(path).size("casnap.json")
 
     def act(_call: Call) -> object:
         raise UnavailableError("too many open files", reason="exhausted")
 
-    with pytest.raises(BackendError, match="too many"):
+    with pytest.raises(UnavailableError, match="too many"):
         take(Store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
     assert files(path) == before
 
@@ -133,13 +139,13 @@ def test_what_a_process_found_damaged_it_stores_anew(path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [EXHAUSTED, BackendError])
-def test_what_cannot_be_read_is_no_damage(path: Path, error: Callable[[str], BackendError]) -> None:
+def test_what_cannot_be_read_is_no_damage(path: Path, error: Callable[[str], PlaceError]) -> None:
     def act(_call: Call) -> object:
         raise error("too many open files")
 
     key = str(pack_of(path).relative_to(path / "casnap-store"))
     backend = FaultyBackend(LocalBackend(path), Fault(act, "read_into", key, times=None))
-    with pytest.raises(BackendError, match="too many open files"):
+    with pytest.raises(PLACE_ERRORS, match="too many open files"):
         Store(backend)["step_0"].restore({"state": StateDict(content(1))})
     take(path, 2)
     assert places(path) == 1

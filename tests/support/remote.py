@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from casnap.backends.base import MAX_WHOLE_BYTES, Target
 from casnap.backends.memory import MemoryBackend
-from casnap.errors import BackendError
+from casnap.errors import PlaceError
 from casnap.runtime.typing import override
 
 PAGE_KEYS = BATCH_KEYS = 1000
@@ -183,7 +183,7 @@ class RemoteDouble(MemoryBackend):
         self._drop(key)
 
     @override
-    def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
+    def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
         todo = list(keys)
         self._note("delete", f"{len(todo)} keys", -(-len(todo) // BATCH_KEYS))
         for key in todo:

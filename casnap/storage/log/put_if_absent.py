@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from casnap.backends.base import Backend, as_exclusive
-from casnap.errors import BackendError, StoreError
+from casnap.errors import PLACE_ERRORS, StoreError
 from casnap.format.digest import digest_of
 from casnap.format.records import StoreConfig
 from casnap.runtime.environment import cache_folder
@@ -106,7 +106,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
     What it found holds for the state that the bucket was in, by whether it keeps versions.
 
     Raises:
-        BackendError: The place cannot be written to.
+        PlaceError: The place cannot be written to.
     """
     if not backend.can_put_if_absent:
         return False
@@ -162,7 +162,7 @@ def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
 def _delete(backend: Backend, key: str) -> None:
     try:
         backend.delete(key)
-    except BackendError as e:
+    except PLACE_ERRORS as e:
         # A collector that frees something deletes it, once it is an hour old.
         _log.debug("%s/%s stays: %s", backend.uri, key, e)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from casnap.backends.base import Backend
 from casnap.errors import (
+    PLACE_ERRORS,
     BackendError,
     CasnapError,
     DamagedError,
@@ -130,8 +131,6 @@ def check_writable(uri: str, features: Collection[str], doing: str = "write to")
 def _stands(backend: Backend, root: Root) -> bool:
     try:
         return _read_if_there(backend, root.seq) == root
-    except UnavailableError:
-        raise
     except (DamagedError, BackendError):
         # It may be an older root by now, which has no copy.
         return False
@@ -205,8 +204,6 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
         return read_root(backend, seq)
     except FileNotFoundError:
         return None
-    except UnavailableError:
-        raise
     except (DamagedError, BackendError):
         copy = _copy_of(backend, seq)
         if not isinstance(copy, Root):
@@ -220,8 +217,6 @@ def _copy_of(backend: Backend, seq: int) -> Root | DamagedError | BackendError |
         return None
     try:
         return _read_either(backend, _copy_key(seq), seq)
-    except UnavailableError:
-        raise
     except FileNotFoundError:
         return None
     except (DamagedError, BackendError) as e:
@@ -390,7 +385,7 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
         failure = e
     try:
         root_there = _read_if_there(backend, root.seq)
-    except (BackendError, OSError) as e:
+    except (*PLACE_ERRORS, OSError) as e:
         reason = e.reason if isinstance(e, UnavailableError) else "other"
         text = f"{backend.where(key)} was perhaps put, and cannot be read: {e}"
         raise UnclearCommitError(text, reason) from (failure or e)

@@ -20,7 +20,7 @@ import msgspec
 
 from casnap.backends.base import Backend
 from casnap.backends.system_errors import gone_error
-from casnap.errors import BackendError, DamagedError, NotAStoreError, UnavailableError
+from casnap.errors import BackendError, DamagedError, NotAStoreError
 from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import CONFIG_KEY, Root, StoreConfig, encode
@@ -212,8 +212,6 @@ def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, 
             root, newer = root_and_next(backend, note.seq)
         else:
             root, newer = read_root(backend, note.seq), None
-    except UnavailableError:
-        raise
     except (msgspec.DecodeError, FileNotFoundError, DamagedError, BackendError):
         return None
     if root.commit != note.commit:

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from casnap.backends.base import Backend
-from casnap.errors import BackendError, DamagedError, UnavailableError, UnsupportedFormatError
+from casnap.errors import BackendError, DamagedError, UnsupportedFormatError
 from casnap.format.codec import decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.hints import MOST_HINTS_BYTES, Hints, are_hints, decode_hints
@@ -75,8 +75,6 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
     try:
         [n] = backend.read_into(pack_key(hint.pack), [(0, memoryview(content))])
         records = read_pack_footer(PackId(hint.pack), bytes(content[:n])) if n < most else []
-    except UnavailableError:
-        raise
     except FileNotFoundError:
         return NodePack(is_gone=True)
     except (DamagedError, BackendError):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import lmdb
 
 from casnap.backends.base import Backend
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import (
     ID_SIZE,
@@ -63,8 +63,8 @@ class SegmentRanges:
         """
         try:
             return self._find(root, digests)
-        except (UnavailableError, TimeoutError):
-            # TimeoutError is none of the file system: the alarm of a user raises it.
+        except TimeoutError:
+            # None of the file system: the alarm of a user raises it.
             raise
         except (lmdb.Error, OSError, BackendError, DamagedError) as e:
             _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
@@ -123,7 +123,7 @@ def search(
         digests: What to look for.
 
     Raises:
-        BackendError: A segment cannot be read.
+        PlaceError: A segment cannot be read.
         FileNotFoundError: A segment is missing.
     """
     layouts = [(r, SegmentLayout.of(r, lengths.get(SegmentId(r.id), 0))) for r in segments]

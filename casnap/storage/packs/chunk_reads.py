@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from casnap.backends.base import Backend, Target
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import BackendError, DamagedError
 from casnap.format.codec import KNOWN_CODECS, Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place, pack_key
@@ -303,8 +303,6 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
     try:
         # Hashed at once: while the core has it in its cache, or a server sends the others.
         backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks], prove)
-    except UnavailableError:
-        raise
     except (FileNotFoundError, BackendError):
         pass  # Read into a buffer, those that failed show why.
     finally:
@@ -347,8 +345,6 @@ def _read_and_verify(
         [n] = backend.read_into(pack_key(run.pack), [(run.start, target)])
     except FileNotFoundError:
         return [FailedRead(*chunk, Failure(Reason.MISSING)) for chunk in run.chunks]
-    except UnavailableError:
-        raise
     except BackendError as e:
         return [FailedRead(*chunk, Failure(Reason.UNREADABLE, str(e))) for chunk in run.chunks]
     failures = []

@@ -12,7 +12,7 @@ import msgspec
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.base import TEMPORARY
 from casnap.backends.places import exists, is_folder, status
-from casnap.errors import BackendError, NotAStoreError, StoreError
+from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
@@ -158,7 +158,7 @@ def _warn_of_rules(backend: Backend) -> None:
     try:
         for text in backend.bucket_warnings():
             _log.warning("%s: %s", backend.uri, text)
-    except BackendError as e:
+    except PLACE_ERRORS as e:
         # `casnap check` says so.
         _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
 

@@ -218,7 +218,7 @@ def _find_store(folder: Path, use: Use) -> tuple[Path, str] | None:
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
-        BackendError: A place cannot be looked at.
+        PlaceError: A place cannot be looked at.
     """
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
         nearest: Path | None = None
@@ -262,7 +262,7 @@ def _has_below(place: Path, folder: str) -> bool:
     """Whether a store has a snapshot of a name, or below it; False for one that is damaged.
 
     Raises:
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
     try:
         store = Repository(LocalBackend(place))
@@ -313,7 +313,7 @@ def _is_usable(place: Path, way: Path, use: Use) -> bool:
 
     Raises:
         DamagedError: It is this user's, and lacks its ``casnap.json``.
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
     inner = str(way.relative_to(place))
     try:

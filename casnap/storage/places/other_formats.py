@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from casnap.backends.places import exists, is_file, is_folder, is_taken
 from casnap.backends.system_errors import translated
-from casnap.errors import BackendError, NotAStoreError, SnapshotExistsError
+from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.storage.places.location import narrow_hint
@@ -75,7 +75,7 @@ def form_of(path: Path) -> Form | None:
         if not is_folder(path) or exists(path / MARKER):
             return None
         return _folder_form(path, _FOLDERS)
-    except (OSError, BackendError):
+    except (OSError, *PLACE_ERRORS):
         # It is only for a hint.
         return None
 
@@ -89,7 +89,7 @@ def check_no_other_form(folder: Path, *own: Form) -> None:
 
     Raises:
         SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
     form = _folder_form(folder, (*(form for form in _FOLDERS if form.is_sure), *own))
     if form is not None:
@@ -188,7 +188,7 @@ def _stores_below(folder: Path) -> list[str]:
         return []
     stores: list[str] = []
     for entry in entries:
-        with suppress(BackendError):
+        with suppress(*PLACE_ERRORS):
             if is_taken(Path(entry.path, STORE_FOLDER, CONFIG_KEY)):
                 stores.append(entry.name)
     return sorted(stores)

@@ -246,6 +246,7 @@ class Repository:
         Raises:
             DamagedError: Some chunks have no whole place. All others were handed over.
             BackendError: Some chunks could not be read, and may be whole.
+            UnavailableError: Nothing can be read now. Not all chunks were tried.
         """
         pending, left = iter(wants), Left(hints or {})
         while window := list(islice(pending, _WINDOW)):

@@ -17,13 +17,7 @@ import msgspec
 from casnap.backends.base import Backend
 from casnap.backends.safe_paths import folder_at
 from casnap.backends.system_errors import is_of_the_place, translated
-from casnap.errors import (
-    BackendError,
-    CasnapError,
-    DamagedError,
-    NotAStoreError,
-    UnavailableError,
-)
+from casnap.errors import BackendError, CasnapError, DamagedError, NotAStoreError
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, folder_of
 from casnap.format.records import Root, Row
@@ -162,7 +156,7 @@ def marked_commit(backend: Backend, folder: str) -> bytes | None:
     """Return the commit that the marker in a folder of a store names; None if there is no marker.
 
     Raises:
-        BackendError: It cannot be looked at.
+        PlaceError: It cannot be looked at.
     """
     try:
         return commit_in(backend.read_marker(f"{folder}/{MARKER}"))
@@ -230,8 +224,6 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
     for run in sorted(runs - _OWN):
         try:
             listing = listing_of(backend, run)
-        except UnavailableError:
-            raise
         except BackendError:
             continue
         if listing is None or len(listing.names) > _MOST_NAMES:

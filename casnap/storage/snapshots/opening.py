@@ -8,7 +8,7 @@ from functools import partial
 
 from casnap.backends import Backend
 from casnap.backends.places import exists
-from casnap.errors import BackendError, NotAStoreError, UnsupportedFormatError
+from casnap.errors import PLACE_ERRORS, NotAStoreError, UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
@@ -105,7 +105,7 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
     try:
         if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
             return None
-    except BackendError:
+    except PLACE_ERRORS:
         # It was passed over: every user may write there.
         return None
     return NotAStoreError(

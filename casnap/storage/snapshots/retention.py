@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.errors import BackendError, DamagedError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.runtime.units import Duration, count_of, seconds_of
@@ -395,8 +395,6 @@ class RetentionChange(PruneChange):
         """Return a row with its metadata; without, and note the name, if they cannot be read."""
         try:
             metadata = Contents(self._store, name, row).metadata
-        except UnavailableError:
-            raise
         except (DamagedError, BackendError) as e:
             _log.warning("%.200s is judged without its metadata: %.500s", name, e)
             unread.add(name)
