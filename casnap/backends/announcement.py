@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from casnap.errors import PLACE_ERRORS
 
 if TYPE_CHECKING:
-    from casnap.backends.base import Backend
+    from casnap.backends.base import BackendCore
 
 _log = logging.getLogger("casnap")
 _NAME = re.compile("take-([0-9a-f]{12})-([0-9a-f]{10})-[0-9a-f]{12}")
@@ -37,7 +37,7 @@ class Announcement:
         at_once: Whether to put it now, not after a while.
     """
 
-    def __init__(self, backend: Backend, base: int, *, at_once: bool) -> None:
+    def __init__(self, backend: BackendCore, base: int, *, at_once: bool) -> None:
         self._backend = backend
         self._base = base
         self._pid = os.getpid()
@@ -80,7 +80,7 @@ class Announcement:
                 self._backend.delete(key)
 
 
-def bases_announced_at(backend: Backend, max_age: float) -> list[int]:
+def bases_announced_at(backend: BackendCore, max_age: float) -> list[int]:
     """Return the roots that takes are based on, as announced; delete what dead processes left.
 
     Args:

@@ -24,8 +24,8 @@ Target: TypeAlias = tuple[int, memoryview]
 """Where a run of an object begins, and the buffer that it is read into."""
 
 
-class Backend(ABC):
-    """Objects by key, in folders, one level of names listed at a time.
+class BackendCore(ABC):
+    """Objects by key, in folders, one level of names listed at a time: what each backend has.
 
     - Keys are relative, ``/``-separated, and never climb out.
     - An object is whole or absent: a reader never sees part of one that is being written.
@@ -38,106 +38,9 @@ class Backend(ABC):
 
     Attributes:
         uri: The URI of this place, as the user would write it.
-        costly_requests: Whether each call takes a round trip, and may be paid for. Then callers
-            list a folder rather than look at each object, ask for much at once, and remember it.
-        in_flight: How many calls at once are worth it.
-        has_page_cache: Whether this machine's memory keeps what was read. Then reads need no cache
-            of ours, and as many threads as there are cores.
-        syncs_folders: Whether each folder that was written to takes time to sync. Then a take
-            writes its packs in one.
-        needs_probe: Whether each host that writes has to find out whether put-if-absent is
-            honoured: another server, or another state of the bucket, may ignore it.
-        max_chunk_bytes: The largest chunks that a store here may have.
-        keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.
-        exclusive: Whether the user vouches that no other process writes here. A backend that has
-            no put-if-absent then looks first, and puts if nothing is there.
-        folder: The folder of this machine that holds the objects; None if there is none.
     """
 
     uri: str
-    costly_requests: bool = False
-    in_flight: int = 1
-    has_page_cache: bool = True
-    syncs_folders: bool = False
-    needs_probe: bool = False
-    max_chunk_bytes: int = 64 << 20
-    keeps_copies: bool = False
-    exclusive: bool = False
-    folder: Path | None = None
-
-    @property
-    def costs(self) -> Costs:
-        """The numbers that depend on whether requests are costly."""
-        return REMOTE if self.costly_requests else LOCAL
-
-    @property
-    def requests(self) -> Mapping[str, int]:
-        """How many requests were made so far, by kind; empty where nothing is counted."""
-        return {}
-
-    @property
-    def endpoint(self) -> str:
-        """What honours put-if-absent here, or does not: the server and bucket, or the file system.
-
-        Empty where a writer need not find out.
-        """
-        return ""
-
-    @property
-    def versioning(self) -> str:
-        """A word that says that the bucket keeps old versions, or did; empty if it never has.
-
-        It is as the last put told it, or else as the server says. There are servers that honour
-        put-if-absent only where no versions are kept.
-        """
-        return ""
-
-    @property
-    def can_put_if_absent(self) -> bool:
-        """Whether the place can be asked to put an object only if it is absent."""
-        return True
-
-    def is_object(self) -> bool:
-        """Whether this place is itself an object, and so cannot hold others."""
-        return False
-
-    def bucket_warnings(self) -> list[str]:
-        """Return which rules of the bucket can hurt a store here, in words.
-
-        Raises:
-            UnavailableError: With the reason ``denied``, the rules may not be looked at.
-        """
-        return []
-
-    def make(self) -> None:  # noqa: B027 - nothing by default
-        """Make the place itself before a store is made in it, where it does not exist yet."""
-
-    def belong(self, check: Callable[[Backend], None]) -> None:  # noqa: B027 - nothing by default
-        """Note that a store uses this place, whose record was just read from it.
-
-        A place that can come to hold another store all at once, as a folder can that is moved,
-        calls ``check`` before it changes anything where that may have happened.
-
-        Args:
-            check: Raises a StoreError if a place holds another store.
-        """
-
-    def check_changes(self) -> None:  # noqa: B027 - nothing by default
-        """Check that this user may be asked to change something here, before work is done for it.
-
-        Raises:
-            StoreError: What was found here is only to be read.
-        """
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """A string that tells this place from every other, and from what was at this URI before.
-
-        Each place has a cache of its own, since a copy of a store claims to be that store. A local
-        place is known by its folder and its record as the file system knows them, a remote one by
-        URI and endpoint. If one place has several identities, that costs only time.
-        """
 
     @abstractmethod
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -183,6 +86,99 @@ class Backend(ABC):
             targets: For each run, where it begins, and the buffer.
         """
 
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Return an object's length in bytes."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """Return the names right below a folder, unsorted; none if it does not exist."""
+
+    @abstractmethod
+    def copy(self, key: str, to: str) -> None:
+        """Give an object a second name, which no other process writes; as durable as a write.
+
+        Raises:
+            FileNotFoundError: The object is not there.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete an object, if it exists."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """A string that tells this place from every other, and from what was at this URI before.
+
+        Each place has a cache of its own, since a copy of a store claims to be that store. A local
+        place is known by its folder and its record as the file system knows them, a remote one by
+        URI and endpoint. If one place has several identities, that costs only time.
+        """
+
+    # --- what follows from these, and may be done in fewer calls ---
+
+    def size_if_there(self, key: str) -> int | None:
+        """Return an object's length in bytes; None if it does not exist."""
+        try:
+            return self.size(key)
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the length in bytes of each object below a folder, at any depth, by its key."""
+        sizes: dict[str, int] = {}
+        for name in self.names(folder):
+            key = f"{folder}/{name}" if folder else name
+            try:
+                sizes[key] = self.size(key)
+            except (FileNotFoundError, BackendError):
+                sizes |= self.sizes(key)
+        return sizes
+
+    def taken_up(self, folder: str) -> int:
+        """Return how many bytes all objects below a folder take up: on a disk, whole blocks."""
+        return sum(self.sizes(folder).values())
+
+    def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
+        """Delete objects, if they exist; return the errors of those that may not be deleted.
+
+        Raises:
+            PlaceError: Deleting failed for another reason. Some objects may be gone.
+        """
+        refused: dict[str, PlaceError] = {}
+        for key in keys:
+            try:
+                self.delete(key)
+            except BackendError as e:
+                if not isinstance(e.__cause__, PermissionError):
+                    raise
+                refused[key] = e
+        return refused
+
+    def where(self, key: str) -> str:
+        """Return where an object is, for messages."""
+        return f"{self.uri}/{key}"
+
+
+class ReadHints(BackendCore):
+    """What makes reads faster: the place is told of them early, and hands over as it reads.
+
+    Attributes:
+        has_page_cache: Whether this machine's memory keeps what was read. Then reads need no cache
+            of ours, and as many threads as there are cores.
+    """
+
+    has_page_cache: bool = True
+
+    def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
+        """Note that runs of an object are read soon, where that helps. Errors are for the read.
+
+        Args:
+            key: The object.
+            runs: Where each begins, and how long it is.
+        """
+
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
         """Do as :meth:`read_into`, and tell of each buffer as soon as it is full.
 
@@ -203,79 +199,53 @@ class Backend(ABC):
         """Do as :meth:`read_into`; a backend may read each buffer when its length is asked for."""
         return self.read_into(key, targets)
 
-    def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - a hint
-        """Note that runs of an object are read soon, where that helps. Errors are for the read.
 
-        Args:
-            key: The object.
-            runs: Where each begins, and how long it is.
+class BucketRules:
+    """Whether a server honours put-if-absent, and what its bucket does by itself.
+
+    Attributes:
+        needs_probe: Whether each host that writes has to find out whether put-if-absent is
+            honoured: another server, or another state of the bucket, may ignore it.
+        exclusive: Whether the user vouches that no other process writes here. A backend that has
+            no put-if-absent then looks first, and puts if nothing is there.
+    """
+
+    needs_probe: bool = False
+    exclusive: bool = False
+
+    @property
+    def can_put_if_absent(self) -> bool:
+        """Whether the place can be asked to put an object only if it is absent."""
+        return True
+
+    @property
+    def endpoint(self) -> str:
+        """What honours put-if-absent here, or does not: the server and bucket, or the file system.
+
+        Empty where a writer need not find out.
         """
+        return ""
 
-    @abstractmethod
-    def size(self, key: str) -> int:
-        """Return an object's length in bytes."""
+    @property
+    def versioning(self) -> str:
+        """A word that says that the bucket keeps old versions, or did; empty if it never has.
 
-    def size_if_there(self, key: str) -> int | None:
-        """Return an object's length in bytes; None if it does not exist."""
-        try:
-            return self.size(key)
-        except FileNotFoundError:
-            return None
+        It is as the last put told it, or else as the server says. There are servers that honour
+        put-if-absent only where no versions are kept.
+        """
+        return ""
 
-    @abstractmethod
-    def names(self, folder: str) -> list[str]:
-        """Return the names right below a folder, unsorted; none if it does not exist."""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the length in bytes of each object below a folder, at any depth, by its key."""
-        sizes: dict[str, int] = {}
-        for name in self.names(folder):
-            key = f"{folder}/{name}" if folder else name
-            try:
-                sizes[key] = self.size(key)
-            except (FileNotFoundError, BackendError):
-                sizes |= self.sizes(key)
-        return sizes
-
-    def taken_up(self, folder: str) -> int:
-        """Return how many bytes all objects below a folder take up: on a disk, whole blocks."""
-        return sum(self.sizes(folder).values())
-
-    @abstractmethod
-    def copy(self, key: str, to: str) -> None:
-        """Give an object a second name, which no other process writes; as durable as a write.
+    def bucket_warnings(self) -> list[str]:
+        """Return which rules of the bucket can hurt a store here, in words.
 
         Raises:
-            FileNotFoundError: The object is not there.
+            UnavailableError: With the reason ``denied``, the rules may not be looked at.
         """
+        return []
 
-    @abstractmethod
-    def delete(self, key: str) -> None:
-        """Delete an object, if it exists."""
 
-    def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
-        """Delete objects, if they exist; return the errors of those that may not be deleted.
-
-        Raises:
-            PlaceError: Deleting failed for another reason. Some objects may be gone.
-        """
-        refused: dict[str, PlaceError] = {}
-        for key in keys:
-            try:
-                self.delete(key)
-            except BackendError as e:
-                if not isinstance(e.__cause__, PermissionError):
-                    raise
-                refused[key] = e
-        return refused
-
-    def tidy(self, min_age: float) -> int:
-        """Delete what dead writers have left half-written; return how many bytes that freed.
-
-        Args:
-            min_age: Files that changed within so many seconds stay.
-        """
-        return 0
+class Announcements(BackendCore):
+    """Which takes are under way, and what those that died have left."""
 
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
@@ -305,15 +275,25 @@ class Backend(ABC):
         """
         return bases_announced_at(self, max_age)
 
-    def free_bytes(self) -> int | None:
-        """Return how many bytes this user can still write there; None if that is not known."""
-        return None
+    def tidy(self, min_age: float) -> int:
+        """Delete what dead writers have left half-written; return how many bytes that freed.
 
-    def where(self, key: str) -> str:
-        """Return where an object is, for messages."""
-        return f"{self.uri}/{key}"
+        Args:
+            min_age: Files that changed within so many seconds stay.
+        """
+        return 0
 
-    def mark(self, key: str, content: bytes) -> None:  # noqa: B027 - nothing by default
+
+class Markers:
+    """Files beside the objects that nothing relies on: for people, and copies of roots.
+
+    Attributes:
+        keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.
+    """
+
+    keeps_copies: bool = False
+
+    def mark(self, key: str, content: bytes) -> None:
         """Put a file that is meant for people; casnap never relies on it.
 
         Args:
@@ -336,8 +316,66 @@ class Backend(ABC):
         """
         return {}
 
-    def keep_copy(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
+    def keep_copy(self, key: str, content: bytes | None) -> None:
         """Put, or with None remove, the copy of a root, which may be lost at any time."""
+
+
+class Backend(ReadHints, BucketRules, Announcements, Markers):
+    """A place where objects live: its core, and what else it may have, which has defaults.
+
+    Attributes:
+        costly_requests: Whether each call takes a round trip, and may be paid for. Then callers
+            list a folder rather than look at each object, ask for much at once, and remember it.
+        in_flight: How many calls at once are worth it.
+        syncs_folders: Whether each folder that was written to takes time to sync. Then a take
+            writes its packs in one.
+        max_chunk_bytes: The largest chunks that a store here may have.
+        folder: The folder of this machine that holds the objects; None if there is none.
+    """
+
+    costly_requests: bool = False
+    in_flight: int = 1
+    syncs_folders: bool = False
+    max_chunk_bytes: int = 64 << 20
+    folder: Path | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The numbers that depend on whether requests are costly."""
+        return REMOTE if self.costly_requests else LOCAL
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """How many requests were made so far, by kind; empty where nothing is counted."""
+        return {}
+
+    def is_object(self) -> bool:
+        """Whether this place is itself an object, and so cannot hold others."""
+        return False
+
+    def make(self) -> None:
+        """Make the place itself before a store is made in it, where it does not exist yet."""
+
+    def belong(self, check: Callable[[Backend], None]) -> None:
+        """Note that a store uses this place, whose record was just read from it.
+
+        A place that can come to hold another store all at once, as a folder can that is moved,
+        calls ``check`` before it changes anything where that may have happened.
+
+        Args:
+            check: Raises a StoreError if a place holds another store.
+        """
+
+    def check_changes(self) -> None:
+        """Check that this user may be asked to change something here, before work is done for it.
+
+        Raises:
+            StoreError: What was found here is only to be read.
+        """
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes this user can still write there; None if that is not known."""
+        return None
 
 
 def check_length(label: str, nbytes: int, most: int) -> None:
