@@ -6,8 +6,8 @@
 
 A tensor is written as .npy. numpy has no bfloat16, float8, float4 and complex32: it gets their
 elements as unsigned integers of the same bytes, and a line says so. Of any other entry the bytes
-are written as they are stored; those of the kind `object` are a file for `torch.load`. All is
-verified before it is written. Needs Python 3.10, blake3, msgpack, numpy and zstandard.
+are written as they are stored; those of the kind `object` are a file for `torch.load`. All of it is
+verified first. Needs Python 3.10, blake3, msgpack, numpy and zstandard.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ import msgpack
 import numpy as np
 import zstandard
 from blake3 import blake3
-from zstandard import ZstdError
 
 MOST_NODE_BYTES = 64 << 20
 MOST_DELTAS, MOST_LISTS, MOST_DEPTH = 32, 31, 4
-# The most items of a node: 16 times the number m of the tree.
-TABLE, ENTRIES = 16 * 8, 16 * 256
+TABLE, ENTRIES = 16 * 8, 16 * 256  # the most items of a node: 16 times the m of the tree
 NUMPY_HAS = """bool:|b1 uint8:|u1 int8:|i1 uint16:<u2 int16:<i2 uint32:<u4 int32:<i4 uint64:<u8
     int64:<i8 float16:<f2 float32:<f4 float64:<f8 complex64:<c8 complex128:<c16 quint8:|u1 qint8:|i1
     qint32:<i4"""
@@ -44,7 +42,9 @@ NUMPY_LACKS = """bfloat16:<u2 complex32:<u4 float8_e4m3fn:|u1 float8_e4m3fnuz:|u
     float8_e5m2fnuz:|u1 float8_e8m0fnu:|u1 float4_e2m1fn_x2:|u1"""
 RAW = dict(pair.split(":") for pair in NUMPY_LACKS.split())
 TYPESTRS = RAW | dict(pair.split(":") for pair in NUMPY_HAS.split())
-NUMPY_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[\w+\])?|[SUV][1-9][0-9]{0,4})")
+NUMPY_DTYPE = re.compile(
+    r"\|(b1|[iu]1|[SV][1-9]\d{0,4})|[<>]([iu][248]|f[248]|c8|c16|[mM]8(\[\w+\])?|U[1-9]\d{0,4})"
+)
 EMPTY_ROOT = {"table": None, "segments": [], "condemned": {}, "read_features": []}
 SHOWN = ("world_size", "tags", "notes", "features", "metadata")
 TORCH_KINDS, NUMPY_KINDS = ("tensor", "parameter", "buffer"), ("ndarray", "numpy_scalar")
@@ -57,7 +57,7 @@ class UnsupportedError(Exception): ...  # the bytes are of a later version
 
 
 WRONG = (ValueError, TypeError, AttributeError, OverflowError, LookupError, struct.error)
-FAILURES = (DamagedError, OSError, ZstdError, *WRONG)
+FAILURES = (DamagedError, OSError, zstandard.ZstdError, *WRONG)
 decode = partial(msgpack.unpackb, strict_map_key=False)  # keys of maps may be bytes
 
 
@@ -151,10 +151,11 @@ class Store:
         self._folder = path / "casnap-store"
         self.root = root = {**EMPTY_ROOT, **self._newest_root()}
         know(not root["read_features"], f"the features {root['read_features']}")
-        store = root.get("store") or json.loads(self._read("casnap.json"))
+        store = json.loads(self._read("casnap.json"))
         know((store["format"], store.get("digest")) == (1, "blake3"), f"{store}")
         self.chunk_size = store["chunk_size"]
-        need(self.chunk_size in [1 << n for n in range(16, 27)], "an impossible chunk size")
+        is_possible = self.chunk_size in [1 << n for n in range(16, 27)]
+        need(is_possible and len(bytes.fromhex(store["store_id"])) == 16, "an impossible record")
         self._segments = [self._segment(*ref[:3]) for ref in root["segments"]]
         rows = self._items(root["table"][0], TABLE) if root["table"] else []
         self.snapshots: dict[str, dict[str, Any]] = dict(rows)
@@ -327,8 +328,7 @@ def main() -> None:
     parser.add_argument("entry", nargs="?", help="the path of an entry, like model/layer.weight")
     parser.add_argument("out", nargs="?", type=Path, help="the file to write")
     parser.add_argument("--rank", type=int, default=0, help="the rank that reads; 0 if not given")
-    args = parser.parse_args()
-    store = Store(args.store)
+    store = Store((args := parser.parse_args()).store)
     if args.snapshot is None:
         print(*starmap(line_of_row, store.snapshots.items()), sep="\n")
     elif args.out is None:

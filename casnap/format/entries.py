@@ -53,8 +53,8 @@ TORCH_DTYPES = (
 QUANTIZED_DTYPES = ("quint8", "qint8", "qint32")
 SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
 NUMPY_DTYPE = re.compile(
-    r"[<>|](?:(?:b1|[iu][1248]|f[248]|c8|c16|[mM]8(?:\[[0-9A-Za-z/]{1,24}\])?)|"
-    r"[SUV][1-9][0-9]{0,4})"
+    r"\|(?:b1|[iu]1|[SV][1-9][0-9]{0,4})|"
+    r"[<>](?:[iu][248]|f[248]|c8|c16|[mM]8(?:\[[0-9A-Za-z/]{1,24}\])?|U[1-9][0-9]{0,4})"
 )
 """The typestrs of numpy that are stored. Items of text and bytes have a length of their own."""
 _DTYPES = frozenset({*TORCH_DTYPES, *QUANTIZED_DTYPES})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NewType, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, NewType, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -35,6 +35,7 @@ THINNED = "thinned"
 REWOUND = "rewound"
 """The note of a snapshot that its run has gone back from."""
 
+CommitId = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
 PackId = NewType("PackId", bytes)
 """16 bytes: 6 of its base (the root number that it was written under), then 10 random ones."""
 SegmentId = NewType("SegmentId", bytes)
@@ -127,7 +128,7 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         features: What a reader of the snapshot must know.
     """
 
-    commit: bytes
+    commit: CommitId
     manifest: NodeRef
     seq: int
     time: float
@@ -210,7 +211,7 @@ class Root(Struct, frozen=True):
     """
 
     seq: int
-    commit: bytes
+    commit: CommitId
     time: float = 0.0
     fence: int = 0
     table: NodeRef | None = None

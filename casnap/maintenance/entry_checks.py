@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
 from casnap.format.entries import (
@@ -15,19 +17,33 @@ from casnap.format.entries import (
     ValueEntry,
     unknown_in,
 )
-from casnap.state.flatten import Reopened, decode
-from casnap.state.tensors import Leaf, check_shape
+from casnap.state.flatten import MAX_NESTING, Reopened, decode_one, too_deep
+from casnap.state.tensors import Leaf, check_tensor
 
 _MOST_DECODED = 16 << 20
 # Any bytes are one of these; what `torch.save` wrote is not loaded by a check.
-_ANY_BYTES = frozenset({"bytes", "bytearray", "object", "pickle"})
+_ANY_BYTES = frozenset({"int", "bytes", "bytearray", "object", "pickle"})
 
 Read = Callable[[str, KnownEntry], "bytes | None"]
 """Returns the bytes of an entry; None if they are not to be read."""
 
 
-def check_entry(path: str, entry: KnownEntry, read: Read) -> None:
+def is_decoded(entry: Entry) -> bool:
+    """Whether a check looks at the bytes of an entry."""
+    is_plain = isinstance(entry, ValueEntry | ContainerEntry) and not unknown_in(entry)
+    return is_plain and entry.kind not in _ANY_BYTES and entry.payload.nbytes <= _MOST_DECODED
+
+
+def check_entry(path: str, entry: KnownEntry, read: Read) -> Iterable[str]:
     """Check that an entry makes sense by itself.
+
+    Args:
+        path: Its path, with its key.
+        entry: The entry. This version knows it.
+        read: Reads the bytes of a value or container.
+
+    Returns:
+        The components of the elements of a container, if they are known.
 
     Raises:
         DamagedError: It does not.
@@ -40,23 +56,63 @@ def check_entry(path: str, entry: KnownEntry, read: Read) -> None:
         )
     try:
         if isinstance(entry, TensorEntry):
-            check_shape(entry)
-        else:
+            check_tensor(entry)
+        elif isinstance(entry, ContainerEntry):
+            if path.count("/") >= MAX_NESTING:
+                raise too_deep(path)
+            with suppress(CasnapError):  # raised again below, with its path
+                return _components_of(entry)
+            container = _decoded(path, entry, read)
+            return container.components if isinstance(container, Reopened) else ()
+        elif entry.kind not in _ANY_BYTES:
             _decoded(path, entry, read)
     except (DamagedError, UnsupportedFormatError):
         raise
     except CasnapError:
         pass  # it needs a class, or a torch, that is not here
+    return ()
 
 
 def _decoded(path: str, entry: ValueEntry | ContainerEntry, read: Read) -> object:
     """Return a value or container decoded; None if it is not to be."""
-    if entry.kind in _ANY_BYTES or entry.payload.nbytes > _MOST_DECODED:
+    if entry.payload.nbytes > _MOST_DECODED:
         return None
     content = read(path, entry)
     if content is None:
         return None
-    return decode([Leaf(path, entry, content)], allow_pickle=False)[path]
+    return decode_one(Leaf(path, entry, content))
+
+
+@lru_cache(1 << 10)
+def _components_of(entry: ContainerEntry) -> Iterable[str]:
+    """Return the components of a container whose spec is in its entry: most of a store are alike.
+
+    Raises:
+        CasnapError: They are elsewhere, or it is damaged.
+    """
+    components: Iterable[str] = decode_one(Leaf("", entry, entry.payload.inline)).components
+    return components
+
+
+def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
+    """Return a number of an entry.
+
+    The sum is 0 over all entries that are the elements of each other: each entry but that of the
+    key counts for its path, each container against the paths of its elements. So trees are summed
+    up once, and each rank adds up those that it sees.
+
+    Args:
+        inner: Its path below its key.
+        entry: The entry.
+        components: The components of its elements.
+        most: How many entries its tree has. A container of more elements has a sum that fits none.
+    """
+    own = hash(inner) if inner else 0
+    if not isinstance(entry, ContainerEntry):
+        return own
+    if entry.count > most:
+        return own - hash((inner, entry.count))
+    return own - sum(map(hash, map(f"{inner}/".__add__, components)))
 
 
 @dataclass

@@ -49,6 +49,13 @@ from casnap.maintenance.damage import (
     Hurt,
     kind_and_message,
 )
+from casnap.maintenance.entry_checks import (
+    Read,
+    balance,
+    check_entry,
+    is_decoded,
+    lacking_elements,
+)
 from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
@@ -93,6 +100,13 @@ def _length_of(records: Sequence[Record]) -> int:
 
 def _wrong_length(size: int, records: Sequence[Record]) -> str:
     return f"the pack has {size:,} bytes, not the {_length_of(records):,} it was written with"
+
+
+class _Below(NamedTuple):
+    """What lies below a node: the damages, by path, and the sum of :func:`balance`."""
+
+    hurts: list[tuple[str, Damage]]
+    balance: int = 0
 
 
 class _WholePlaces(LocalLookup):
@@ -270,10 +284,11 @@ class Survey:
         self._gone: set[PackId] = set()
         self._chains = ShortestChains(self._places_there)
         self._cut: set[Record] = set()
-        # What was surveyed once: damages below subtrees and leaves, and of lists of chunks.
-        self._below: dict[bytes, list[tuple[str, Damage]]] = {}
+        # What was surveyed once: subtrees and leaves, and damages of lists of chunks.
+        self._below: dict[bytes, _Below] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._lacking: dict[tuple[bytes, ...], list[tuple[str, Damage]]] = {}
+        self._judges_entries = True
         self._commits: dict[str, bytes] = {}
         self._uncached = _UncachedStore(self)
         self.index = FullIndex(self._segments())
@@ -587,9 +602,12 @@ class Survey:
 
     def _copies(self) -> None:
         """Survey what was sent of unfinished copies, which is kept like a snapshot."""
+        # Their entries name chunks, however short, and are no values.
+        self._judges_entries = False
         for commit, copy in self.root.copies.items():
             row = Row(copy.parts.digest, copy.parts, self.root.seq, copy.time, 1, Stats())
             self._snapshot(_copy_name(commit), row)
+        self._judges_entries = True
 
     def _snapshot(self, name: str, row: Row) -> None:
         self._commits[name] = row.commit
@@ -609,59 +627,85 @@ class Survey:
         groups = [("", manifest.shared), *((f"{r}/", k) for r, k in manifest.ranks.items())]
         for rank, subtrees in groups:
             for key, subtree in subtrees.items():
-                for inner, damage in self._subtree(contents, key, subtree):
+                for inner, damage in self._subtree(contents, key, subtree).hurts:
                     damage.hurts[Hurt(name, f"{rank}{key}{inner}")] = None
-        if self._reads is not None and not row.unknown_features:
+        if self._reads is not None and self._judges_entries and not row.unknown_features:
             self._elements(contents)
 
     def _hurt(self, damages: list[Damage], snapshot: str, path: str) -> None:
         for damage in damages:
             damage.hurts[Hurt(snapshot, path)] = None
 
-    def _subtree(self, contents: Contents, key: str, top: bytes) -> list[tuple[str, Damage]]:
-        """Return the damages below a key, by path. A known subtree is not read again."""
+    def _subtree(self, contents: Contents, key: str, top: bytes) -> _Below:
+        """Return what lies below a key. A known subtree is not read again."""
         if top in self._below:
             return self._below[top]
         label = f"{contents.name}: {key}"
         load = self._uncached.node
         tree, damages = self._try_read(partial(entry_tree, Digest(top), load), label)
-        hurt_paths = [("", damage) for damage in damages]
+        hurts = [("", damage) for damage in damages]
+        below = _Below([])
         if tree is not None:
-            hurt_paths += self._nodes(contents, key, tree, tree.children)
-        self._below[top] = hurt_paths
-        return hurt_paths
+            below = self._nodes(contents, key, tree, tree.children)
+        self._below[top] = _Below(hurts + below.hurts, below.balance)
+        return self._below[top]
 
     def _nodes(
         self, contents: Contents, key: str, tree: Tree[Entry], children: list[Child]
-    ) -> list[tuple[str, Damage]]:
-        """Return the damages below some nodes of a tree. A known node is not read again."""
+    ) -> _Below:
+        """Return what lies below some nodes of a tree. A known node is not read again."""
         self._uncached.read_ahead(node for _, node, _ in children if node not in self._below)
-        hurt_paths = []
+        hurts: list[tuple[str, Damage]] = []
+        total = 0
         for inner, node, count in children:
             if node not in self._below:
                 self._below[node] = self._node(contents, key, tree, node, _name_of(inner, count))
-            hurt_paths += self._below[node]
-        return hurt_paths
+            below = self._below[node]
+            hurts += below.hurts
+            total += below.balance
+        return _Below(hurts, total)
 
     def _node(
         self, contents: Contents, key: str, tree: Tree[Entry], digest: bytes, entries: str
-    ) -> list[tuple[str, Damage]]:
+    ) -> _Below:
         label = f"{contents.name}: {key}"
         node, damages = self._try_read(partial(tree.node, Digest(digest)), label)
-        hurt_paths = [(entries, damage) for damage in damages]
+        hurts = [(entries, damage) for damage in damages]
         if isinstance(node, Branch):
-            hurt_paths += self._nodes(contents, key, tree, node.children)
-        elif node is not None:
+            below = self._nodes(contents, key, tree, node.children)
+            return _Below(hurts + below.hurts, below.balance)
+        total, size = 0, len(tree)
+        if node is not None:
+            read = partial(self._content, contents, self._small_contents(node.items))
             for inner, entry in node.items:
-                damaged = self._entry(contents, key + inner, entry)
-                hurt_paths += [(inner, damage) for damage in damaged]
-        return hurt_paths
+                damaged, components = self._entry(contents, key + inner, entry, read)
+                if damaged:
+                    hurts += [(inner, damage) for damage in damaged]
+                if self._reads is not None:
+                    total += balance(inner, entry, components, size)
+        return _Below(hurts, total)
 
-    def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
-        """Return the damages that hurt an entry. A known list of chunks is not read again."""
-        payload = entry.payload
+    def _entry(
+        self, contents: Contents, path: str, entry: Entry, read: Read
+    ) -> tuple[list[Damage], Iterable[str]]:
+        """Return the damages that hurt an entry, and the components of its elements."""
         if unknown_in(entry):
-            return self._unknown(contents, path, entry)
+            return self._unknown(contents, path, entry), ()
+        assert not isinstance(entry, UnknownEntry)
+        if entry.payload.nbytes > INLINE_BYTES or not self._judges_entries:
+            damages = self._chunks(contents, path, entry)
+            if damages or not self._judges_entries:
+                return damages, ()
+        try:
+            return [], check_entry(path, entry, read)
+        except DamagedError as e:
+            return [self._add_damage("malformed", "", f"{path}: {e}")], ()
+        except UnsupportedFormatError as e:
+            return [self._add_unsupported(f"{path}: {e}")], ()
+
+    def _chunks(self, contents: Contents, path: str, entry: KnownEntry) -> list[Damage]:
+        """Return the damages of the chunks of an entry. A known list of them is not read again."""
+        payload = entry.payload
         form = entry.shape if isinstance(entry, TensorEntry) else ()
         content = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and content in self._lists:
@@ -670,35 +714,55 @@ class Survey:
         for digest, nbytes in chunks or ():
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
-        if not damages:
-            # This loads torch, which a store and most commands need not.
-            from casnap.maintenance.entry_checks import check_entry
-
-            assert not isinstance(entry, UnknownEntry)
-            read = partial(self._content, contents)
-            damages = self._try_read(partial(check_entry, path, entry, read), path)[1]
         damages = list(dict.fromkeys(damages))
         if payload.depth:
             self._lists[content] = damages
         return damages
 
-    def _content(self, contents: Contents, path: str, entry: KnownEntry) -> bytes | None:
+    def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
+        """Return the chunks of the values and specs of a leaf, if all bytes are read: together."""
+        digests: dict[Digest, None] = {}
+        if self._reads is not None:
+            total = 0
+            for _, entry in items:
+                payload = entry.payload
+                if payload.nbytes > INLINE_BYTES and not payload.depth and is_decoded(entry):
+                    total += payload.nbytes
+                    if total > _KEPT_BYTES:
+                        break
+                    digests |= dict.fromkeys(split_digests(payload.digests))
+        return self._read_chunks(digests)
+
+    def _content(
+        self, contents: Contents, known: dict[Digest, bytes], path: str, entry: KnownEntry
+    ) -> bytes | None:
         """Return the bytes of an entry; None if they are not looked at, or cannot be read."""
         if entry.payload.nbytes <= INLINE_BYTES:
             return entry.payload.inline
         if self._reads is None:
             return None
-        parts: dict[Digest, bytes] = {}
-        chunks = contents.chunks(path, entry)
+        digests = [digest for digest, _ in contents.chunks(path, entry)]
+        unread = [digest for digest in digests if digest not in known]
+        parts = {**known, **self._read_chunks(unread)} if unread else known
+        return b"".join(parts[d] for d in digests) if parts.keys() >= set(digests) else None
+
+    def _read_chunks(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
+        """Return those of some chunks that can be read."""
+        raws: dict[Digest, bytes] = {}
 
         def keep(digest: Digest, raw: memoryview) -> None:
-            parts[digest] = bytes(raw)
+            raws[digest] = bytes(raw)
 
-        try:
-            self._uncached.fetch(Want(d, n, partial(keep, d), path) for d, n in chunks)
-        except (DamagedError, BackendError, UnsupportedFormatError):
-            return None  # where all bytes are read, that is found there
-        return b"".join(parts[digest] for digest, _ in chunks)
+        places = {d: preferred(self.whole_places(d)) for d in digests}
+        # What fails is found where all bytes are read.
+        self._uncached.read_places(
+            [
+                (place, [Want(d, -1, partial(keep, d), "")])
+                for d, place in places.items()
+                if place is not None
+            ]
+        )
+        return raws
 
     def _elements(self, contents: Contents) -> None:
         """Find containers without all their elements, as each rank sees them."""
@@ -710,9 +774,9 @@ class Survey:
                     damage.hurts[Hurt(contents.name, f"{rank}/{key}{inner}")] = None
 
     def _lacking_in(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
-        from casnap.maintenance.entry_checks import lacking_elements
-
-        read = partial(self._content, contents)
+        if not sum(self._subtree(contents, "", top).balance for top in entries.tops):
+            return []
+        read = partial(self._content, contents, {})
         try:
             lacking = list(lacking_elements(entries.items(), read))
         except (DamagedError, UnsupportedFormatError):

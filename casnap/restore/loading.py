@@ -40,7 +40,7 @@ from casnap.state.tensors import (
     allocate,
     as_copyable,
     carrier_dtype,
-    check_shape,
+    check_tensor,
     is_its_memory,
     itemsize_of,
 )
@@ -134,7 +134,7 @@ class Loading:
             self._items.append(_Item(path, entry, bytearray()))
             return
         with naming(self._contents, path):
-            check_shape(entry)
+            check_tensor(entry)
             if targets is None:
                 content = allocate(entry)
                 targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)

@@ -24,7 +24,7 @@ from casnap.state.tensors import (
     Leaf,
     allocate,
     assemble,
-    check_shape,
+    check_tensor,
     holds_no_values,
     is_fillable,
     is_float4,
@@ -138,7 +138,7 @@ def read_tensor(
         )
     check_known(contents.label, [(path, entry)])
     with naming(contents, path):
-        check_shape(entry)
+        check_tensor(entry)
     selection = select(entry.shape, index)
     if obj_out is not None:
         _check_out(contents, path, entry, selection.shape, obj_out)

@@ -228,7 +228,7 @@ def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield child_path, child
         else:
             leaf = _container_leaf(child_path, node)
-            yield child_path, _decode(leaf, allow_pickle=False)
+            yield child_path, decode_one(leaf)
 
 
 def decode(leaves: Iterable[Leaf], *, allow_pickle: bool) -> dict[str, Any]:
@@ -239,11 +239,15 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool) -> dict[str, Any]:
         UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
         UnsupportedFormatError: An entry is of a kind that a newer version wrote.
     """
-    return {leaf.path: _decode(leaf, allow_pickle=allow_pickle) for leaf in leaves}
+    return {leaf.path: decode_one(leaf, allow_pickle=allow_pickle) for leaf in leaves}
 
 
-def _decode(leaf: Leaf, *, allow_pickle: bool) -> Any:
-    """Return the value of a leaf that is no tensor; of a container, what builds it."""
+def decode_one(leaf: Leaf, *, allow_pickle: bool = False) -> Any:
+    """Return the value of a leaf that is no tensor; of a container, what builds it.
+
+    Raises:
+        CasnapError: As :func:`decode` does.
+    """
     path, entry, content = leaf
     assert isinstance(entry, ValueEntry | ContainerEntry)
     if not isinstance(content, bytes):
@@ -261,6 +265,11 @@ def _decode(leaf: Leaf, *, allow_pickle: bool) -> Any:
         raise DamagedError(f"{path} has keys that are nested too deeply", (path,)) from e
     except DECODE_ERRORS as e:
         raise DamagedError(f"{path} cannot be put together: {e}", (path,)) from e
+
+
+def too_deep(path: str) -> DamagedError:
+    """Return the error for a state whose containers are nested deeper than any that was stored."""
+    return DamagedError(f"{path:.200} has containers more than {MAX_NESTING:,} deep", (path,))
 
 
 class _Frame(NamedTuple):
@@ -307,8 +316,10 @@ def inflate(
             elif isinstance(leaf.entry, TensorEntry):
                 child = assemble(leaf)
             else:
-                child = _decode(leaf, allow_pickle=allow_pickle)
+                child = decode_one(leaf, allow_pickle=allow_pickle)
             if isinstance(child, Reopened):
+                if len(stack) > MAX_NESTING:
+                    raise too_deep(path)
                 prefix = child_path + "/"
                 if child_path in lacking:
                     child = _without(prefix, child, skipped)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     NumpyDtype = np.dtype[Any]
 
+NUMPY_TEXTS = ("<U1", "|S1")
+"""The typestrs of ``numpy.str_`` and ``numpy.bytes_``, which are stored character by character."""
 _MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
 
 

@@ -6,11 +6,12 @@ import struct
 
 import torch
 
-from casnap.errors import UnsupportedTypeError
+from casnap.errors import DamagedError, UnsupportedTypeError
 from casnap.format.entries import Quantization
 
+_PER_TENSOR = (("d", torch.float64), ("q", torch.int64))
 _PER_CHANNEL = {
-    "per_channel_affine": (("d", torch.float64), ("q", torch.int64)),
+    "per_channel_affine": _PER_TENSOR,
     "per_channel_affine_float_qparams": (("f", torch.float32), ("f", torch.float32)),
 }
 
@@ -39,6 +40,29 @@ def quantization_of(path: str, value: torch.Tensor) -> Quantization:
         struct.pack(f"<{len(zero_points)}{zero_code}", *zero_points),
         value.q_per_channel_axis(),
     )
+
+
+def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
+    """Check that a tensor of some shape can have these parameters.
+
+    Args:
+        q: The parameters. This version knows their scheme.
+        shape: The shape of the tensor.
+
+    Raises:
+        DamagedError: It cannot.
+    """
+    is_per_channel = q.scheme in _PER_CHANNEL
+    if not (0 <= q.axis < len(shape) if is_per_channel else q.axis == 0):
+        raise DamagedError(f"an entry has the impossible axis {q.axis} of {q.scheme[:40]}")
+    channels = shape[q.axis] if is_per_channel else 1
+    codes = _PER_CHANNEL.get(q.scheme, _PER_TENSOR)
+    for (code, _), numbers in zip(codes, (q.scales, q.zero_points), strict=True):
+        if len(numbers) != channels * struct.calcsize(code):
+            raise DamagedError(
+                f"an entry has {len(numbers)} bytes of scales or zero points for {channels:,} "
+                f"channels of {q.scheme[:40]}"
+            )
 
 
 def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:

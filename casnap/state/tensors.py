@@ -18,8 +18,14 @@ import torch
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import TORCH_DTYPES, KnownEntry, Payload, TensorEntry, check_known
 from casnap.runtime.buffers import can_write
-from casnap.state.numpy_values import assemble_numpy, describe_numpy, is_numpy, numpy_itemsize
-from casnap.state.quantized import quantization_of, quantized
+from casnap.state.numpy_values import (
+    NUMPY_TEXTS,
+    assemble_numpy,
+    describe_numpy,
+    is_numpy,
+    numpy_itemsize,
+)
+from casnap.state.quantized import check_quantization, quantization_of, quantized
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 
 ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -309,7 +315,7 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
         UnsupportedTypeError: This torch does not know the dtype.
         StateError: There is not enough memory.
     """
-    check_shape(entry)
+    check_tensor(entry)
     try:
         if is_numpy(entry):
             return torch.empty(entry.payload.nbytes, dtype=torch.uint8)
@@ -325,20 +331,30 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
         ) from e
 
 
-def check_shape(entry: TensorEntry) -> None:
-    """Check that the dtype, shape and length of an entry agree.
+def check_tensor(entry: TensorEntry) -> None:
+    """Check that the dtype, shape, length, kind and quantization of an entry agree.
 
     Raises:
         DamagedError: They contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
     """
-    itemsize, payload = itemsize_of(entry), entry.payload
-    if not _is_shape(entry.shape) or prod(entry.shape) * itemsize >= _MAX_BYTES:
-        raise DamagedError(f"an entry has the impossible shape {entry.shape[:64]}")
-    if itemsize * prod(entry.shape) != payload.nbytes:
+    itemsize, shape = itemsize_of(entry), entry.shape
+    nbytes = itemsize * prod(shape)
+    # Without a 0 in the shape, the length bounds each number of it.
+    if min(shape, default=0) < 0 or nbytes >= _MAX_BYTES or (not nbytes and not _is_shape(shape)):
+        raise DamagedError(f"an entry has the impossible shape {shape[:64]}")
+    if nbytes != entry.payload.nbytes:
         raise DamagedError(
-            f"an entry says {payload.nbytes} bytes for {entry.dtype} of shape {entry.shape[:64]}"
+            f"an entry says {entry.payload.nbytes} bytes for {entry.dtype} of shape {shape[:64]}"
         )
+    if entry.kind == "numpy_scalar" and len(shape) != (entry.dtype in NUMPY_TEXTS):
+        raise DamagedError(f"a numpy scalar of {entry.dtype} has the shape {shape[:64]}")
+    if (entry.dtype in _CARRIERS) != (entry.quantization is not None):
+        raise DamagedError(
+            f"an entry of {entry.dtype} has {'a' if entry.quantization else 'no'} quantization"
+        )
+    if entry.quantization is not None:
+        check_quantization(entry.quantization, shape)
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:

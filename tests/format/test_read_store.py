@@ -15,6 +15,7 @@ import torch
 from casnap import StateDict, Store
 from tests.support.faults import CHUNK
 from tests.support.later import LATER, forged, leaf_with
+from tests.support.mutations import Parts
 from tools import read_store
 
 TOOL = Path(read_store.__file__)
@@ -95,6 +96,7 @@ def test_what_is_damaged_is_not_read(store: Store, tmp_path: Path) -> None:
         lambda p: ["t", p, "float32", [1000], "hologram", False, None],
         lambda p: ["t", p, "float99", [1000], "tensor", False, None],
         lambda p: ["t", p, "<f16", [250], "ndarray", False, None],
+        lambda p: ["t", p, "|f4", [1000], "ndarray", False, None],
         lambda p: ["t", p, "float32", [1000], "tensor", False, None, [1]],
         lambda p: ["t", [*p, 7], "float32", [1000], "tensor", False, None],
     ],
@@ -106,3 +108,15 @@ def test_what_is_unknown_costs_one_entry(tmp_path: Path, entry: Any) -> None:
     with pytest.raises(read_store.UnsupportedError, match="later"):
         reader.tensor(entries["s/x"])
     assert reader.tensor(entries["s/y"]).shape == (1000,)
+
+
+@pytest.mark.parametrize("record", [{}, {"format": 1}, {"digest": "blake3", "chunk_size": 7}])
+def test_a_record_in_the_root_that_makes_no_sense(
+    store: Store, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    """Then casnap.json decides, for casnap too."""
+    parts = Parts(tmp_path / "store")
+    parts.put_root({**parts.root, "store": record})
+    reader = read_store.Store(tmp_path / "store")
+    assert reader.content(reader.entries("run/1")["m/text"]) == b"words"
+    assert Store(tmp_path / "store")["run/1"].read_object("m/text") == "words"

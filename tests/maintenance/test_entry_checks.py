@@ -11,15 +11,34 @@ from casnap import StateDict, Store
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError
 from casnap.format.records import encode
 from casnap.maintenance.damage import Hurt
+from casnap.state.flatten import MAX_NESTING
+from tests.support.faults import CHUNK
 from tests.support.forger import GOOD, STATE, Forger, chunks, container, inline, tensor, value
 from tests.support.remote import RemoteDouble
 
 F = bytes(16)
+ONE = ["per_tensor_affine", bytes(8), bytes(8), 0]
+TWO = ["per_channel_affine", bytes(16), bytes(16), 1]
+PAIRS = [2, 2]
+
+
+def quantized(parameters: Any, dtype: str = "qint8") -> list[Any]:
+    return tensor(PAIRS, inline(bytes(4)), dtype, quantization=parameters)
+
+
 MALFORMED: dict[str, Any] = {
     "another length": tensor([5], inline(F)),
     "length without bytes": tensor([4], [16, b"", b"", 0]),
     "bytes without length": ["v", [2, b"xyz", b"", 0], "bytes"],
     "negative shape": tensor([-2, -2], inline(F)),
+    "axis below 0": quantized([*TWO[:3], -1]),
+    "axis beyond the shape": quantized([*TWO[:3], 2]),
+    "axis of a whole tensor": quantized([*ONE[:3], 1]),
+    "scales": quantized([TWO[0], bytes(8), *TWO[2:]]),
+    "zero points": quantized([*ONE[:2], b"", 0]),
+    "no quantization": quantized(None),
+    "quantization of integers": quantized(ONE, "uint8"),
+    "scalar with a dimension": tensor([1], inline(bytes(4)), "<f4", "numpy_scalar"),
     "bool": value("bool", b"x"),
     "none": value("none", b"x"),
     "float": value("float", b"x"),
@@ -58,6 +77,41 @@ def test_malformed_entries(tmp_path: Path, cache_dir: Path, case: str) -> None:
     assert store.check(name="good", data=True).ok
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_quantized(tmp_path: Path, cache_dir: Path) -> None:
+    floats = ["per_channel_affine_float_qparams", bytes(8), bytes(8), 1]
+    for i, entry in enumerate([quantized(ONE), quantized(TWO), quantized(floats, "quint8")]):
+        store = published(tmp_path / str(i), ["/x", entry])
+        assert store.check(data=True).ok
+        assert repr(store["evil"].read_object("s/x"))
+
+
+@pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1])
+def test_containers_in_containers(tmp_path: Path, cache_dir: Path, depth: int) -> None:
+    forger = Forger(tmp_path / "store")
+    items = [["/0" * i, container("list", int(i < depth - 1))] for i in range(depth)]
+    forger.publish({"s": forger.tree(*items)})
+    store = Store(tmp_path / "store", create=False)
+    report = store.check()
+    assert report.ok == (depth == MAX_NESTING)
+    if report.ok:
+        store["evil"].read_object("s")
+    else:
+        with pytest.raises(DamagedError, match=r"more than 1,000 deep"):
+            store["evil"].read_object("s")
+
+
+def test_tensors_of_one_list_of_chunks(tmp_path: Path, cache_dir: Path) -> None:
+    """That one makes sense does not say it of the next one."""
+    forger = Forger(tmp_path / "store")
+    payload = chunks(4 * CHUNK, forger.add(4 * forger.add(bytes(CHUNK))), 1)
+    shape = [CHUNK]
+    entries = [["/x", tensor(shape, payload)], ["/y", tensor(shape, payload, "float64")]]
+    forger.publish({"s": forger.tree(["", dict_of("x", "y")], *entries)})
+    [damage] = Store(tmp_path / "store", create=False).check().damages
+    assert list(damage.hurts) == [Hurt("evil", "s/y")]
+
+
 def dict_of(*keys: Any) -> Any:
     return container("dict", len(keys), encode([list(keys), None, None]))
 
@@ -67,6 +121,8 @@ LACKING: dict[str, list[Any]] = {
     "of a list": [["/x", container("list", 3)], ["/x/0", GOOD], ["/x/2", GOOD]],
     "very many": [["/x", container("list", (1 << 63) - 1)], ["/x/0", GOOD]],
     "of another name": [["/x", container("tuple", 1)], ["/x/00", GOOD]],
+    "as many of others": [["/x", dict_of("a", "b")], ["/x/a", GOOD], ["/x/c", GOOD]],
+    "of one that is empty": [["/x", container("list", 1)]],
     "below an unknown key": [["/x", dict_of("a")], ["/x/b", GOOD]],
 }
 

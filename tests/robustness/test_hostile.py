@@ -40,6 +40,7 @@ from tests.support.forger import (
     tensor,
     value,
 )
+from tests.support.mutations import Parts
 
 pytestmark = pytest.mark.sampled
 
@@ -278,6 +279,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "stats_of_text": {"stats": ["a", "b"]},
     "metadata_as_list": {"metadata": [1]},
     "text_as_seq": {"seq": "last"},
+    "short_commit": {"commit": b"c" * 15},
 }
 
 
@@ -290,6 +292,7 @@ def test_hostile_rows(forger: Forger, case: str) -> None:
 
 ROOTS: dict[str, dict[str, Any]] = {
     "other_seq": {"seq": 77},
+    "long_commit": {"commit": b"c" * 17},
     "negative_seq": {"seq": -1},
     "text_as_seq": {"seq": "2"},
     "table_of_nothing": {"table": [ABSENT, None]},
@@ -311,6 +314,14 @@ def test_hostile_roots(forger: Forger, case: str) -> None:
     forger.root = ROOTS[case]
     forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
     assert_refused(forger.folder)
+
+
+def test_a_segment_that_a_root_names_twice(forger: Forger) -> None:
+    forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
+    parts = Parts(forger.folder)
+    parts.put_root({**parts.root, "segments": 2 * parts.root["segments"]})
+    assert_refused(forger.folder)
+    assert not Store(forger.folder).check().ok
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,8 @@ def _problem(root: Root, seq: int) -> str | None:
         for ref in root.segments
     ):
         return "has a malformed segment id or record count"
+    if len({ref.id for ref in root.segments}) < len(root.segments):
+        return "names a segment twice"
     if not 0 <= root.fence <= seq:
         return f"has the fence {root.fence}"
     if any(len(p) != ID_SIZE or not 0 <= at <= seq for p, at in root.condemned.items()):
