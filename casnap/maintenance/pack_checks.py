@@ -73,7 +73,8 @@ def bad_records(
     window: list[tuple[Place, list[Want]]] = []
     nbytes = 0
     for digest, place in records:
-        compare = partial(_compare_base, (digest, place), tell_base)
+        is_delta = isinstance(place, DeltaPlace)
+        compare = partial(_compare_base, (digest, place), tell_base) if is_delta else None
         window.append((place, [Want(digest, -1, _forget, "", as_delta=compare)]))
         nbytes += place.stored_size
         if nbytes >= _WINDOW_BYTES or len(window) >= _WINDOW_RECORDS:

@@ -754,14 +754,14 @@ class Survey:
             raws[digest] = bytes(raw)
 
         places = {d: preferred(self.whole_places(d)) for d in digests}
+        wanted_places = [
+            (place, [Want(d, -1, partial(keep, d), "")])
+            for d, place in places.items()
+            if place is not None
+        ]
         # What fails is found where all bytes are read.
-        self._uncached.read_places(
-            [
-                (place, [Want(d, -1, partial(keep, d), "")])
-                for d, place in places.items()
-                if place is not None
-            ]
-        )
+        if wanted_places:
+            self._uncached.read_places(wanted_places)
         return raws
 
     def _elements(self, contents: Contents) -> None:
