@@ -93,7 +93,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     Store(tmp / "copy").take({"s": StateDict(x=1)}, "later")
     flip(next((tmp / "copy").glob("**/roots/0/1")))
     result["check"] = [
-        failed("check", place, "--data") for place in (tmp / "copy", later_store(tmp / "new"))
+        failed("check", place, "--data") for place in (tmp / "copy", later_store(tmp / "unknown"))
     ]
     result["repair"] = [failed("repair", tmp / "copy", "--yes")]
     return result

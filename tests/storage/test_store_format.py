@@ -249,7 +249,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
         aside: {**LATER, "rewound": True},
         "run/step_3": {},
     }
-    assert Store(tmp_path / "m").row(aside).notes.keys() == {"from", "life", "rewound"}
+    assert Store(tmp_path / "m")._view.row(aside).notes.keys() == {"from", "life", "rewound"}
 
 
 def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(

@@ -508,9 +508,9 @@ def test_the_first_snapshot_of_a_run_comes_while_it_is_looked_for(
     """The answer is of one look: before it, or after it."""
     store.make()
     reader = Store(tmp_path / "store")
-    look = reader.snapshots
+    look = reader._view.rows
 
-    def and_then_it_comes(prefix: str | None = None) -> list[Snapshot]:
+    def and_then_it_comes(prefix: str | None = None) -> Any:
         found = look(prefix)
         if not found:
             # Another thread is as good as another process.
@@ -519,7 +519,7 @@ def test_the_first_snapshot_of_a_run_comes_while_it_is_looked_for(
             taker.join()
         return found
 
-    monkeypatch.setattr(reader, "snapshots", and_then_it_comes)
+    monkeypatch.setattr(reader._view, "rows", and_then_it_comes)
     assert reader.latest("run") is None
     newest = reader.latest("run")
     assert newest is not None
