@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from casnap.errors import BackendError, DamagedError, UnsupportedFormatError
 from casnap.format.delta import MOST_LINKS
@@ -49,13 +49,6 @@ from casnap.maintenance.damage import (
     Hurt,
     kind_and_message,
 )
-from casnap.maintenance.entry_checks import (
-    Read,
-    balance,
-    check_entry,
-    is_decoded,
-    lacking_elements,
-)
 from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
 from casnap.runtime.progress import Progress
@@ -68,6 +61,9 @@ from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents, Entries
+
+if TYPE_CHECKING:
+    from casnap.maintenance.entry_checks import Read
 
 T = TypeVar("T")
 _LOOKS = 5
@@ -668,6 +664,9 @@ class Survey:
     def _node(
         self, contents: Contents, key: str, tree: Tree[Entry], digest: bytes, entries: str
     ) -> _Below:
+        # This loads torch, which a store and most commands need not.
+        from casnap.maintenance.entry_checks import balance
+
         label = f"{contents.name}: {key}"
         node, damages = self._try_read(partial(tree.node, Digest(digest)), label)
         hurts = [(entries, damage) for damage in damages]
@@ -689,6 +688,9 @@ class Survey:
         self, contents: Contents, path: str, entry: Entry, read: Read
     ) -> tuple[list[Damage], Iterable[str]]:
         """Return the damages that hurt an entry, and the components of its elements."""
+        # This loads torch, which a store and most commands need not.
+        from casnap.maintenance.entry_checks import check_entry
+
         if unknown_in(entry):
             return self._unknown(contents, path, entry), ()
         assert not isinstance(entry, UnknownEntry)
@@ -721,6 +723,9 @@ class Survey:
 
     def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
         """Return the chunks of the values and specs of a leaf, if all bytes are read: together."""
+        # This loads torch, which a store and most commands need not.
+        from casnap.maintenance.entry_checks import is_decoded
+
         digests: dict[Digest, None] = {}
         if self._reads is not None:
             total = 0
@@ -774,6 +779,9 @@ class Survey:
                     damage.hurts[Hurt(contents.name, f"{rank}/{key}{inner}")] = None
 
     def _lacking_in(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
+        # This loads torch, which a store and most commands need not.
+        from casnap.maintenance.entry_checks import lacking_elements
+
         if not sum(self._subtree(contents, "", top).balance for top in entries.tops):
             return []
         read = partial(self._content, contents, {})
