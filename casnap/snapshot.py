@@ -189,7 +189,7 @@ class Snapshot:
         requests: Mapping[str, int] = {},
         freed_bytes: int = 0,
     ) -> None:
-        self._view = view
+        self._store_view = view
         is_of_view = getattr(store, "_view", None) is view
         self._store: Store | None = cast("Store", store) if is_of_view else None
         self.name = name
@@ -322,7 +322,8 @@ class Snapshot:
         """
         refuse_nested_take()
         check_order("Snapshot.take(path, app_state)", app_state, path)
-        given = options_of(cls.take, {**options, "replicated": replicated})
+        options["replicated"] = replicated
+        given = options_of("Snapshot.take", options, in_background=False)
         return take_snapshot(TakePlace.at(path, storage_options, store), app_state, given, pg)
 
     @overload
@@ -389,7 +390,8 @@ class Snapshot:
         """
         refuse_nested_take()
         check_order("Snapshot.async_take(path, app_state)", app_state, path)
-        given = options_of(cls.async_take, {**options, "replicated": replicated})
+        options["replicated"] = replicated
+        given = options_of("Snapshot.async_take", options, in_background=True)
         return begin_snapshot(TakePlace.at(path, storage_options, store), app_state, given, pg)
 
     # --- restoring ---
@@ -717,13 +719,13 @@ class Snapshot:
     def store(self) -> Store:
         """The store that holds the snapshot."""
         if self._store is None:
-            self._store = Snapshot._store_of(self._view)
+            self._store = Snapshot._store_of(self._store_view)
         return self._store
 
     @property
     def path(self) -> str:
         """The URI of the store, then the name of the snapshot."""
-        return self._view.path_of(self.name)
+        return self._store_view.path_of(self.name)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -788,7 +790,7 @@ class Snapshot:
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; process groups stay in their process."""
         measured = self._requests, self._freed_bytes
-        return Snapshot.of, (self._view, self.name, self.row, None, self._store, *measured)
+        return Snapshot.of, (self._store_view, self.name, self.row, None, self._store, *measured)
 
 
 # --- taking ---

@@ -287,7 +287,8 @@ class Store:
         refuse_nested_take()
         check_order("store.take(app_state, name)", app_state, name)
         place = TakePlace.of(self._view, self._view.local_name(name), self)
-        return take_snapshot(place, app_state, options_of(self.take, options), pg)
+        given = options_of("Store.take", options, in_background=False)
+        return take_snapshot(place, app_state, given, pg)
 
     @overload
     def async_take(
@@ -322,7 +323,8 @@ class Store:
         refuse_nested_take()
         check_order("store.async_take(app_state, name)", app_state, name)
         place = TakePlace.of(self._view, self._view.local_name(name), self)
-        return begin_snapshot(place, app_state, options_of(self.async_take, options), pg)
+        given = options_of("Store.async_take", options, in_background=True)
+        return begin_snapshot(place, app_state, given, pg)
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
@@ -394,8 +396,6 @@ class Store:
                 go back at its mirror, open that as a store.
             SnapshotExistsError: A name that is needed is taken.
         """
-        from casnap.snapshot import Snapshot
-
         wait_for_last()
         view = self._view
         view.row(name)

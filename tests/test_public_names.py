@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,40 @@ def test_reprs_say_where():
     assert repr(snapshot) == "Snapshot('memory://names/step')"
     assert "loss" in repr(snapshot.metadata)
     assert snapshot.tags == ()
+
+
+class OwnStore(casnap.Store):
+    """A store of a user, who hands on what each take is given."""
+
+    def take(self, *args: Any, **options: Any) -> Any:
+        return super().take(*args, **options)
+
+    def async_take(self, *args: Any, **options: Any) -> Any:
+        return super().async_take(*args, **options)
+
+
+class OwnSnapshot(casnap.Snapshot):
+    """A snapshot of a user, likewise."""
+
+    @classmethod
+    def take(cls, *args: Any, **options: Any) -> Any:
+        return super().take(*args, **options)
+
+
+def test_the_takes_of_a_subclass_hand_on_the_options() -> None:
+    store, state = OwnStore("memory://subclass"), {"s": casnap.StateDict(x=1)}
+    assert store.take(state, "a", metadata={"step": 1}).metadata.user == {"step": 1}
+    assert store.async_take(state, "b", max_pending=2, replicated=[]).wait().name == "b"
+    snapshot = OwnSnapshot.take("c", state, store=store, metadata={"step": 3})
+    assert snapshot.metadata.user == {"step": 3}
+    with pytest.raises(TypeError, match=r"Store\.take\(\) got an unexpected .*'max_pending'"):
+        store.take(state, "d", max_pending=2)
+
+
+def test_a_snapshot_is_no_store() -> None:
+    state = {"s": casnap.StateDict(x=1)}
+    snapshot: Any = casnap.Store("memory://no-store").take(state, "a")
+    with pytest.raises(TypeError, match="store= is a Store or its URI; got a Snapshot"):
+        casnap.Snapshot("a", store=snapshot)
+    with pytest.raises(TypeError, match="store= is a Store or its URI; got a Snapshot"):
+        casnap.Snapshot.take("b", state, store=snapshot)

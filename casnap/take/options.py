@@ -228,30 +228,35 @@ def shows_options(*, in_background: bool) -> Callable[[F], F]:
     def shown(take: F) -> F:
         signature = inspect.signature(take)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        hidden = {p.name for p in own} | set(() if in_background else _IN_BACKGROUND)
+        own_names = {p.name for p in own}
         options = inspect.signature(TakeOptions).parameters
-        more = [options[name] for name in _OF_A_TAKE if name not in hidden]
+        more = [options[name] for name in _names(in_background) if name not in own_names]
         take.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return take
 
     return shown
 
 
-def options_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> TakeOptions:
+def _names(in_background: bool) -> list[str]:
+    return [name for name in _OF_A_TAKE if in_background or name not in _IN_BACKGROUND]
+
+
+def options_of(call: str, arguments: Mapping[str, Any], *, in_background: bool) -> TakeOptions:
     """Return the options that a take was called with.
 
     Args:
-        call: The take, which :func:`shows_options` has decorated.
+        call: The method, such as "Store.take". Its signature is not asked: a subclass, or what
+            stands in its place, may hand on its arguments as ``**options``.
         arguments: Its ``**options``, and what else is one.
+        in_background: As for :func:`shows_options`.
 
     Raises:
         TypeError: The take has no such option.
     """
-    known = inspect.signature(call).parameters
+    known = _names(in_background)
     for name in arguments:
         if name not in known:
             raise TypeError(
-                f"{call.__qualname__}() got an unexpected keyword argument {name!r}"
-                f"{nearest(name, known)}"
+                f"{call}() got an unexpected keyword argument {name!r}{nearest(name, known)}"
             )
     return TakeOptions(**arguments)
