@@ -151,7 +151,9 @@ class Mirror:
         self._again = False
         self._watcher: threading.Thread | None = None
         self._contacted = threading.Event()
-        self._copier = Copier(self._pair, self._on_progress, self._explain)
+        # Made by the first pass: a mirror that never copies, as in a worker that reads, is then in
+        # no cycle, and is freed with its store.
+        self._copier: Copier | None = None
         self._succession: Succession | None = None
         self._given_up: dict[str, bytes] = {}
         self._passes = 0
@@ -279,6 +281,8 @@ class Mirror:
 
     def _copy_some(self, destination: Destination) -> bool:
         """Copy what is new; return whether anything was."""
+        if self._copier is None:
+            self._copier = Copier(self._pair, self._on_progress, self._explain)
         commits: dict[str, bytes] = {}
         settled = time.monotonic()
         any_copied = False
@@ -476,7 +480,8 @@ class Mirror:
         commits = {row.commit for row in self.lacking().values()}
         passes = self._passes
         self._backoff.hurry()
-        self._copier.retry_refused()
+        if self._copier is not None:
+            self._copier.retry_refused()
         while commits:
             self.wake()
             seconds_left = None if until is None else until - time.monotonic()
@@ -512,7 +517,8 @@ class Mirror:
             error, since = f"{backoff.error}", backoff.since or 0.0
         elif self._succeeded:
             error, since = next(iter(self._succeeded.values()))
-        return HostStatus(os.getpid(), error, since, self._copier.refused)
+        refused = {} if self._copier is None else self._copier.refused
+        return HostStatus(os.getpid(), error, since, refused)
 
 
 def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, stopped: str) -> str:

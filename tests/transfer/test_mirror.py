@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -139,6 +141,20 @@ def test_it_gives_way_to_takes(
 
 
 # --- what is kept until then ----------------------------------------------------------------------
+
+
+def test_a_pickled_store_is_freed_at_once_with_its_mirror(tmp_path: Path) -> None:
+    """No cycle keeps open what a worker that reads has opened."""
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    again = pickle.loads(pickle.dumps(store))
+    gc.collect()
+    gc.disable()
+    try:
+        opened = [ref(again.open_store), ref(again.mirror)]
+        del again
+        assert [each() for each in opened] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_not_mirrored_is_kept(tmp_path: Path, there: FaultyBackend) -> None:
