@@ -46,13 +46,15 @@ def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
     """Check that a tensor of some shape can have these parameters.
 
     Args:
-        q: The parameters. This version knows their scheme.
+        q: The parameters. Those of a scheme that this version does not know are not judged.
         shape: The shape of the tensor.
 
     Raises:
         DamagedError: It cannot.
     """
     is_per_channel = q.scheme in _PER_CHANNEL
+    if not is_per_channel and q.scheme != "per_tensor_affine":
+        return
     if not (0 <= q.axis < len(shape) if is_per_channel else q.axis == 0):
         raise DamagedError(f"an entry has the impossible axis {q.axis} of {q.scheme[:40]}")
     channels = shape[q.axis] if is_per_channel else 1

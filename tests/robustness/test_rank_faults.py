@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import casnap.storage.writing.rank_parts
+import casnap.storage.writing.session
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from tests.support.faults import CHUNK, assert_no_orphans, memory_folder
@@ -240,8 +240,8 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
         backend.faults.append(Fault(have_collected, "sync"))
     if rank == 1 and how == "one gone":
         backend.faults.append(Fault(own_packs, "sync"))
-    handover = casnap.storage.writing.rank_parts
-    before, handover._MOST_RECORDS = handover._MOST_RECORDS, handed_over
+    handover = casnap.storage.writing.session
+    before, handover.MOST_RECORDS = handover.MOST_RECORDS, handed_over
     try:
         if verb == "take":
             seen = watch(lambda: store.take(state(1), "new", pg=group, timeout=60))
@@ -249,7 +249,7 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
             pending = store.async_take(state(1), "new", pg=group, timeout=60)
             seen = watch(pending.wait)
     finally:
-        handover._MOST_RECORDS = before
+        handover.MOST_RECORDS = before
         yard.leave(f"over-{rank}")
     return seen._replace(value=[name for name, _ in backend.log].count("copy"))
 

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.backends.costs import LOCAL
 from tests.support import bitwise
 from tests.support.links import forget_links, links
 from tests.support.ranks import World
@@ -393,7 +394,7 @@ def reads_of(
     backend.reads.clear()
     with pytest.MonkeyPatch.context() as patch:
         # Over a gap of one of these small chunks a rank would read what another one reads.
-        patch.setattr("casnap.storage.packs.chunk_reads.max_gap", lambda _: 0)
+        patch.setattr("casnap.backends.base.LOCAL", LOCAL._replace(gap=0))
         if hosts:
             # As if each rank were on a host of its own.
             patch.setattr("casnap.restore.restore.boot_id", lambda: str(os.getpid()))

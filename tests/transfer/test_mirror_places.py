@@ -10,7 +10,7 @@ import pytest
 
 from casnap import Retention, Store
 from casnap.backends import MemoryBackend
-from casnap.errors import MirrorError, NotAStoreError, StoreError
+from casnap.errors import InvalidNameError, MirrorError, NotAStoreError, StoreError
 from tests.support.cli_calls import failure, invoke
 from tests.support.copies import mirrored, names
 from tests.support.faults import CHUNK, take
@@ -72,8 +72,8 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
         tmp_path / "file": (NotAStoreError, "is a file"),
         tmp_path / "large": (StoreError, "chunks of"),
         "ftpx://nowhere/x": (StoreError, "ftpx"),
-        "": (NotAStoreError, "empty path"),
-        7: (TypeError, "path or URI"),
+        "": (InvalidNameError, "empty path"),
+        7: (TypeError, "or a URI"),
     }
     for place, (kind, text) in bad.items():
         with pytest.raises(kind, match=text):
