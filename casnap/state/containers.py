@@ -1,8 +1,6 @@
 """Containers: their kinds, how they are opened into elements, and how they are built again.
 
-A path component is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a lone surrogate as
-``%uD800``. Where two keys of one dict would share a component, the one that is not a str ends in
-``%`` and its type, as in ``1%int``: no str key can spell that.
+The components of paths that keys make are those of ``casnap.format.names``.
 """
 
 from __future__ import annotations
