@@ -106,7 +106,8 @@ def width_of(content: bytes | memoryview) -> int:
         sample = b"".join(raw[at : at + _SAMPLE] for at in (0, middle, last))
     best, least = WIDTHS[0], float(len(sample))
     for width in WIDTHS if len(raw) >= _LEAST else WIDTHS[:1]:
-        if width > 2 * best:
+        # Of some float32 two planes are hardly smaller than one, and four are.
+        if width > 4 * best:
             break
         compress = _compressor(width).compress
         planes = (sample[i::width] for i in range(width))
