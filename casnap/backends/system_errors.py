@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from casnap.errors import BackendError, CasnapError, PlaceError, StorageFullError, UnavailableError
@@ -44,7 +44,10 @@ _ADVICE = {
 }
 
 
-def told(error: OSError, subject: str, kept: str = "earlier snapshots are whole") -> PlaceError:
+_KEPT = "earlier snapshots are whole"
+
+
+def told(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
     """Return the error of casnap for one of the system, with what to do about it.
 
     Args:
@@ -100,8 +103,13 @@ def gone_error(uri: str) -> BackendError:
 
 
 @contextmanager
-def translated(subject: str) -> Iterator[None]:
-    """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""
+def translated(subject: str | Callable[[OSError], str], kept: str = _KEPT) -> Iterator[None]:
+    """Turn the operating system's errors into casnap's, except ``FileNotFoundError``.
+
+    Args:
+        subject: What could not be used; or what returns that of an error.
+        kept: As for :func:`told`.
+    """
     try:
         yield
     except (FileNotFoundError, CasnapError):
@@ -110,7 +118,7 @@ def translated(subject: str) -> Iterator[None]:
         if e.errno is None:
             # None of the system: a signal handler has raised it, such as an alarm.
             raise
-        raise told(e, subject) from e
+        raise told(e, subject if isinstance(subject, str) else subject(e), kept) from e
 
 
 def is_of_the_place(error: BaseException) -> bool:

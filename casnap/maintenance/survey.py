@@ -284,6 +284,10 @@ class Survey:
         self._below: dict[bytes, _Below] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._lacking: dict[tuple[bytes, ...], list[tuple[str, Damage]]] = {}
+        # This loads torch, which a store and most commands need not.
+        from casnap.maintenance import entry_checks
+
+        self._entry_checks = entry_checks
         self._judges_entries = True
         self._commits: dict[str, bytes] = {}
         self._uncached = _UncachedStore(self)
@@ -664,9 +668,6 @@ class Survey:
     def _node(
         self, contents: Contents, key: str, tree: Tree[Entry], digest: bytes, entries: str
     ) -> _Below:
-        # This loads torch, which a store and most commands need not.
-        from casnap.maintenance.entry_checks import balance
-
         label = f"{contents.name}: {key}"
         node, damages = self._try_read(partial(tree.node, Digest(digest)), label)
         hurts = [(entries, damage) for damage in damages]
@@ -681,16 +682,13 @@ class Survey:
                 if damaged:
                     hurts += [(inner, damage) for damage in damaged]
                 if self._reads is not None:
-                    total += balance(inner, entry, components, size)
+                    total += self._entry_checks.balance(inner, entry, components, size)
         return _Below(hurts, total)
 
     def _entry(
         self, contents: Contents, path: str, entry: Entry, read: Read
     ) -> tuple[list[Damage], Iterable[str]]:
         """Return the damages that hurt an entry, and the components of its elements."""
-        # This loads torch, which a store and most commands need not.
-        from casnap.maintenance.entry_checks import check_entry
-
         if unknown_in(entry):
             return self._unknown(contents, path, entry), ()
         assert not isinstance(entry, UnknownEntry)
@@ -699,7 +697,7 @@ class Survey:
             if damages or not self._judges_entries:
                 return damages, ()
         try:
-            return [], check_entry(path, entry, read)
+            return [], self._entry_checks.check_entry(path, entry, read)
         except DamagedError as e:
             return [self._add_damage("malformed", "", f"{path}: {e}")], ()
         except UnsupportedFormatError as e:
@@ -723,15 +721,16 @@ class Survey:
 
     def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
         """Return the chunks of the values and specs of a leaf, if all bytes are read: together."""
-        # This loads torch, which a store and most commands need not.
-        from casnap.maintenance.entry_checks import is_decoded
-
         digests: dict[Digest, None] = {}
         if self._reads is not None:
             total = 0
             for _, entry in items:
                 payload = entry.payload
-                if payload.nbytes > INLINE_BYTES and not payload.depth and is_decoded(entry):
+                if (
+                    payload.nbytes > INLINE_BYTES
+                    and not payload.depth
+                    and self._entry_checks.is_decoded(entry)
+                ):
                     total += payload.nbytes
                     if total > _KEPT_BYTES:
                         break
@@ -779,14 +778,11 @@ class Survey:
                     damage.hurts[Hurt(contents.name, f"{rank}/{key}{inner}")] = None
 
     def _lacking_in(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
-        # This loads torch, which a store and most commands need not.
-        from casnap.maintenance.entry_checks import lacking_elements
-
         if not sum(self._subtree(contents, "", top).balance for top in entries.tops):
             return []
         read = partial(self._content, contents, {})
         try:
-            lacking = list(lacking_elements(entries.items(), read))
+            lacking = list(self._entry_checks.lacking_elements(entries.items(), read))
         except (DamagedError, UnsupportedFormatError):
             return []  # that was found already
         return [(path, self._add_damage("malformed", "", str(e))) for path, e in lacking]

@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from casnap.backends.durability import sync_folder
@@ -21,7 +21,7 @@ from casnap.backends.file_locks import lock, open_to_lock
 from casnap.backends.owners import Owners, new_file_in, owners_by
 from casnap.backends.places import is_link, is_taken, status
 from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
-from casnap.backends.system_errors import told, translated
+from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.runtime.fork import locked_file
@@ -136,19 +136,14 @@ class ServedFolder:
         self._folder = self._fd = -1
         self._opened.close()
 
-    @contextmanager
-    def translated(self) -> Iterator[None]:
+    def translated(self) -> AbstractContextManager[None]:
         """Turn the system's errors into casnap's, except ``FileNotFoundError``."""
-        try:
-            yield
-        except (FileNotFoundError, CasnapError):
-            raise
-        except OSError as e:
-            if e.errno is None:
-                raise
+
+        def path_of(error: OSError) -> str:
             # A name alone is one in the folder of the versions; a write knows none.
-            path = self.versions / os.fsdecode(e.filename or "")
-            raise told(e, str(path), f"{self.link} stays as it is") from e
+            return str(self.versions / os.fsdecode(error.filename or ""))
+
+        return translated(path_of, f"{self.link} stays as it is")
 
     def _open_folder(self) -> None:
         """Open the folder of the versions; make it if it is not there."""
