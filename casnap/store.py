@@ -36,7 +36,6 @@ from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take
 from casnap.state.stateful import AppState, check_order
 from casnap.storage.log.settings import CODEC, check_codec, gc_settings, settings_of
 from casnap.storage.places.creation import chunk_size_of
-from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.published import SETTING as PUBLISHED
 from casnap.storage.snapshots.published import (
@@ -205,11 +204,6 @@ class Store:
         self._view.make()
         return self
 
-    @property
-    def open_store(self) -> Repository:
-        """The open store, for tests."""
-        return self._view.repository
-
     def whole(self) -> Store:
         """Return the whole store that this is a view of."""
         return Store._of(self._view.whole()) if self.prefix else self
@@ -243,10 +237,6 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
-
-    def __dir__(self) -> list[str]:
-        """Leave out what is for tests."""
-        return [name for name in super().__dir__() if name != "open_store"]
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a snapshot."""
@@ -575,14 +565,14 @@ class Store:
         else:
             size = self.chunk_size
             to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
-        open_store = to._view.look() if dry_run else to._view.make()
-        if open_store is not None:
-            check_pair(self._view.repository, open_store)
+        repository = to._view.look() if dry_run else to._view.make()
+        if repository is not None:
+            check_pair(self._view.repository, repository)
             selection = [c._replace(new_name=to._view.full_name(c.new_name)) for c in selection]
         is_folder = len(selection) > 1
-        hooks = CommitHooks() if open_store is None else to._view.hooks
+        hooks = CommitHooks() if repository is None else to._view.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
-        return copy_snapshots(self._view.repository, open_store, selection, options, progress)
+        return copy_snapshots(self._view.repository, repository, selection, options, progress)
 
     # --- folders for inference ---
 

@@ -53,7 +53,7 @@ def test_completion_leaves_out_what_is_for_other_modules() -> None:
     snapshot = store.take({"s": casnap.StateDict(x=1)}, "step_1")
     shown = {name for name in dir(store) if not name.startswith("_")}
     assert {"take", "latest", "gc", "uri", "thin"} < shown
-    assert not shown & {"open_store", "take_from", "hooks", "row", "read", "full_name"}
+    assert not shown & {"repository", "take_from", "hooks", "row", "read", "full_name"}
     assert not set(dir(snapshot)) & {"contents", "row", "of"}
     assert "restore" in dir(snapshot)
 

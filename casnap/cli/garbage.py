@@ -19,37 +19,37 @@ from casnap.view import repository_of
 
 def show_what_waits(place: Store) -> None:
     """Print, after a command has let snapshots go, what was freed, what waits, and for what."""
-    open_store = repository_of(place)
-    collector = automatic_collector(open_store)
+    repository = repository_of(place)
+    collector = automatic_collector(repository)
     collector.wait()
     report = collector.last_report
     if report is None:
-        say(what_frees(open_store, "the bytes", condemned=False))
+        say(what_frees(repository, "the bytes", condemned=False))
         return
     freed = f"{size(report.freed_bytes)} freed"
     if report.waiting_packs:
-        waiting = what_frees(open_store, size(report.waiting_bytes), condemned=True)
+        waiting = what_frees(repository, size(report.waiting_bytes), condemned=True)
         say(f"{freed}; {waiting}" if report.freed_bytes else waiting)
     else:
         say(freed)
 
 
-def what_frees(open_store: Repository, waiting: str, *, condemned: bool) -> str:
+def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
     """Return what frees bytes that no snapshot needs.
 
     Args:
-        open_store: The store.
+        repository: The store.
         waiting: How many.
         condemned: Whether a collection has condemned them.
     """
-    root, backend = open_store.newest(), open_store.backend
+    root, backend = repository.newest(), repository.backend
     by_hand = f"`casnap gc {backend.uri} --grace 0`"
     if not collects_by_itself() or not collects_unasked(root):
         return f"{by_hand} frees {waiting}; no process does so by itself here"
-    until = waiting_until(open_store)
+    until = waiting_until(repository)
     if until is not None and condemned:
         event = f"a collection after {moment(until)}"
-    elif not _has_grace(open_store):
+    elif not _has_grace(repository):
         event = "the next collection, by a process that lets snapshots go"
     else:
         grace = grace_of(root)
@@ -58,28 +58,28 @@ def what_frees(open_store: Repository, waiting: str, *, condemned: bool) -> str:
     return f"{waiting} wait for {event}; {by_hand} frees them now"
 
 
-def disk_fields(open_store: Repository, disk: DiskUsage) -> dict[str, Any]:
+def disk_fields(repository: Repository, disk: DiskUsage) -> dict[str, Any]:
     """Return, for --json, what a store takes up, and what of that is garbage."""
-    until = json_time(waiting_until(open_store))
+    until = json_time(waiting_until(repository))
     return {"stored_bytes": disk.nbytes, **asdict(disk), "waiting_until_time": until}
 
 
-def waiting_until(open_store: Repository) -> float | None:
+def waiting_until(repository: Repository) -> float | None:
     """Return when the grace of all condemned packs is over, in seconds since the epoch.
 
     None if nothing is condemned, or if the next collection that a process begins by itself frees
     it.
     """
-    root = open_store.newest()
-    if not root.condemned or not _has_grace(open_store):
+    root = repository.newest()
+    if not root.condemned or not _has_grace(repository):
         return None
     grace = grace_of(root)
-    condemned_at = read_root(open_store.backend, max(root.condemned.values())).time
+    condemned_at = read_root(repository.backend, max(root.condemned.values())).time
     return condemned_at + (DAY if grace is None else grace)
 
 
-def _has_grace(open_store: Repository) -> bool:
+def _has_grace(repository: Repository) -> bool:
     """Whether processes that collect by themselves wait for a grace, or would if they did."""
-    root = open_store.newest()
+    root = repository.newest()
     collects = collects_by_itself() and collects_unasked(root)
-    return open_store.backend.costly_requests or grace_of(root) is not None or not collects
+    return repository.backend.costly_requests or grace_of(root) is not None or not collects

@@ -21,20 +21,20 @@ def mirror(store: str | None, as_json: bool) -> None:
     a process of this host that has the store open with mirror=.
     """
     place = open_whole_store(store)
-    open_store = repository_of(place)
-    uri = open_store.backend.uri
-    root = open_store.newest()
+    repository = repository_of(place)
+    uri = repository.backend.uri
+    root = repository.newest()
     mirror_known = mirror_place(root, uri)
     if mirror_known is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
-    lacking, succeeded = unmirrored_in(open_store.table(root)), succeeded_in(open_store.table(root))
-    running = HostFiles(open_store, mirror_known.uri).read()
+    lacking, succeeded = unmirrored_in(repository.table(root)), succeeded_in(repository.table(root))
+    running = HostFiles(repository, mirror_known.uri).read()
     status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())
     if as_json:
         snapshots = [
             {
-                **identity(open_store.backend, name, row.commit.hex()),
+                **identity(repository.backend, name, row.commit.hex()),
                 "time": json_time(row.time),
                 "new_bytes": row.stats.new_bytes,
                 "refused": status.refused.get(name),

@@ -71,12 +71,12 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     print_requests(place.requests)
 
 
-def _document(open_store: Repository, facts: Facts) -> dict[str, Any]:
+def _document(repository: Repository, facts: Facts) -> dict[str, Any]:
     return {
         "chunk_size_bytes": facts.chunk_size,
         "snapshot_count": facts.snapshots,
         "logical_bytes": facts.logical_bytes,
-        **disk_fields(open_store, facts.disk),
+        **disk_fields(repository, facts.disk),
         "live_bytes": facts.live_bytes,
         "runs": list(map(_run_fields, facts.runs)),
         "more_run_count": facts.more_runs,

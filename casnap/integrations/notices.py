@@ -46,8 +46,8 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
         subject: What they say, as for :func:`notice`.
         names: Their names.
     """
-    open_store = snapshot.contents.store
-    if open_store.backend.folder is None or not open_store.marks:
+    repository = snapshot.contents.store
+    if repository.backend.folder is None or not repository.marks:
         return
     for path in (Path(snapshot.path, name) for name in names):
         try:

@@ -22,6 +22,7 @@ from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.maintenance.missing_folders import MissingFoldersChange
+from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import marked_commit
@@ -72,7 +73,7 @@ class RunFolder:
                 row = table.get(name)
                 if row is None or row.commit != commit:
                     # It was forgotten.
-                    del self._folders[name]
+                    self._folders.pop(name, None)
                 elif inode not in names or self._commit_of(names[inode]) != commit:
                     deleted[name] = row
         return deleted
@@ -117,6 +118,8 @@ class RunFolder:
             _log.warning(text, uri, count, f"`casnap prune {uri} --missing-folders` forgets these")
 
 
+# Several threads may save at once.
+_lock = new_lock()
 _runs: dict[str, RunFolder] = {}
 # The last few runs are kept: with FSDP, Accelerate makes a folder for each checkpoint.
 _MOST_RUNS = 64
@@ -136,7 +139,8 @@ def _run_folders(view: View, name: str) -> Iterator[RunFolder]:
     folder, _, base_name = name.rpartition("/")
     places = [(folder, "")]
     above = folder_of(folder)
-    others = sum(key.startswith(_key(view, above, "")) for key in _runs)
+    with _lock:
+        others = sum(key.startswith(_key(view, above, "")) for key in _runs)
     if folder and (_key(view, above, base_name) in _runs or others < _MOST_INNER):
         places.append((above, base_name))
     for run, inner in places:
@@ -146,12 +150,15 @@ def _run_folders(view: View, name: str) -> Iterator[RunFolder]:
 
 def _run_folder(view: View, run: str, inner: str) -> RunFolder:
     key = _key(view, run, inner)
-    run_folder = _runs.pop(key, None)
-    if run_folder is None or not run_folder.is_same:
-        run_folder = RunFolder(view, run, inner)
-    _runs[key] = run_folder
-    for old in list(_runs)[:-_MOST_RUNS]:
-        del _runs[old]
+    known = _runs.get(key)
+    seen = RunFolder(view, run, inner) if known is None or not known.is_same else known
+    with _lock:
+        # Another thread may have seen it meanwhile, and noted a snapshot there.
+        current = _runs.pop(key, None)
+        run_folder = seen if current is known or current is None else current
+        _runs[key] = run_folder
+        for old in list(_runs)[:-_MOST_RUNS]:
+            del _runs[old]
     return run_folder
 
 

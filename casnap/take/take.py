@@ -33,7 +33,7 @@ from casnap.take.staging import Piece, StagedCopies, batched
 
 
 def take(
-    open_store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
+    repository: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
@@ -44,9 +44,9 @@ def take(
         StoreError: The store failed; nothing was committed.
         RankError: Another rank failed, died or hangs.
     """
-    work = _Take(open_store, name, options, comm)
+    work = _Take(repository, name, options, comm)
     with background.turn:
-        background.wait_for_room(open_store.config.store_id, name, options, is_alone=comm.size == 1)
+        background.wait_for_room(repository.config.store_id, name, options, is_alone=comm.size == 1)
         work.begin(source)
         result = work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
     options.attempt.note_stored(result.row)
@@ -54,7 +54,7 @@ def take(
 
 
 def async_take(
-    open_store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
+    repository: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
@@ -63,11 +63,11 @@ def async_take(
     This blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
-    work = _Take(open_store, name, options, comm)
+    work = _Take(repository, name, options, comm)
     pending: PendingTake | None = None
     try:
         with background.turn:
-            store_id = open_store.config.store_id
+            store_id = repository.config.store_id
             background.wait_for_room(store_id, name, options, is_alone=comm.size == 1)
             work.begin(source)
             copies = StagedCopies(options.staging_bytes, options.threads)
@@ -102,15 +102,15 @@ class _Take:
     """A take, on one of its ranks.
 
     Args:
-        open_store: The store.
+        repository: The store.
         name: The name of the snapshot.
         options: How to take it.
         comm: The ranks.
     """
 
-    def __init__(self, open_store: Repository, name: str, options: TakeOptions, comm: Comm) -> None:
+    def __init__(self, repository: Repository, name: str, options: TakeOptions, comm: Comm) -> None:
         self._started = time.monotonic()
-        self._open_store = open_store
+        self._repository = repository
         self._name = name
         self._options = options
         self._comm = comm
@@ -118,16 +118,16 @@ class _Take:
 
     def begin(self, source: StateSource) -> None:
         """Do the steps that need the caller's state: agree, capture, divide the work."""
-        open_store, comm = self._open_store, self._comm
+        repository, comm = self._repository, self._comm
         metadata = checked_metadata(self._options.metadata or {})
         options = self._options = replace(self._options, metadata=metadata)
-        self._requests_before = Counter(open_store.backend.requests)
+        self._requests_before = Counter(repository.backend.requests)
         comm.enter_phase("beginning a take")
-        request = agree_on_request(open_store, self._name, source.keys(), options, comm)
+        request = agree_on_request(repository, self._name, source.keys(), options, comm)
         # The root to base the take on; if it is None, the newest one.
         self._base_root = request.root
         self._codec, self._seed = request.codec, request.seed
-        chunk_size = open_store.config.chunk_size
+        chunk_size = repository.config.chunk_size
         keys = [key_of(component) for component in request.keys]
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
         self._notes = options.hooks.notes(self._name) if comm.rank == 0 else {}
@@ -148,7 +148,7 @@ class _Take:
 
     def requests(self) -> Counter[str]:
         """Return how many requests it has made so far, by kind."""
-        return Counter(self._open_store.backend.requests) - self._requests_before
+        return Counter(self._repository.backend.requests) - self._requests_before
 
     # --- in the background ---
 
@@ -164,12 +164,12 @@ class _Take:
                 if self._options.max_pending > 1:
                     # Takes that were pending at the call have ended since: rely on what they wrote,
                     # and do not count their requests.
-                    self._requests_before = Counter(self._open_store.backend.requests)
+                    self._requests_before = Counter(self._repository.backend.requests)
                     self._requests_before.subtract(in_call)
                     root = None
                     if comm.rank == 0:
                         self._options.hooks.make_room(self._count_bytes)
-                        root = self._open_store.recent()
+                        root = self._repository.recent()
                     self._base_root = comm.broadcast_message(root, Root)
                     self._comm = comm
                 return self.store(copies.batches, copies.rewind)
@@ -193,7 +193,7 @@ class _Take:
         if self._options.max_pending == 1:
             self._comm.__exit__(type(error), error, None)
             return
-        telling = PendingTake(self._open_store.config.store_id, self._name, tell)
+        telling = PendingTake(self._repository.config.store_id, self._name, tell)
         telling.error_seen = True
         telling.start()
 
@@ -214,7 +214,7 @@ class _Take:
         """
         limit = self._options.threads
         return again(
-            self._open_store,
+            self._repository,
             lambda: run_shielded(lambda crew: self._store_once(batches, crew), limit),
             f"{self._name}: the take",
             on_full=self._make_room,
@@ -238,16 +238,16 @@ class _Take:
         if comm.ended or not all(map(any, comm.all_gather(bytes([rewind()])))):
             return False
         self._base_root = None
-        if comm.size > 1 and self._open_store.backend.costs.one_asks:
+        if comm.size > 1 and self._repository.backend.costs.one_asks:
             # Other ranks may know an older root.
-            newest = self._open_store.newest() if comm.rank == 0 else None
+            newest = self._repository.newest() if comm.rank == 0 else None
             self._base_root = comm.broadcast_message(newest, Root)
         return True
 
     def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options
         with Session(
-            self._open_store,
+            self._repository,
             crew,
             self._codec,
             self._requests_before,
@@ -267,7 +267,7 @@ class _Take:
                 )
             comm.enter_phase("committing")
             commit = TakeCommit(
-                self._open_store, self._name, options, comm, self._started, self._notes
+                self._repository, self._name, options, comm, self._started, self._notes
             )
             if summary is None:
                 return commit.follow(session)

@@ -68,7 +68,7 @@ def test_nothing_repairs_what_was_written_wrongly(tmp_path: Path) -> None:
 
 def test_a_table_that_is_lost(store: Path, cache_dir: Path) -> None:
     """How many snapshots there are is not known, and none can be deleted."""
-    table = Store(store).open_store.newest().table
+    table = Store(store)._view.repository.newest().table
     assert table is not None
     damage_everywhere(store, table.digest)
     forget_cache(cache_dir)

@@ -101,7 +101,7 @@ class Parts:
     """The records of a store, by kind."""
 
     def __init__(self, store: Store, folder: Path) -> None:
-        survey = Survey(store.open_store)
+        survey = Survey(store._view.repository)
         survey.run()
         self.roots = [
             p.read_bytes()[8:-32] for p in (folder / "casnap-store/roots" / "0").iterdir()

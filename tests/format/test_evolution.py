@@ -212,7 +212,7 @@ def test_a_snapshot_with_a_feature_is_listed_as_such(tmp_path: Path) -> None:
 
 def raw_row(folder: Path, name: str) -> Any:
     """Return a row as it is stored."""
-    store = Store(folder).open_store
+    store = Store(folder)._view.repository
     table = store.newest().table
     assert table is not None
     _, rows = msgspec.msgpack.decode(store.node(Digest(table.digest)))
@@ -236,7 +236,7 @@ def test_unknown_fields_survive(tmp_path: Path) -> None:
     assert thinned
     row = raw_row(folder, LATER)
     assert row["colour"] == colour
-    manifest = msgspec.msgpack.decode(store.open_store.node(Digest(row["manifest"][0])))
+    manifest = msgspec.msgpack.decode(store._view.repository.node(Digest(row["manifest"][0])))
     assert manifest["shade"] == {"dark": 7}
     assert list(manifest["global"]) == ["s"]
     store.rewind("good")
@@ -287,7 +287,7 @@ def test_a_root_takes_missing_fields_for_empty(tmp_path: Path, kept: list[str]) 
     store = Store(folder)
     assert [s.name for s in store.snapshots()] == (["good", LATER] if kept else [])
     assert store.check(data=True).ok
-    assert store.open_store.newest().time == 0.0
+    assert store._view.repository.newest().time == 0.0
 
 
 def test_rows_of_very_many_fields_are_refused(tmp_path: Path) -> None:

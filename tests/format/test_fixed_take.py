@@ -54,5 +54,5 @@ def test_the_fields_of_a_root_and_a_row(tmp_path: Path) -> None:
     root = msgspec.msgpack.decode((tmp_path / "casnap-store/roots/0/2").read_bytes()[8:-32])
     assert list(root) == ROOT
     assert list(root["store"]) == ["format", "digest", "store_id", "chunk_size", "put_if_absent"]
-    [[name, row]] = msgspec.msgpack.decode(store.open_store.node(root["table"][0]))[1]
+    [[name, row]] = msgspec.msgpack.decode(store._view.repository.node(root["table"][0]))[1]
     assert (name, list(row)) == ("run/1", ROW)

@@ -100,8 +100,8 @@ def test_what_they_have(tmp_path: Path) -> None:
         name = archive.name.split(".")[0]
         unpack(name, tmp_path / name)
         store = Store(tmp_path / name, create=False)
-        root = store.open_store.newest()
-        segments = [store.open_store.index.segment(ref) for ref in root.segments]
+        root = store._view.repository.newest()
+        segments = [store._view.repository.index.segment(ref) for ref in root.segments]
         codecs |= {place.codec for segment in segments for _, place in segment.records}
         notes |= {note for snapshot in store.snapshots() for note in snapshot.row.notes}
         copies += len(root.copies)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +113,7 @@ def parts_of(*steps: int) -> list[str]:
 
 
 def test_checkpoints_of_several_snapshots(tmp_path: Path) -> None:
-    folder = Store(tmp_path / "run").make().open_store.backend.folder
+    folder = Store(tmp_path / "run").make()._view.repository.backend.folder
     assert folder is not None
     for step in range(5):
         save_parts(folder, step)
@@ -325,3 +328,23 @@ def test_an_error_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rotate(folder)
     save(folder, 4)
     assert steps(folder) == [2, 3, 4]
+
+
+def test_threads_that_save_at_once_see_the_folders_of_all(tmp_path: Path) -> None:
+    views = [Store(tmp_path / f"store{n}").make()._view for n in range(8)]
+    for n, m in product(range(8), range(40)):
+        (tmp_path / f"store{n}/run/inner{m}").mkdir(parents=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(views)) as pool:
+            saving = [
+                pool.submit(rotation.forget_deleted, view, f"run/inner{m}/step")
+                for n, view in enumerate(views)
+                for m in range(40)
+            ]
+        for each in saving:
+            each.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert 0 < len(rotation._runs) <= 64

@@ -183,17 +183,17 @@ def test_what_others_condemned_waits_for_a_cycle_too(
             wait_for_collectors()
 
     assert in_child(lambda: let_go(0)) == 0
-    before = set(own.open_store.newest().condemned)
+    before = set(own._view.repository.newest().condemned)
     take(own, 0)
     take(own, 1)
     assert in_child(lambda: let_go(4)) == 0
-    meanwhile = set(own.open_store.newest().condemned) - before
+    meanwhile = set(own._view.repository.newest().condemned) - before
     assert before
     assert meanwhile
     for step in (2, 3):
         take(own, step)
         wait_for_collectors()
-        condemned = own.open_store.newest().condemned.keys()
+        condemned = own._view.repository.newest().condemned.keys()
         assert not before & condemned
         assert (meanwhile <= condemned) == (step == 2)
 
@@ -245,7 +245,7 @@ def test_it_is_turned_off(tmp_path: Path) -> None:
     for step in range(6):
         take(store, step)
     assert nbytes_of(tmp_path / "run") > 6 * STATE
-    assert not store.open_store.newest().condemned
+    assert not store._view.repository.newest().condemned
     with pytest.raises(ValueError, match="'auto' or 'off'"):
         store.configure(gc="sometimes")
 
@@ -262,7 +262,7 @@ def test_each_way_to_let_snapshots_go(tmp_path: Path, let_go: str) -> None:
     else:
         store.take({"s": StateDict(w=dense(9))}, "step_0", overwrite=True)
     wait_for_collectors()
-    assert store.open_store.newest().condemned
+    assert store._view.repository.newest().condemned
 
 
 def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_in_a_store_of_many_snapshots_a_process_has_to_work_first(
     for step in range(4):
         take(store, step)
         wait_for_collectors()
-    assert not store.open_store.newest().condemned
+    assert not store._view.repository.newest().condemned
     for step in range(4, 20):
         take(store, step)
         wait_for_collectors()
@@ -491,7 +491,7 @@ def test_a_command_that_follows(tmp_path: Path) -> None:
         assert process.stdout.readline().startswith("copied newest")
         process.send_signal(signal.SIGTERM)
         assert process.communicate()[0] == "4 snapshots copied\n"
-    assert Store(there).open_store.newest().condemned
+    assert Store(there)._view.repository.newest().condemned
 
 
 def test_a_disk_that_turns_read_only(
@@ -515,8 +515,8 @@ def test_a_disk_that_turns_read_only(
         ):
             with pytest.raises(BackendError, match="Read-only file system"):
                 refused()
-        collector = automatic.automatic_collector(store.open_store)
-        collector.note(store.open_store, [store._view.row("step_3")])
+        collector = automatic.automatic_collector(store._view.repository)
+        collector.note(store._view.repository, [store._view.row("step_3")])
         wait_for_collectors()
         assert "its garbage is not collected" in caplog.text
         assert_newest(disk / "run", 3)
@@ -601,13 +601,13 @@ def test_a_take_that_was_killed_holds_no_collector_up(tmp_path: Path) -> None:
     store.take({"s": StateDict(w=dense(0))}, "kept")
 
     def announce() -> None:
-        with store.open_store.backend.announced(1):
+        with store._view.repository.backend.announced(1):
             os.kill(os.getpid(), 9)
 
     assert wait(start(announce)) == -9
     tmp = tmp_path / "store/casnap-store/tmp"
     assert list(tmp.iterdir())
-    assert store.open_store.backend.announced_bases(60) == []
+    assert store._view.repository.backend.announced_bases(60) == []
     assert list(tmp.iterdir()) == []
 
 
@@ -620,14 +620,14 @@ def test_children_of_a_take_that_was_killed_hold_no_collector_up(tmp_path: Path)
     def announce() -> None:
         os.close(lives)
         begun, begins = os.pipe()
-        with store.open_store.backend.announced(1):
+        with store._view.repository.backend.announced(1):
             start(lambda: os.write(begins, b"1") and os.read(waits, 1))
             os.read(begun, 1)
             os.kill(os.getpid(), 9)
 
     assert wait(start(announce)) == -9
     try:
-        assert store.open_store.backend.announced_bases(60) == []
+        assert store._view.repository.backend.announced_bases(60) == []
     finally:
         os.close(lives)
         os.close(waits)
@@ -644,7 +644,7 @@ def test_takes_are_seen_where_there_are_no_locks(
     store = Store(tmp_path / "store")
     store.take({"s": StateDict(w=dense(0))}, "gone")
     tmp = tmp_path / "store/casnap-store/tmp"
-    with store.open_store.backend.announced(store.open_store.newest().seq):
+    with store._view.repository.backend.announced(store._view.repository.newest().seq):
         store.delete("gone")
         assert in_child(lambda: assert_nothing_is_freed(store)) == 0
         (left,) = tmp.iterdir()
@@ -673,8 +673,8 @@ def test_a_take_that_a_collector_takes_for_dead(
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", busy)
-    with store.open_store.backend.announced(1):
-        assert store.open_store.backend.announced_bases(60) == [1]
+    with store._view.repository.backend.announced(1):
+        assert store._view.repository.backend.announced_bases(60) == [1]
     assert not list((tmp_path / "store/casnap-store/tmp").iterdir())
 
 
@@ -734,7 +734,7 @@ def test_the_file_of_a_take_that_hangs_may_be_deleted(
 def test_a_collector_waits_for_takes_under_way(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store.take({"s": StateDict(w=dense(0))}, "gone")
-    with store.open_store.backend.announced(store.open_store.newest().seq):
+    with store._view.repository.backend.announced(store._view.repository.newest().seq):
         store.delete("gone")
         assert in_child(lambda: assert_nothing_is_freed(store)) == 0
     assert store.gc(grace=0).freed_bytes >= STATE

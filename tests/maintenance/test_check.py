@@ -331,8 +331,10 @@ def test_the_record_of_the_store(store: Path) -> None:
 def test_needed_but_condemned(store: Path) -> None:
     opened = Store(store).make()
     _, place = record_of(store, FROZEN)
-    root = opened.open_store.newest()
-    assert put_next_root(opened.open_store.backend, root, condemned={place.pack: root.seq + 1})
+    root = opened._view.repository.newest()
+    assert put_next_root(
+        opened._view.repository.backend, root, condemned={place.pack: root.seq + 1}
+    )
     [damage] = opened.check(data=True).damages
     assert (damage.kind, damage.object) == ("condemned", pack_key(place.pack))
     assert ("run/c", f"{KEY}/frozen") in {(h.snapshot, h.path) for h in damage.hurts}

@@ -56,7 +56,7 @@ def test_a_collector_meanwhile(store: Path) -> None:
         other = Store(store, create=False)
         other.delete("a")
         other.delete("b")
-        assert collect(other.open_store, GcOptions(grace=0)).deleted_packs
+        assert collect(other._view.repository, GcOptions(grace=0)).deleted_packs
 
     with backend_faults(0, collect_all, ["size"]) as calls:
         report = check(store, data=True)
@@ -72,7 +72,7 @@ def test_a_take_meanwhile(store: Path) -> None:
     def take() -> None:
         for step in range(8):
             Store(store).take({KEY: StateDict(content(step))}, f"more/{step}")
-        collect(Store(store).open_store, GcOptions(grace=0))
+        collect(Store(store)._view.repository, GcOptions(grace=0))
 
     from casnap.backends import LocalBackend
 

@@ -166,7 +166,7 @@ def test_only_leaves_that_differ_are_read(store: Store, reads: Counter[bytes]) -
     old, new = (c.tree(c.manifest.shared["s"]) for c in (a, b))
     leaves = [{digest for _, digest, _ in tree.children} for tree in (old, new)]
     assert len(leaves[0]) > 5
-    a, b = (Contents(store.open_store, c.name, c.row) for c in (a, b))
+    a, b = (Contents(store._view.repository, c.name, c.row) for c in (a, b))
     reads.clear()
     assert by_path(diff(a, b).changes) == {"s/v77": ("changed", 1, 1)}
     assert not set(reads) & leaves[0] & leaves[1]
@@ -186,7 +186,7 @@ def test_trees_of_two_heights(store: Store, reads: Counter[bytes]) -> None:
     tree = high.tree(high.manifest.shared["s"])
     assert isinstance(tree.node(Digest(tree.children[0][1])), Branch)
     assert len(low.tree(low.manifest.shared["s"]).children) > 5
-    low, high = (Contents(store.open_store, c.name, c.row) for c in (low, high))
+    low, high = (Contents(store._view.repository, c.name, c.row) for c in (low, high))
     reads.clear()
     assert by_path(diff(low, high).changes).keys() == {"s", f"s/{end}"}
     assert set(reads.values()) == {1}
@@ -267,12 +267,12 @@ def references(contents: Contents) -> set[bytes]:
 
 
 def expected(store: Store, snapshots: list[Contents]) -> list[Usage]:
-    open_store = store.open_store
-    view = open_store.view()
+    repository = store._view.repository
+    view = repository.view()
     every = {c.name: references(c) for c in (s.contents for s in Store(store.uri).snapshots())}
 
     def stored(digests: set[bytes]) -> int:
-        places = open_store.index.find(view, [Digest(d) for d in digests])
+        places = repository.index.find(view, [Digest(d) for d in digests])
         return sum(found.stored_size for found in places)
 
     usages = []
@@ -316,7 +316,7 @@ def test_usage_is_what_counting_everything_gives(store: Store, seed: int) -> Non
             store.delete(f"run{i % 2}/{i}")
     for prefix in (None, "run0"):
         snapshots = [s.contents for s in store.snapshots(prefix)]
-        assert usage(snapshots, store.open_store) == expected(store, snapshots)
+        assert usage(snapshots, store._view.repository) == expected(store, snapshots)
 
 
 def test_a_view_sees_what_others_share(store: Store) -> None:
@@ -332,7 +332,7 @@ def test_a_view_sees_what_others_share(store: Store) -> None:
 
 def test_no_snapshots_no_usage(store: Store) -> None:
     assert store.usage() == []
-    assert disk_usage(store.open_store).kept_bytes == 0
+    assert disk_usage(store._view.repository).kept_bytes == 0
 
 
 def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes]) -> None:
@@ -342,7 +342,9 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
         take(store, f"s{step}", **values)
     reads.clear()
     told: list[tuple[str, int, int]] = []
-    usage([s.contents for s in store.snapshots()], store.open_store, lambda *a: told.append(a))
+    usage(
+        [s.contents for s in store.snapshots()], store._view.repository, lambda *a: told.append(a)
+    )
     assert told == [("reading snapshots", i, 4) for i in range(4)]
     tree = store["s0"].contents.tree(store["s0"].contents.manifest.shared["s"])
     leaves = {digest for _, digest, _ in tree.children}
@@ -352,12 +354,12 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
 
 def test_disk_usage_counts_all_packs_and_segments(store: Store) -> None:
     take(store, "a", t=chunks_of_floats(3))
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     sizes = {**backend.sizes("packs"), **backend.sizes("index")}
-    assert disk_usage(store.open_store).kept_bytes == sum(sizes.values()) > 3 * CHUNK
+    assert disk_usage(store._view.repository).kept_bytes == sum(sizes.values()) > 3 * CHUNK
     pack = next(key for key in sizes if key.startswith("packs"))
     backend.delete(pack)
-    assert disk_usage(store.open_store).kept_bytes == sum(sizes.values()) - sizes[pack]
+    assert disk_usage(store._view.repository).kept_bytes == sum(sizes.values()) - sizes[pack]
 
 
 def test_disk_usage_is_all_that_the_disk_gave(tmp_path: Path) -> None:
@@ -367,7 +369,7 @@ def test_disk_usage_is_all_that_the_disk_gave(tmp_path: Path) -> None:
     (tmp_path / "casnap-store/tmp" / ("0" * 24)).write_bytes(bytes(50_000))
     files = [f for f in (tmp_path / "casnap-store").rglob("*") if f.is_file()]
     roots = [f for f in files if "roots" in f.parts]
-    disk = disk_usage(store.open_store)
+    disk = disk_usage(store._view.repository)
     assert disk.nbytes == sum(f.stat().st_blocks * 512 for f in files)
     assert disk.other_bytes > 50_000 + sum(f.stat().st_size for f in roots)
 

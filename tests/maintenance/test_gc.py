@@ -217,7 +217,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path)
 
     def collect() -> None:
         seen.append(len(files(path, "tmp")))
-        store.open_store.backend.tidy(0)
+        store._view.repository.backend.tidy(0)
         seen.append(len(files(path, "tmp")))
 
     with system_faults(0, collect, names=["link"]):
@@ -271,7 +271,7 @@ def test_the_command(path: Path) -> None:
     said = invoke("gc", path).stdout
     assert "condemned" in said
     assert "when the grace is over" in said
-    with store.open_store.backend.announced(1):
+    with store._view.repository.backend.announced(1):
         assert "have ended" in invoke("gc", path, "--grace", "0").stdout
     report = document("gc", path, "--grace", "0")
     assert report["deleted_pack_count"] > 0

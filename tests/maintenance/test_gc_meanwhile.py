@@ -49,7 +49,7 @@ def test_a_take_takes_back_what_was_condemned_after_it_began(path: Path) -> None
     with backend_faults(0, collect, names=["put_if_absent"]):
         snapshot = store.take(app_state(1), "again", metadata={"step": 1})
     assert snapshot.stats.new_bytes < 40_000
-    assert not set(store.open_store.newest().condemned) & {
+    assert not set(store._view.repository.newest().condemned) & {
         p.pack for p in places_of(store, snapshot)
     }
     store.gc(grace=0)
@@ -80,7 +80,7 @@ def test_a_take_leaves_a_pack_whose_chunks_were_copied(path: Path, asynchronous:
             snapshot = store.take({"m": part}, "again")
     assert done[1].repacked_packs >= 1
     assert snapshot.stats.new_bytes < 5 * CHUNK
-    assert len(store.open_store.newest().condemned) == done[1].waiting_packs
+    assert len(store._view.repository.newest().condemned) == done[1].waiting_packs
     store.gc(grace=0)
     assert torch.equal(snapshot.read_object("m/w"), part["w"])
     assert store.check(data=True).ok
@@ -132,7 +132,7 @@ def test_a_fenced_async_take_moves_its_packs(path: Path) -> None:
                 pytest.raises(KeyboardInterrupt),
             ):
                 other.gc(grace=0)
-            done.append(other.open_store.newest().fence)
+            done.append(other._view.repository.newest().fence)
 
     with backend_faults(0, fence, names=["put_if_absent"]):
         snapshot = store.async_take(app_state(2), "step_2", metadata={"step": 2}).wait()
@@ -244,11 +244,11 @@ def test_marking_in_parts_marks_the_same(
         take(store, step)
     for step in gone:
         store.delete(f"step_{step}")
-    root = store.open_store.newest()
+    root = store._view.repository.newest()
     for part in (marks._PART, data.draw(st.integers(1, 50))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(marks, "_PART", part)
-            found = marks.Marks(store.open_store, root, lambda *_: None)
+            found = marks.Marks(store._view.repository, root, lambda *_: None)
             everything = {d for d, _, _ in found.contents_of(set(found.uses))}
             results.append(
                 (

@@ -109,7 +109,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     for step in range(3):
         store.delete(f"step_{step}")
     store.gc()
-    fence_root = f"roots/0/{store.open_store.newest().seq + 1}"
+    fence_root = f"roots/0/{store._view.repository.newest().seq + 1}"
     lost = Fault(lose_answer(), ["put_if_absent"], keys=fence_root)
     hidden = Fault(flip(), ["read"], keys=fence_root)
     with backend.during(lost, hidden), contextlib.suppress(CasnapError):
@@ -126,8 +126,8 @@ def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path)
     """Each marking sees a newer root, but the lost node stays lost."""
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)
-    segment = store.open_store.newest().segments[0]
-    [(_, place), *_] = store.open_store.index.segment(segment).records
+    segment = store._view.repository.newest().segments[0]
+    [(_, place), *_] = store._view.repository.index.segment(segment).records
     drop_from_index(store, place.pack)
     markings = []
 

@@ -116,10 +116,10 @@ def test_recoding_again_changes_nothing(tmp_path: Path) -> None:
     states = taken(store, 6)
     assert store.gc(grace=0).recoded_chunks == 12
     store.gc(grace=0)
-    seq = store.open_store.newest().seq
+    seq = store._view.repository.newest().seq
     report = store.gc(grace=0)
     assert (report.recoded_snapshots, report.recoded_chunks, report.copied_bytes) == (0, 0, 0)
-    assert store.open_store.newest().seq == seq
+    assert store._view.repository.newest().seq == seq
     # What grew old since is recoded then.
     store.take({"m": StateDict(w=weights(5), step=0)}, "run/999")
     assert store.gc(grace=0).recoded_snapshots == 1
@@ -237,13 +237,13 @@ def test_a_take_relies_on_a_chain_while_its_snapshots_go(tmp_path: Path) -> None
 
 def add_delta(store: Store, digest: Digest, base: Digest) -> None:
     """Store a chunk as a delta of another one, as another process may."""
-    open_store = store.open_store
+    repository = store._view.repository
     raws: dict[Digest, bytes] = {}
     for each in (digest, base):
-        open_store.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
+        repository.fetch([Want(each, -1, lambda raw, d=each: raws.update({d: bytes(raw)}), "")])  # type: ignore[misc]
     stored = encode_delta(raws[digest], raws[base], base)
     assert stored is not None
-    with change_of(open_store) as session:
+    with change_of(repository) as session:
         session.new_packs.copy_stored(digest, stored, len(raws[digest]), Codec.DELTA)
         commit(session)
 
@@ -298,7 +298,7 @@ def test_a_damaged_base_names_all_that_stand_on_it(tmp_path: Path) -> None:
     states = taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    [chain, *_] = newest_chains(store.open_store, chunks_of(store, "run/004"))
+    [chain, *_] = newest_chains(store._view.repository, chunks_of(store, "run/004"))
     place = chain[-1][1]
     file = tmp_path / "s/casnap-store" / pack_key(place.pack)
     content = bytearray(file.read_bytes())
@@ -323,7 +323,7 @@ def test_a_base_that_is_gone(tmp_path: Path) -> None:
     taken(store, 8)
     for _ in range(2):
         store.gc(grace=0)
-    [chain, *_] = newest_chains(store.open_store, chunks_of(store, "run/004"))
+    [chain, *_] = newest_chains(store._view.repository, chunks_of(store, "run/004"))
     (tmp_path / "s/casnap-store" / pack_key(chain[-1][1].pack)).unlink()
     again = Store(tmp_path / "s")
     with pytest.raises(DamagedError, match="m/w"):
@@ -450,7 +450,7 @@ def test_a_delta_whose_base_went_with_its_snapshots(tmp_path: Path) -> None:
 
 def add_pack(store: Store, digest: Digest, base: Digest, others: list[Digest]) -> None:
     """Store a chunk as a delta of another one in a pack that holds other chunks too."""
-    chunks = ChunkBuffer(1 << 20).read(store.open_store, [digest, base, *others])
+    chunks = ChunkBuffer(1 << 20).read(store._view.repository, [digest, base, *others])
     stored = encode_delta(chunks[digest], chunks[base], base)
     assert stored is not None
     with change_of(store) as session:
@@ -518,7 +518,7 @@ def test_usage_counts_what_deltas_stand_on_and_what_they_save(tmp_path: Path) ->
     # All others of the chain stand on the first ones.
     assert unique["run/000"] < 0.1 * SIZE
     assert stored["run/001"] > 0.6 * SIZE
-    disk = disk_usage(store.open_store)
+    disk = disk_usage(store._view.repository)
     assert 0 < 5 * SIZE - disk.saved_bytes < disk.kept_bytes - 3 * SIZE
     assert unique["run/007"] >= SIZE
     for name in ("run/003", "run/004"):
@@ -526,7 +526,7 @@ def test_usage_counts_what_deltas_stand_on_and_what_they_save(tmp_path: Path) ->
         store.delete(name)
         for _ in range(2):
             store.gc(grace=0, recode_after=None)
-        disk = disk_usage(store.open_store)
+        disk = disk_usage(store._view.repository)
         assert abs(before - disk.kept_bytes - unique[name]) < 0.05 * SIZE
     check_all(store, states, [0, 1, 2, 5, 6, 7])
 

@@ -31,16 +31,16 @@ def chunks(*numbers: int) -> StateDict:
 
 
 def gc(store: Store, counts: ReferenceCounts, **options: float) -> GcReport:
-    return collect(store.open_store, GcOptions(**options), None, counts)
+    return collect(store._view.repository, GcOptions(**options), None, counts)
 
 
 def assert_as_counted_anew(store: Store, counts: ReferenceCounts) -> None:
     """Check that the counts are those of the newest root, whatever they went on from."""
-    open_store = store.open_store
-    root = open_store.newest()
-    counts.advance(open_store, root, lambda *_: None)
+    repository = store._view.repository
+    root = repository.newest()
+    counts.advance(repository, root, lambda *_: None)
     anew = ReferenceCounts()
-    marks = Marks(open_store, root, lambda *_: None, counts=anew)
+    marks = Marks(repository, root, lambda *_: None, counts=anew)
     assert counts._nodes == anew._nodes
     everything = {digest for digest, _, _ in marks.contents_of(set(marks.uses))}
     needed = counts.needed_of(everything)
@@ -93,10 +93,10 @@ def test_whatever_comes_and_goes(tmp_path: Path, seed: int) -> None:
     assert_as_counted_anew(store, counts)
     gc(store, counts, grace=0)
     assert store.check(data=True).ok
-    there = set(store.open_store.view().packs)
+    there = set(store._view.repository.view().packs)
     store.gc(grace=0, repack=0)
-    has_deltas = any(ref.deltas for ref in store.open_store.newest().segments)
-    assert has_deltas or there == set(store.open_store.view().packs)
+    has_deltas = any(ref.deltas for ref in store._view.repository.newest().segments)
+    assert has_deltas or there == set(store._view.repository.view().packs)
     assert_tidy(tmp_path / "store")
 
 
@@ -128,7 +128,7 @@ def test_what_another_collector_freed_before_it_was_counted(
     forget_cache(cache_dir)
     store = Store(tmp_path / "store")
     with pytest.raises(DamagedError):
-        counts.advance(store.open_store, store.open_store.newest(), lambda *_: None)
+        counts.advance(store._view.repository, store._view.repository.newest(), lambda *_: None)
     assert not counts.is_known
     gc(store, counts, grace=0)
     assert counts.is_known
@@ -173,15 +173,15 @@ def test_packs_whose_footers_cannot_be_read_stay(
     store.take({"s": chunks(2, 3)}, "gone")
     store.delete("gone")
     store.take({"s": chunks(4, 5)}, "new")
-    old = set(store.open_store.view().live)
-    for pack in store.open_store.view().live:
+    old = set(store._view.repository.view().live)
+    for pack in store._view.repository.view().live:
         file = tmp_path / "store/casnap-store" / pack_key(pack)
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
     gc(store, counts, grace=0)
     assert store["new"].read_object("s/w1")[0] == 5
-    left = set(store.open_store.view().packs) & old
+    left = set(store._view.repository.view().packs) & old
     assert left == old if records_a_footer == 0 else left < old
 
 

@@ -103,7 +103,7 @@ def test_check_and_usage_list_the_packs(tmp_path: Path) -> None:
         store.take(state_of(n), f"step_{n}")
     backend = RemoteDouble(name)
     store = Store(backend)
-    total = disk_usage(store.open_store).nbytes
+    total = disk_usage(store._view.repository).nbytes
     listed = [size for f in ("packs", "index", "roots") for size in backend.sizes(f).values()]
     assert total == sum(listed)
     assert backend.requests.get("head", 0) == 0
@@ -169,9 +169,9 @@ def test_a_million_packs(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     store = Store(RemoteDouble(name))
-    store.open_store.view()
+    store._view.repository.view()
     print(f"index: {time.process_time() - started:.1f} s of processor time, {grown(before)}")
-    files = StoredFiles(store.open_store, root)
+    files = StoredFiles(store._view.repository, root)
     assert len(files.packs) > count
     print(f"listing: {time.process_time() - started:.1f} s, {grown(before)}")
     del files
@@ -179,7 +179,7 @@ def test_a_million_packs(tmp_path: Path) -> None:
     print(f"all: {time.process_time() - started:.1f} s, {grown(before)}")
     assert report.deleted_packs >= count // 2
     assert backend.requests == {}
-    double = store.open_store.backend
+    double = store._view.repository.backend
     assert isinstance(double, RemoteDouble)
     assert double.requests.get("head", 0) == 0
     assert double.requests["delete"] <= 2 * count // 1000 + 10
@@ -267,13 +267,13 @@ def test_no_root_is_put_for_what_a_take_under_way_may_need(tmp_path: Path) -> No
     for name in "ab":
         store.take(state_of(0), name)
     store.delete("a")
-    orphans(store.open_store.backend, 1)
+    orphans(store._view.repository.backend, 1)
     store.gc(grace=0)
-    assert store.open_store.newest().fence > 1
-    store.open_store.backend.write(pack_key(new_id(1)), b"of that take")
-    with store.open_store.backend.announced(1, at_once=True):
+    assert store._view.repository.newest().fence > 1
+    store._view.repository.backend.write(pack_key(new_id(1)), b"of that take")
+    with store._view.repository.backend.announced(1, at_once=True):
         for _ in range(3):
-            before = store.open_store.newest().seq
+            before = store._view.repository.newest().seq
             store.gc(grace=0)
-        assert store.open_store.newest().seq == before
+        assert store._view.repository.newest().seq == before
     assert store.gc(grace=0).freed_bytes == len(b"of that take")

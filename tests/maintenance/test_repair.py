@@ -105,7 +105,7 @@ def test_the_rest_of_a_damaged_pack(store: Path) -> None:
     assert (report.replaced_packs, report.saved_chunks) == (1, 11)
     assert [(d.kind, d.digest) for d in report.remaining] == [("lost", digest.hex())]
     assert named(report) == set(STEPS)
-    assert Store(store).open_store.newest().lost == digest
+    assert Store(store)._view.repository.newest().lost == digest
     assert place.pack not in listing_of(store).packs
     assert torch.equal(Store(store)["a"].read_object(f"{KEY}/weight"), expected(0)["weight"])
     with pytest.raises(DamagedError, match=digest.hex()):
@@ -120,7 +120,7 @@ def test_the_next_take_heals(store: Path) -> None:
     assert in_child(work) == 0
     assert lost_in(store) == set()
     assert repair(store).ok
-    assert Store(store).open_store.newest().lost == b""
+    assert Store(store)._view.repository.newest().lost == b""
     assert broken(store) == set()
 
 
@@ -167,7 +167,7 @@ def test_compressed(tmp_path: Path) -> None:
 def test_in_memory() -> None:
     store = Store("memory://to-repair", chunk_size=CHUNK).make()
     store.take({"s": StateDict(x=torch.arange(100_000))}, "one")
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     backend.delete(f"index/{backend.names('index')[0]}")
     report = Store("memory://to-repair").repair()
     assert report.ok
@@ -178,22 +178,26 @@ def test_in_memory() -> None:
 def test_needed_but_condemned(store: Path) -> None:
     opened = Store(store).make()
     _, place = record_of(store, FROZEN)
-    root = opened.open_store.newest()
-    assert put_next_root(opened.open_store.backend, root, condemned={place.pack: root.seq + 1})
+    root = opened._view.repository.newest()
+    assert put_next_root(
+        opened._view.repository.backend, root, condemned={place.pack: root.seq + 1}
+    )
     report = opened.repair()
     assert report.ok
     assert report.rescued_packs == 1
-    assert opened.open_store.newest().condemned == {}
+    assert opened._view.repository.newest().condemned == {}
     assert lost_in(store) == set()
 
 
 def test_condemned_and_damaged(store: Path) -> None:
     opened = Store(store).make()
     digest, place = damage_chunk(store, FROZEN)
-    root = opened.open_store.newest()
-    assert put_next_root(opened.open_store.backend, root, condemned={place.pack: root.seq + 1})
+    root = opened._view.repository.newest()
+    assert put_next_root(
+        opened._view.repository.backend, root, condemned={place.pack: root.seq + 1}
+    )
     opened.repair()
-    assert opened.open_store.newest().condemned == {}
+    assert opened._view.repository.newest().condemned == {}
     assert lost_in(store) == {digest}
 
 
@@ -201,15 +205,15 @@ def test_what_is_lost_can_be_deleted(store: Path) -> None:
     """A snapshot without its tree stops a collector; once it is deleted, the collector works."""
     opened = Store(store).make()
     damage_everywhere(store, opened._view.row("b").manifest.digest)
-    opened.open_store.index.cache.delete()
+    opened._view.repository.index.cache.delete()
     assert named(repair(store)) == {"b"}
     with pytest.raises(DamagedError):
-        collect(opened.open_store, GcOptions(grace=0))
+        collect(opened._view.repository, GcOptions(grace=0))
     Store(store).delete("b")
-    assert collect(Store(store).open_store, GcOptions(grace=0)).deleted_packs
+    assert collect(Store(store)._view.repository, GcOptions(grace=0)).deleted_packs
     assert lost_in(store) == set()
     assert repair(store).ok
-    assert Store(store).open_store.newest().lost == b""
+    assert Store(store)._view.repository.newest().lost == b""
 
 
 # --- the index --------------------------------------------------------------------------------
@@ -284,16 +288,16 @@ def test_a_newest_root_that_has_a_copy(
     forget_copies(store)
     assert check(store, data=True).ok
     assert broken(store) == set()
-    assert Store(store).open_store.newest().seq == 4
+    assert Store(store)._view.repository.newest().seq == 4
 
 
 def test_what_may_not_be_read_is_not_given_up(store: Path) -> None:
     _, place = record_of(store, FROZEN)
     fault = Fault(fail(), "size", pack_key(place.pack), times=None)
-    root = Store(store).open_store.newest()
+    root = Store(store)._view.repository.newest()
     with pytest.raises(BackendError, match="Make it readable"):
         Store(FaultyBackend(LocalBackend(store), fault)).repair()
-    assert Store(store).open_store.newest() == root
+    assert Store(store)._view.repository.newest() == root
 
 
 def test_what_cannot_be_read_now_is_not_given_up(store: Path) -> None:
@@ -330,14 +334,14 @@ def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_disk(store: Path) -> None:
     damage_chunk(store, FROZEN)
-    root = Store(store).open_store.newest()
+    root = Store(store)._view.repository.newest()
 
     def full() -> None:
         raise BackendError("no space left")
 
     with backend_faults(0, full, ["write"]), pytest.raises(BackendError, match="no space"):
         repair(store)
-    assert Store(store).open_store.newest() == root
+    assert Store(store)._view.repository.newest() == root
     assert len(repair(store).remaining) == 1
 
 
@@ -405,12 +409,12 @@ def test_command_on_old_roots(store: Path) -> None:
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
 def test_command_asks(store: Path, answer: str, status: int) -> None:
     sorted((store / "casnap-store/index").iterdir())[0].unlink()
-    root = Store(store).open_store.newest()
+    root = Store(store)._view.repository.newest()
     terminal = Terminal("repair", store)
     assert f"Repair {store}?" in terminal.read_until("[y/N]").replace("\r\n", "")
     os.write(terminal.master, f"{answer}\n".encode())
     assert terminal.rest()[0] == status
-    assert (Store(store).open_store.newest() == root) == (answer == "n")
+    assert (Store(store)._view.repository.newest() == root) == (answer == "n")
 
 
 # --- casnap.json ------------------------------------------------------------------------------
@@ -443,7 +447,7 @@ def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
 
 def test_without_a_copy_of_casnap_json_in_the_roots(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    first = msgspec.structs.replace(Store(store).make().open_store.newest(), store={})
+    first = msgspec.structs.replace(Store(store).make()._view.repository.newest(), store={})
     change(store / "casnap-store" / root_key(0), lambda _: sealed_root(first))
     (store / "casnap-store" / CONFIG_KEY).unlink()
     assert "no root that can be read has a copy" in failure("repair", store, "--yes")

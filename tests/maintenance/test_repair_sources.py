@@ -73,7 +73,7 @@ def test_trees_are_healed_from_the_cache(store: Path) -> None:
 def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> None:
     """Without its table a store can do nothing; a backup has it."""
     backup = Path(shutil.copytree(store, tmp_path / "backup"))
-    table = Store(store).open_store.newest().table
+    table = Store(store)._view.repository.newest().table
     assert table is not None
     damage_everywhere(store, table.digest)
     forget_cache(cache_dir)

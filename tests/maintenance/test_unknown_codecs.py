@@ -119,10 +119,10 @@ def test_the_command_says_so(store: Path) -> None:
 
 
 def test_a_repair_gives_nothing_up(store: Path, cache_dir: Path) -> None:
-    newest = opened(store).open_store.newest()
+    newest = opened(store)._view.repository.newest()
     invoke("repair", store, "-y")
     assert document("repair", store, "-y")["ok"]
-    assert opened(store).open_store.newest() == newest
+    assert opened(store)._view.repository.newest() == newest
     for _ in range(2):
         opened(store).gc(grace=0)
     assert_kept(store, cache_dir)
@@ -136,10 +136,10 @@ def test_a_repair_refuses_what_it_cannot_save(store: Path, cache_dir: Path, dry_
     victim = next(p for d, p in index.of_pack(PackId(pack)) if d not in (digest(NEW), digest(BOTH)))
     file = store / "casnap-store" / pack_key(pack)
     change(file, flip(victim.offset))
-    newest = opened(store).open_store.newest()
+    newest = opened(store)._view.repository.newest()
     with pytest.raises(UnsupportedFormatError, match=r"nothing was given up.*[Uu]pdate casnap"):
         opened(store).repair(dry_run=dry_run)
-    assert opened(store).open_store.newest() == newest
+    assert opened(store)._view.repository.newest() == newest
     change(file, flip(victim.offset))
     assert_kept(store, cache_dir)
 

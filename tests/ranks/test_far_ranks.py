@@ -39,7 +39,7 @@ def state(step: int) -> dict[str, StateDict]:
 
 def requests(store: Store) -> list[tuple[str, str]]:
     """Return what this rank asked since the last call, other than gets of chunks."""
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     assert isinstance(backend, FarFolder)
     log, backend.log = backend.log, []
     return log
@@ -72,21 +72,21 @@ def take_and_restore(path: str, caches: str) -> list[list[tuple[str, str]]]:
 def tree_packs(path: Path) -> set[str]:
     """Return the packs that hold tree nodes or lists of the snapshots of a store."""
     store, digests = Store(path, create=False), set[Digest]()
-    open_store = store.open_store
-    load = open_store.node
+    repository = store._view.repository
+    load = repository.node
 
     def node(digest: Digest, hint: Place | None = None) -> bytes:
         digests.add(digest)
         return load(digest, hint)
 
-    with mock.patch.object(open_store, "node", node):
+    with mock.patch.object(repository, "node", node):
         for snapshot in store.snapshots():
             contents = snapshot.contents
             for rank in contents.ranks():
                 for entry_path, entry in contents.entries(rank):
                     contents.chunks(entry_path, entry)
-    view = open_store.view()
-    return {pack_key(p.pack) for d in digests for p in open_store.index.find_all(view, d)}
+    view = repository.view()
+    return {pack_key(p.pack) for d in digests for p in repository.index.find_all(view, d)}
 
 
 @pytest.mark.parametrize("hosts", ["one", "three"])
@@ -153,7 +153,7 @@ def take_by_path(path: str, options: dict[str, Any], caches: str) -> dict[str, i
     """Take by a path, as a job's first take on a host a rank; return this rank's requests."""
     os.environ["CASNAP_CACHE_DIR"] = f"{caches}/by-path-{dist.get_rank()}"
     snapshot = Snapshot.take(path, state(1), storage_options=options)
-    return dict(snapshot.store.open_store.backend.requests)
+    return dict(snapshot.store._view.repository.backend.requests)
 
 
 def test_ranks_that_take_by_a_path_only_put(

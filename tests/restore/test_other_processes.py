@@ -91,7 +91,7 @@ def test_handles_go_to_other_processes(store: Store, request: pytest.FixtureRequ
 
 
 def options(store: Store, request: pytest.FixtureRequest) -> dict[str, Any] | None:
-    if not store.open_store.backend.costly_requests:
+    if not store._view.repository.backend.costly_requests:
         return None
     bucket: Bucket = request.getfixturevalue("bucket")
     return bucket.storage_options

@@ -123,9 +123,9 @@ class Watched(Repository):
         super().fetch(wants, how)
 
 
-def put(open_store: Repository, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
+def put(repository: Repository, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
-    with change_of(open_store, codec) as session:
+    with change_of(repository, codec) as session:
         for raw in raws:
             session.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
         commit(session)
@@ -147,19 +147,19 @@ class Chunks:
         # Half of each can be compressed.
         self.raws = [os.urandom(n // 2).ljust(n, b"\1") for n in sizes]
         for i in range(3):
-            put(store.open_store, self.raws[10 * i : 10 * i + 10], codec)
+            put(store._view.repository, self.raws[10 * i : 10 * i + 10], codec)
 
-    def open_store(self) -> Repository:
+    def repository(self) -> Repository:
         """Open the store anew, as each rank does."""
         return Repository(self.backend)
 
     def places(self) -> dict[Digest, Any]:
-        open_store = self.open_store()
+        repository = self.repository()
         digests = [digest_of(raw) for raw in self.raws]
-        return dict(zip(digests, open_store.index.find(open_store.view(), digests), strict=True))
+        return dict(zip(digests, repository.index.find(repository.view(), digests), strict=True))
 
     def fetch(
-        self, wanted: Sequence[Iterable[int]], window: int = 1 << 20, open_store: Any = None
+        self, wanted: Sequence[Iterable[int]], window: int = 1 << 20, repository: Any = None
     ) -> tuple[list[Any], list[Thread]]:
         """Let each rank want some chunks; return what came by number, or the error; and the ranks.
 
@@ -181,7 +181,7 @@ class Chunks:
             ]
             random.Random(comm.rank).shuffle(wants)
             try:
-                mine = self.open_store() if open_store is None else open_store(comm.rank)
+                mine = self.repository() if repository is None else repository(comm.rank)
                 fetch_shared(comm, mine, wants, window=window)
             except DamagedError as e:
                 e.got = got  # type: ignore[attr-defined]
@@ -282,7 +282,7 @@ def test_memory_is_bounded(own: Chunks) -> None:
 def test_memory_is_bounded_also_for_what_is_strongly_compressed() -> None:
     chunks = Chunks(MemoryBackend(f"passing-{os.urandom(4).hex()}"), Codec.PLANES)
     chunks.raws = [i.to_bytes(8, "big").ljust(CHUNK, b"\1") for i in range(60)]
-    put(chunks.open_store(), chunks.raws, Codec.PLANES)
+    put(chunks.repository(), chunks.raws, Codec.PLANES)
     results, ranks = chunks.fetch([range(60)] * 3, 6 * CHUNK)
     assert_came(chunks, [range(60)] * 3, results)
     assert all(rank.most_kept < 5 * CHUNK and rank.most_got < 12 * CHUNK for rank in ranks)
@@ -318,9 +318,9 @@ def chunks_to_damage() -> Chunks:
 
 def damage(chunks: Chunks, number: int) -> None:
     """Damage a chunk at all its places: a small one has two."""
-    open_store = chunks.open_store()
+    repository = chunks.repository()
     digest = digest_of(chunks.raws[number])
-    for place in open_store.index.find_all(open_store.view(), digest):
+    for place in repository.index.find_all(repository.view(), digest):
         key = pack_key(place.pack)
         content = bytearray(chunks.backend.read(key))
         content[place.offset + 5] ^= 1
@@ -354,7 +354,7 @@ def test_nothing_stale_comes_in_place_of_what_is_damaged(own: Chunks) -> None:
     first = len(own.raws)
     own.raws += large + small
     for raw in large + small:
-        put(own.open_store(), [raw])
+        put(own.repository(), [raw])
     for number in range(first + 8, first + 16):
         damage(own, number)
     results, _ = own.fetch([range(first, first + 16)] * 2, 1)
@@ -372,7 +372,7 @@ def test_a_wrong_length_is_damage_for_who_has_it(own: Chunks, less: int) -> None
     def work(comm: Comm) -> None:
         length = CHUNK - less * (comm.rank == 1)
         sink = lambda raw: got.append(comm.rank)  # noqa: E731
-        fetch_shared(comm, own.open_store(), [Want(digest, length, sink, f"w{comm.rank}")])
+        fetch_shared(comm, own.repository(), [Want(digest, length, sink, f"w{comm.rank}")])
 
     results, _ = on_ranks(3, work)
     assert [error.paths for error in results] == [(), ("w1",), ()]
@@ -393,7 +393,7 @@ def test_what_lies_nowhere_is_raised_on_all_ranks(own: Chunks) -> None:
 
 def test_what_is_damaged_in_one_place_is_read_from_another(own: Chunks) -> None:
     damage(own, 4)
-    put(own.open_store(), [own.raws[4]])
+    put(own.repository(), [own.raws[4]])
     wanted = [EVERYTHING] * 3
     results, _ = own.fetch(wanted)
     assert_came(own, wanted, results)
@@ -415,16 +415,16 @@ class OtherPlaces(Index):
 
 @pytest.mark.parametrize("window", [1, 1 << 28])
 def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
-    put(own.open_store(), own.raws[5:15])
+    put(own.repository(), own.raws[5:15])
 
-    def open_store(rank: int) -> Repository:
-        opened = own.open_store()
+    def repository(rank: int) -> Repository:
+        opened = own.repository()
         if rank:
             opened.lookup.index = OtherPlaces(opened.index, blind=rank == 2)
         return opened
 
     wanted = [range(20), EVERYTHING, range(3, 12)]
-    results, _ = own.fetch(wanted, window, open_store)
+    results, _ = own.fetch(wanted, window, repository)
     assert_came(own, wanted, results)
 
 

@@ -60,9 +60,9 @@ def count_collections(store: Store, counted: list[dict[str, object]]) -> None:
     """Have takes wait for collections, so that the requests in between are theirs."""
     start_collecting = automatic.AutomaticCollector._start
 
-    def start_and_wait(self: automatic.AutomaticCollector, open_store: object) -> None:
+    def start_and_wait(self: automatic.AutomaticCollector, repository: object) -> None:
         before = store.requests
-        start_collecting(self, store.open_store)
+        start_collecting(self, store._view.repository)
         if (worker := self._worker) is not None:
             worker.wait()
         last: GcReport | None = self.last_report
@@ -128,10 +128,10 @@ def test_runs_in_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
     for run, step in kept:
         own = store[f"run{run}/step_{step}"].read_object("s/own")
         assert torch.equal(own, state(run, step)["s"]["own"])
-    before = disk_usage(store.open_store)
+    before = disk_usage(store._view.repository)
     print(before)
     store.gc(grace=0)
-    after = disk_usage(store.open_store)
+    after = disk_usage(store._view.repository)
     print(after)
     assert store.check(data=True).ok
     assert after.nbytes < 1.2 * 7 * WORDS * 8 + (1 << 20)

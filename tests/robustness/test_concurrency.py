@@ -280,11 +280,11 @@ def test_segments_stay_few(tmp_path: Path, cache_dir: Path) -> None:
     most = 0
     for step in range(80):
         take(store, step)
-        most = max(most, len(store.open_store.newest().segments))
+        most = max(most, len(store._view.repository.newest().segments))
     assert most <= 20
     assert_store(store.uri, set(range(80)))
     # So can a process that has no cache, from the segments alone.
-    live = store.open_store.newest().segments
+    live = store._view.repository.newest().segments
     assert sum(ref.count for ref in live) >= 80
     for name in files(store.uri, "index"):
         if name.removeprefix("index/") not in {ref.id.hex() for ref in live}:
@@ -300,4 +300,4 @@ def test_processes_that_merge_at_once(tmp_path: Path) -> None:
     at_once(*[takes(path, 100 * n, 8) for n in range(1, 4)])
     steps = {*range(6), *(100 * n + i for n in range(1, 4) for i in range(8))}
     assert_store(path, steps)
-    assert len(Store(path).open_store.newest().segments) <= 22
+    assert len(Store(path)._view.repository.newest().segments) <= 22

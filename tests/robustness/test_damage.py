@@ -369,13 +369,13 @@ def test_one_damage_to_a_small_chunk_hurts_no_snapshot(
 
 def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
     nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
-    open_store = Store(store).open_store
-    with change_of(open_store) as session:
+    repository = Store(store)._view.repository
+    with change_of(repository) as session:
         digests = [session.put_node(node) for node in nodes]
         commit(session)
     result = [digest for digest, _ in all_places_of(store)]
     assert [result.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
-    assert [Store(store).open_store.node(digest) for digest in digests] == nodes
+    assert [Store(store)._view.repository.node(digest) for digest in digests] == nodes
     assert Store(store).check(data=True).ok
 
 

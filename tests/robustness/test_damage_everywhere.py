@@ -109,7 +109,7 @@ class Sample:
         # The copy of a root goes when another root comes.
         self.lasting = {key for key in self.content if not key.startswith(COPIES)}
         self.answers = {name: ask(self.open()) for name, ask in QUESTIONS.items()}
-        survey = Survey(self.open().open_store)
+        survey = Survey(self.open()._view.repository)
         survey.run()
         assert not survey.damages
         self.survey = survey

@@ -198,7 +198,7 @@ def full_disk(tmp_path: Path, file_system: str, *, condemned: bool) -> Iterator[
             store.gc()
         patch.setenv("CASNAP_GC", "auto")
         fill(disk / "fill")
-        assert store.open_store.backend.free_bytes() == 0
+        assert store._view.repository.backend.free_bytes() == 0
         forget_collectors()
         yield disk
 
@@ -217,7 +217,7 @@ def test_what_lets_snapshots_go_on_a_disk_without_a_byte(
         }[command]
         assert "8.4 MB freed" in invoke(command, *arguments).stdout
         store = Store(path)
-        assert (store.open_store.backend.free_bytes() or 0) >= STATE
+        assert (store._view.repository.backend.free_bytes() or 0) >= STATE
         for step in range(1, 4):
             assert_whole(store, f"step_{step}", step)
 
@@ -226,7 +226,7 @@ def test_a_disk_without_a_byte_and_without_a_reserve(tmp_path: Path) -> None:
     """Another program was faster, or the file system keeps none."""
     with full_disk(tmp_path, "tmpfs", condemned=False) as disk:
         store = Store(disk / "store")
-        release_reserve(store.open_store.backend)
+        release_reserve(store._view.repository.backend)
         fill(disk / "more")
         for act in (lambda: store.delete("step_0"), lambda: store.prune(Retention(keep_last=1))):
             with pytest.raises(StorageFullError, match=r"1\.1 MB are enough: delete, or move"):

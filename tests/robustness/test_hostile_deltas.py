@@ -250,12 +250,12 @@ def test_bases_are_kept_though_no_flag_says_that_there_are_deltas(forger: Forger
     entry = store["good"].contents.entry("good/x")
     base = store["good"].contents.chunks(*entry[:2])[0][0]
     raws: list[bytes] = []
-    store.open_store.fetch([Want(base, -1, lambda raw: raws.append(bytes(raw)), "")])
+    store._view.repository.fetch([Want(base, -1, lambda raw: raws.append(bytes(raw)), "")])
     raw = change(raws[0], 7)
     forger.delta(digest_of(raw), base, delta_of(raw, raws[0]), len(raw))
     tree = forger.tree(STATE, ["/x", tensor([len(raw) // 4], chunks(len(raw), digest_of(raw)))])
     forger.publish({"s": tree})
-    root = Store(forger.folder).open_store.newest()
+    root = Store(forger.folder)._view.repository.newest()
     assert root.read_features == root.write_features == ()
     for _ in range(3):
         Store(forger.folder).gc(grace=0)
@@ -290,6 +290,6 @@ def test_a_chain_may_end_in_a_codec_that_is_not_known(forger: Forger) -> None:
     [unknown] = report.unsupported
     assert [(h.snapshot, h.path) for h in unknown.hurts] == [("evil", "s/x")]
     assert Store(forger.folder).repair().ok
-    index = Survey(Store(forger.folder).open_store).index
+    index = Survey(Store(forger.folder)._view.repository).index
     assert index.of(digest_of(RAW))
     assert index.of(digest_of(base))

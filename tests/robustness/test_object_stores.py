@@ -52,7 +52,7 @@ def test_a_run(bucket: Bucket) -> None:
     report = store.gc(grace=0)
     assert report.deleted_packs > 0
     assert_no_orphans_in(store)
-    assert store.open_store.backend.names("tmp") == []
+    assert store._view.repository.backend.names("tmp") == []
     assert_bucket(bucket, {1})
 
 
@@ -63,7 +63,7 @@ def test_damage_is_found_and_repaired(bucket: Bucket) -> None:
     store = store_in(bucket)
     for step in range(2):
         take(store, step)
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     sizes = backend.sizes("packs")
     lost = max(sizes, key=lambda key: sizes[key])
     backend.delete(lost)
@@ -114,7 +114,7 @@ def test_ranks(bucket: Bucket, world: Callable[[int], World]) -> None:
 
 def _ranks_take_slowly(bucket: Bucket) -> list[str]:
     store = store_in(bucket)
-    backend, write = store.open_store.backend, store.open_store.backend.write
+    backend, write = store._view.repository.backend, store._view.repository.backend.write
 
     def write_slowly(key: str, content: memoryview | bytes) -> None:
         write(key, content)
@@ -140,4 +140,4 @@ def test_ranks_beside_a_collector_without_grace(
     with collecting(store):
         assert world(2).run(_ranks_take_slowly, bucket) == [["step_0", "step_1"]] * 2
     assert store.check(data=True).ok
-    assert store_in(bucket).open_store.backend.names("tmp") == []
+    assert store_in(bucket)._view.repository.backend.names("tmp") == []

@@ -105,7 +105,7 @@ def test_a_collector_meanwhile(store: Path) -> None:
     def collect_all() -> None:
         opened = Store(store, create=False)
         opened.delete("b")
-        collect(opened.open_store, GcOptions(grace=0))
+        collect(opened._view.repository, GcOptions(grace=0))
 
     with backend_faults(0, collect_all, ["put_if_absent"]) as calls:
         report = repair(store)
@@ -119,7 +119,7 @@ def test_collected_afterwards(store: Path) -> None:
     damage_chunk(store, WEIGHT)
     shutil.rmtree(store / "casnap-store/index")
     repair(store)
-    assert collect(Store(store).open_store, GcOptions(grace=0)).deleted_packs == 6
+    assert collect(Store(store)._view.repository, GcOptions(grace=0)).deleted_packs == 6
     assert check(store).orphans == 0
     assert broken(store) == {"b"}
 

@@ -225,7 +225,7 @@ def sparse(place: Path) -> None:
 
 
 def in_its_place(path: Path, put: Callable[[Path], None]) -> dict[str, Callable[[], None]]:
-    newest = Store(path).open_store.newest()
+    newest = Store(path)._view.repository.newest()
 
     def packs() -> None:
         for pack in list((path / "casnap-store/packs").glob("*/*")):
@@ -282,7 +282,7 @@ def test_what_is_no_file_or_endless(path: Path, place: str, put: Callable[[Path]
 def test_a_remote_object_that_is_too_long(tmp_path: Path) -> None:
     """As a local one: its length is looked at before its bytes are read."""
     Store(FarFolder(tmp_path / "store")).take(state(0), "a")
-    root = Store(tmp_path / "store").open_store.newest()
+    root = Store(tmp_path / "store")._view.repository.newest()
     sparse(tmp_path / "store" / "casnap-store" / root_key(root.seq + 1))
     with pytest.raises(DamagedError, match="1,099,511,627,776 bytes"):
         Store(FarFolder(tmp_path / "store")).latest()

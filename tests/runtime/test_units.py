@@ -83,10 +83,10 @@ def test_a_store_takes_sizes_and_times_in_words(store: Store, tmp_path: Path) ->
     report = snapshot.export(tmp_path / "out", path="model", max_shard_size="5GB", dry_run=True)
     assert report.files.keys() == {"model.safetensors"}
     store.pull(tmp_path / "live", options=PullOptions(max_shard_size="5GB"))
-    assert store.open_store.chunk_cache is None
+    assert store._view.repository.chunk_cache is None
     remote = Store(RemoteDouble("units"), cache_bytes="5MB").make()
-    assert remote.open_store.chunk_cache is not None
-    assert remote.open_store.chunk_cache.nbytes == 5_000_000
+    assert remote._view.repository.chunk_cache is not None
+    assert remote._view.repository.chunk_cache.nbytes == 5_000_000
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_an_open_store_opens_a_cache_in_place_of_one_that_others_deleted(
         # This process learns what the other one took, so it writes to the cache.
         assert_holds(opened["step_4"], 4)
     assert not caplog.records
-    cache = opened.open_store.index.cache
+    cache = opened._view.repository.index.cache
     assert isinstance(cache, LmdbCache)
     assert not cache.is_deleted()
 
@@ -168,7 +168,7 @@ def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
     store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stand_still() -> None:
-        cache = Store(store).open_store.index.cache
+        cache = Store(store)._view.repository.index.cache
         assert isinstance(cache, LmdbCache)
         with cache._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -208,7 +208,7 @@ def test_the_cache_of_a_long_run_levels_off(
         store.take({"s": StateDict(step=step)}, f"step_{step}", retention=Retention(keep_last=2))
         if step % 10 == 0:
             store.gc(grace=0)
-        cache = store.open_store.index.cache
+        cache = store._view.repository.index.cache
         assert isinstance(cache, LmdbCache)
         sizes.append(cache.nbytes())
         del cache
@@ -520,12 +520,12 @@ def test_a_store_without_users_is_freed_at_once(tmp_path: Path) -> None:
     try:
         store = Store(tmp_path / "store")
         snapshot = store.take({}, "x")
-        freed, open_store = ref(store), ref(store.open_store)
+        freed, repository = ref(store), ref(store._view.repository)
         del store
         assert snapshot.store is freed()
         del snapshot
         assert freed() is None
-        assert open_store() is None
+        assert repository() is None
     finally:
         gc.enable()
 
@@ -563,7 +563,7 @@ def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
 
     def look() -> None:
         backend = FarFolder(tmp_path / "store")
-        open_store = Store(backend, create=False).open_store
+        repository = Store(backend, create=False)._view.repository
         real = backend.read
 
         def slow(key: str, *most: int) -> bytes:
@@ -573,7 +573,7 @@ def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
             return real(key, *most)
 
         with mock.patch.object(backend, "read", slow):
-            assert open_store.view().packs
+            assert repository.view().packs
 
     def look_anew() -> None:
         os.environ["CASNAP_CACHE_DIR"] = str(tmp_path / "cache")

@@ -34,14 +34,14 @@ WANTED = torch.arange(CHUNK // 4, dtype=torch.int32)
 def forge(victim: Path, hostile: Path) -> None:
     """Make a store of the victim's id, which says that a chunk lies in a pack of the victim's."""
     shutil.copytree(victim, hostile, dirs_exist_ok=True)
-    open_store = Store(hostile).open_store
-    root, pack = open_store.newest(), min(open_store.view().live)
+    repository = Store(hostile)._view.repository
+    root, pack = repository.newest(), min(repository.view().live)
     place = Place(pack, 0, WANTED.nbytes, WANTED.nbytes, 0)
     ident = new_id(root.seq)
     content = encode_segment(Segment((pack,), [(digest_of(WANTED.numpy().tobytes()), place)]))
     (hostile / "casnap-store" / segment_key(ident)).write_bytes(content)
     assert put_next_root(
-        open_store.backend, root, segments=(*root.segments, SegmentRef(ident, 1, 0))
+        repository.backend, root, segments=(*root.segments, SegmentRef(ident, 1, 0))
     )
 
 
@@ -135,9 +135,9 @@ def test_caches_that_are_not_used_any_more_are_removed(tmp_path: Path, cache_dir
 
 
 def test_the_config_of_a_store_tells_its_places_apart(victim: Path) -> None:
-    backend = Store(victim).open_store.backend
+    backend = Store(victim)._view.repository.backend
     before = backend.identity
-    assert Store(victim).open_store.backend.identity == before
+    assert Store(victim)._view.repository.backend.identity == before
     content = (victim / "casnap-store" / CONFIG_KEY).read_bytes()
     (victim / "casnap-store" / CONFIG_KEY).unlink()
     (victim / "casnap-store" / CONFIG_KEY).write_bytes(content)

@@ -158,7 +158,7 @@ def test_a_pickled_store_has_it_too(far: Path, monkeypatch: pytest.MonkeyPatch) 
     assert kept_files() != []
     monkeypatch.setenv("CASNAP_CACHE_BYTES", str(PLENTY))
     off = pickle.loads(pickle.dumps(Store(FarFolder(far), cache_bytes=0)))
-    assert off.open_store.chunk_cache is None
+    assert off._view.repository.chunk_cache is None
 
 
 def test_a_fork_of_a_reader(far: Path) -> None:
@@ -279,7 +279,7 @@ def _place(store: Store, name: str, path: str) -> Place:
     contents = store[name].contents
     inner, entry, _ = contents.entry(path)
     digest = next(digest for digest, _ in contents.chunks(inner, entry))
-    [place] = store.open_store.index.find(store.open_store.view(), [digest])
+    [place] = store._view.repository.index.find(store._view.repository.view(), [digest])
     assert place is not None
     return place
 
@@ -320,7 +320,7 @@ def test_the_environment_may_say_it_in_units(
     far: Path, monkeypatch: pytest.MonkeyPatch, text: str, nbytes: int
 ) -> None:
     monkeypatch.setenv("CASNAP_CACHE_BYTES", text)
-    cache = Store(FarFolder(far), create=False).open_store.chunk_cache
+    cache = Store(FarFolder(far), create=False)._view.repository.chunk_cache
     assert (cache.nbytes if cache is not None else 0) == nbytes
 
 

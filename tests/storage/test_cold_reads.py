@@ -202,12 +202,12 @@ def test_hints_name_a_damaged_chunk(large: str, new_host: NewHost) -> None:
     contents = store["run/step_0"].contents
     inner, entry, _ = contents.entry("m/w")
     digest = contents.chunks(inner, entry)[0][0]
-    place = store.open_store.index.find(store.open_store.view(), [digest])[0]
+    place = store._view.repository.index.find(store._view.repository.view(), [digest])[0]
     assert place is not None
     key = pack_key(place.pack)
-    content = bytearray(memory.MemoryBackend.read(store.open_store.backend, key))
+    content = bytearray(memory.MemoryBackend.read(store._view.repository.backend, key))
     content[place.offset] ^= 1
-    memory.MemoryBackend.write(store.open_store.backend, key, bytes(content))
+    memory.MemoryBackend.write(store._view.repository.backend, key, bytes(content))
     new_host()
     with pytest.raises(DamagedError, match="m/w"):
         Store(RemoteDouble(large))["run/step_0"].read_object("m/w")

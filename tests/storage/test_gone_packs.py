@@ -121,8 +121,8 @@ def harm(path: Path) -> tuple[Path, bytes]:
 
 
 def places(path: Path) -> int:
-    open_store = Store(path).open_store
-    return len(open_store.index.find_all(open_store.view(), record_of(path, FROZEN)[0]))
+    repository = Store(path)._view.repository
+    return len(repository.index.find_all(repository.view(), record_of(path, FROZEN)[0]))
 
 
 def test_what_a_process_found_damaged_it_stores_anew(path: Path) -> None:
@@ -180,13 +180,15 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
             raw = memoryview(bytearray(ALONE.numpy().tobytes()))
             session.new_packs.copy(digest, raw, is_node=False)
             root = commit(session)
-        assert put_next_root(store.open_store.backend, root, condemned={PackId(pack): root.seq})
+        assert put_next_root(
+            store._view.repository.backend, root, condemned={PackId(pack): root.seq}
+        )
         assert store.gc(grace=0).deleted_packs
 
     def act(call: Call) -> object:
         pack = id_from_name(call.key.rpartition("/")[2])
-        view = store.open_store.view()
-        if pack in {p.pack for p in store.open_store.index.find_all(view, digest)}:
+        view = store._view.repository.view()
+        if pack in {p.pack for p in store._view.repository.index.find_all(view, digest)}:
             looks.append(pack)
             if len(looks) <= moves:
                 move(pack)

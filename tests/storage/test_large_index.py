@@ -213,7 +213,7 @@ def test_no_segment_is_above_48_mib(tmp_path: Path) -> None:
     backend = RemoteDouble(str(tmp_path))
     store = Store(backend)
     segment = records_at_random(1_500_000, packs=1500)
-    refs = write_segments(store.open_store, segment, 0)
+    refs = write_segments(store._view.repository, segment, 0)
     assert len(refs) == 3
     assert sum(ref.count for ref in refs) == 1_500_000
     parts = [decode_segment(backend.read(segment_key(ref.id)), "a part") for ref in refs]

@@ -246,7 +246,7 @@ def test_latest_and_snapshots_of_a_prefix(runs: Store) -> None:
 
 
 def marker(store: Store, name: str) -> Path:
-    return Path(store.open_store.backend.uri, name, "casnap-snapshot.json")
+    return Path(store._view.repository.backend.uri, name, "casnap-snapshot.json")
 
 
 def test_markers_come_and_go(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def put(place: Open) -> Place:
     with change_of(store) as session:
         session.new_packs.copy(CHUNK, memoryview(bytearray(RAW)), is_node=False)
         commit(session)
-    index, view = store.open_store.index, store.open_store.view()
+    index, view = store._view.repository.index, store._view.repository.view()
     return max(index.find_all(view, CHUNK), key=lambda there: there.pack)
 
 
@@ -119,7 +119,7 @@ def damage(place: Open, there: Place) -> None:
 
 def test_the_order(place: Open) -> None:
     backend = place()
-    rungs = lookup_at(backend, Store(backend).make().open_store.config).rungs()
+    rungs = lookup_at(backend, Store(backend).make()._view.repository.config).rungs()
     assert tuple(map(name_of, rungs)) == (REMOTE if backend.costly_requests else LOCAL)
 
 

@@ -70,13 +70,13 @@ def test_a_view_of_a_folder(path: Path) -> None:
 
 def test_without_a_missing_folder_nothing_is_committed(path: Path) -> None:
     store = Store(path).make()
-    seq = store.open_store.newest().seq
+    seq = store._view.repository.newest().seq
     store.prune_missing_folders()
-    assert store.open_store.newest().seq == seq
+    assert store._view.repository.newest().seq == seq
     for step in (0, 1, 2):
         shutil.rmtree(path / f"run/step_{step}")
     store.prune_missing_folders()
-    assert store.open_store.newest().seq == seq + 1
+    assert store._view.repository.newest().seq == seq + 1
 
 
 # --- never --------------------------------------------------------------------------------------

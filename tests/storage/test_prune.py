@@ -63,7 +63,7 @@ def test_what_is_no_retention_is_refused_before_anything_is_taken(tmp_path: Path
 
 def test_prune_forgets_all_in_one_commit(path: Path) -> None:
     store = Store(path).make()
-    root = store.open_store.newest()
+    root = store._view.repository.newest()
     report = store.prune(Retention(keep_last=2, keep_every=3))
     assert [v.name for v in report.forgotten] == ["step_1", "step_2"]
     assert {v.name: v.reasons for v in report.kept} == {
@@ -73,7 +73,7 @@ def test_prune_forgets_all_in_one_commit(path: Path) -> None:
         "step_5": ("last 2",),
     }
     assert names(path) == ["step_0", "step_3", "step_4", "step_5"]
-    assert store.open_store.newest().seq == root.seq + 1
+    assert store._view.repository.newest().seq == root.seq + 1
     assert sorted(p.parent.name for p in path.glob("*/casnap-snapshot.json")) == names(path)
     for step in (0, 3, 4, 5):
         assert_holds(store[f"step_{step}"], step)
@@ -273,13 +273,13 @@ def test_all_ways_to_take_prune_through_snapshot_too(tmp_path: Path) -> None:
 
 def test_a_take_and_its_pruning_are_one_commit(path: Path) -> None:
     store = Store(path)
-    before = store.open_store.newest().seq
+    before = store._view.repository.newest().seq
     take(path, 7, retention=Retention(keep_last=2))
-    assert store.open_store.newest().seq == before + 1
+    assert store._view.repository.newest().seq == before + 1
     assert names(path) == ["step_5", "step_7"]
     assert not (path / "step_4").exists()
     take(path, 7, overwrite=True, retention=Retention(keep_last=1))
-    assert store.open_store.newest().seq == before + 2
+    assert store._view.repository.newest().seq == before + 2
     assert names(path) == ["step_7"]
 
 

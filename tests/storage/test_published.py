@@ -37,9 +37,9 @@ def holders(store: Store, tag: str) -> list[str]:
 
 def test_a_published_tag_moves_in_one_commit_and_back(store: Store) -> None:
     store.publish("stable", "step_0")
-    before = store.open_store.newest().seq
+    before = store._view.repository.newest().seq
     store.publish("stable", store["step_2"])
-    assert store.open_store.newest().seq == before + 1
+    assert store._view.repository.newest().seq == before + 1
     assert holders(store, "stable") == ["step_2"]
     assert store.tagged("stable").commit_id == store["step_2"].commit_id
     store.publish("stable", "step_0")
@@ -159,7 +159,7 @@ def test_a_store_has_at_most_a_hundred(store: Store) -> None:
 @pytest.mark.parametrize("setting", [7, {"stable": 7}, {"stable": {"name": "step_1"}}])
 def test_a_setting_that_makes_no_sense_counts_as_none(store: Store, setting: object) -> None:
     store.tag("step_0", "stable")
-    change_settings(store.open_store, lambda settings: {**settings, SETTING: setting})
+    change_settings(store._view.repository, lambda settings: {**settings, SETTING: setting})
     assert store.tagged("stable").name == "step_0"
     assert store.tag_moves("stable") == []
     store.publish("stable", "step_1")
@@ -170,7 +170,9 @@ def test_moves_that_lead_in_circles_end(store: Store) -> None:
     store.publish("stable", "step_0")
     (move,) = store.tag_moves("stable")
     forged = {**msgspec.structs.asdict(move), "root": 10**6}
-    change_settings(store.open_store, lambda settings: {**settings, SETTING: {"stable": forged}})
+    change_settings(
+        store._view.repository, lambda settings: {**settings, SETTING: {"stable": forged}}
+    )
     assert store.tag_moves("stable") == []
 
 

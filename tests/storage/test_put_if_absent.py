@@ -126,7 +126,7 @@ def test_a_place_that_overwrites_is_no_place_for_a_store(gateway: Gateway) -> No
 def test_exclusive_makes_such_a_store_and_writes_to_it(gateway: Gateway) -> None:
     gateway.overwrites = True
     store = Store(gateway, exclusive=True).make()
-    assert store.open_store.config.put_if_absent is False
+    assert store._view.repository.config.put_if_absent is False
     store.take(TINY, "a")
     store.tag("a", "best")
     before = files(gateway.folder)
@@ -207,7 +207,7 @@ def test_ranks_that_make_such_a_store_at_once_make_one(
     with ThreadPoolExecutor(3) as pool:
         places = [Racing(gateway.folder, gateway.endpoint) for _ in range(3)]
         stores = list(pool.map(lambda place: Store(place).make(), places))
-    assert len({store.open_store.config.store_id for store in stores}) == 1
+    assert len({store._view.repository.config.store_id for store in stores}) == 1
     for k, store in enumerate(stores):
         store.take(TINY, f"step_{k}")
     assert [s.name for s in Store(gateway).snapshots()] == ["step_0", "step_1", "step_2"]
@@ -236,7 +236,9 @@ def test_a_maker_that_is_late_adopts_the_store_that_there_is(gateway: Gateway) -
     late = Late(gateway.folder)
     store = Store(late).make()
     assert late.early is not None
-    assert store.open_store.config == late.early.open_store.config == read_config(gateway)
+    assert (
+        store._view.repository.config == late.early._view.repository.config == read_config(gateway)
+    )
     late.early.take(TINY, "a")
     store.take(TINY, "b")
     assert [s.name for s in Store(gateway).snapshots()] == ["a", "b"]

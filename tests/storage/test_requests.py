@@ -45,7 +45,7 @@ def chunk_requests(backend: RemoteDouble, store: Store, path: str) -> int:
     contents = store["first"].contents
     inner, entry, _ = contents.entry(path)
     digests = [digest for digest, _ in contents.chunks(inner, entry)]
-    places = store.open_store.index.find(store.open_store.view(), digests)
+    places = store._view.repository.index.find(store._view.repository.view(), digests)
     keys = {pack_key(place.pack) for place in places if place is not None}
     return sum(kind == "get" and key in keys for kind, key in backend.log)
 
@@ -161,7 +161,7 @@ def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str
     contents = store["first"].contents
     inner, entry, _ = contents.entry("model/w0")
     digests = [digest for digest, _ in contents.chunks(inner, entry)]
-    place = store.open_store.index.find(store.open_store.view(), digests)[0]
+    place = store._view.repository.index.find(store._view.repository.view(), digests)[0]
     assert place is not None
     backend.delete(pack_key(place.pack))
     with pytest.raises(DamagedError):
@@ -224,10 +224,10 @@ def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
     """A host that has not looked for long lists the roots instead."""
     store = Store(RemoteDouble(name)).make()
     root = put_roots(name, 1200)
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     assert isinstance(backend, RemoteDouble)
     backend.reset()
-    assert store.open_store.newest() == root
+    assert store._view.repository.newest() == root
     assert backend.count <= 10, backend.log
 
 

@@ -76,16 +76,16 @@ def test_a_run_that_goes_back(tmp_path: Path) -> None:
 
 def test_nothing_is_later(tmp_path: Path) -> None:
     store = fill(Store(tmp_path), 1, 2)
-    root = store.open_store.newest().seq
+    root = store._view.repository.newest().seq
     assert store.rewind("step_2").name == "step_2"
-    assert store.open_store.newest().seq == root
+    assert store._view.repository.newest().seq == root
 
 
 def test_it_is_one_commit(tmp_path: Path) -> None:
     store = fill(Store(tmp_path), 1, 2, 3)
-    root = store.open_store.newest().seq
+    root = store._view.repository.newest().seq
     store.rewind("step_1")
-    assert store.open_store.newest().seq == root + 1
+    assert store._view.repository.newest().seq == root + 1
     assert all(n.startswith(f"rewound-{root + 1}/") for n in names(store)[1:])
 
 
@@ -298,7 +298,7 @@ def test_a_mirror_that_was_not_told_yet(tmp_path: Path) -> None:
 
 
 def test_a_pending_take_counts(tmp_path: Path) -> None:
-    backend = FaultyBackend(fill(Store(tmp_path), 1, 2).open_store.backend)
+    backend = FaultyBackend(fill(Store(tmp_path), 1, 2)._view.repository.backend)
     store = Store(backend)
     reached, opened = threading.Event(), threading.Event()
 
@@ -385,7 +385,7 @@ def test_all_ranks_may_call_it(tmp_path: Path, world: Callable[[int], World]) ->
 
 def test_the_command(tmp_path: Path) -> None:
     store = fill(Store(tmp_path), 1, 2, 3)
-    root = store.open_store.newest().seq + 1
+    root = store._view.repository.newest().seq + 1
     lines = invoke("rewind", tmp_path / "step_1").output.splitlines()
     assert lines == [
         f"step_2 is rewound-{root}/step_2 now",
@@ -409,7 +409,7 @@ def test_what_has_the_name_of_a_folder_of_rewound_snapshots_is_kept(
     for name, value in (("step_1", 1), (taken, 100), ("step_2", 2)):
         store.take(app_state(value), name)
     before = {s.commit_id for s in store.snapshots()}
-    assert store.open_store.newest().seq + 1 == 4
+    assert store._view.repository.newest().seq + 1 == 4
     store.rewind("step_1")
     assert {s.commit_id for s in store.snapshots()} == before
     assert "rewound-5/step_2" in store

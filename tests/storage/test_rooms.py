@@ -53,7 +53,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     contents = store["a"].contents
     inner, entry, _ = contents.entry("m/w")
     digest = contents.chunks(inner, entry)[0][0]
-    [place] = store.open_store.index.find(store.open_store.view(), [digest])
+    [place] = store._view.repository.index.find(store._view.repository.view(), [digest])
     assert place is not None
     content = bytearray((tmp_path / "source" / "casnap-store" / pack_key(place.pack)).read_bytes())
     begin = place.offset + HALF
@@ -73,7 +73,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
         commit(session)
     assert there.check(data=True).ok
     for ident in (digest, other):
-        assert there.open_store.index.find(there.open_store.view(), [ident]) != [None]
+        assert there._view.repository.index.find(there._view.repository.view(), [ident]) != [None]
 
 
 def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_an_error_within_it(path: Path) -> None:
     for own in (True, False):
 
         def work(crew: Any, own: bool = own) -> None:
-            with Session(Store(path).open_store, None if own else crew) as session:
+            with Session(Store(path)._view.repository, None if own else crew) as session:
                 session.put_node(b"a node")
                 chunks = session.writer()
                 chunks.store([memoryview(bytes(CHUNK))] * 2)
@@ -184,7 +184,7 @@ def test_an_error_within_it(path: Path) -> None:
 
 
 def test_an_interrupt_as_it_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, store = files(path), Store(path).open_store
+    there, store = files(path), Store(path)._view.repository
 
     class Interrupted(ExitStack):
         def pop_all(self) -> Any:
@@ -199,12 +199,12 @@ def test_an_interrupt_as_it_begins(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_to_commit(path: Path) -> None:
     there, store = files(path), Store(path)
-    root = store.open_store.newest()
+    root = store._view.repository.newest()
     with change_of(store) as session:
         session.put_node(b"a node")
         assert session.commit(lambda table, seq: None) is None
     assert files(path) == there
-    assert store.open_store.newest() == root
+    assert store._view.repository.newest() == root
 
 
 def test_roots_that_come_first(path: Path) -> None:
@@ -250,11 +250,11 @@ def test_a_collector_at_each_call(base: Path, gone: list[str]) -> None:
 
             fault = Fault(before(elsewhere(collect)), BACKEND_CALLS, skip=number)
             with backend.during(fault):
-                again(store.open_store, work, "the test")
+                again(store._view.repository, work, "the test")
             if not fault.struck:
                 break
             tries[len(tried)] += 1
-            assert store.open_store.announces_at_once == (len(tried) > 1)
+            assert store._view.repository.announces_at_once == (len(tried) > 1)
             assert names_in(path) == {"full", "kept", "new"}.difference(gone)
             assert_goes_on(path)
     assert tries.keys() == {1, 2}
@@ -359,7 +359,7 @@ def test_a_part_that_was_handed_over_stays_until_it_is_withdrawn(
         return
     with change_of(Store(path)) as leader:
         commit(leader, others=OtherRanks([part]))
-    assert Store(path).open_store.node(digest_of(node)) == node
+    assert Store(path)._view.repository.node(digest_of(node)) == node
     assert_goes_on(path)
 
 
@@ -383,7 +383,7 @@ def test_a_part_that_was_handed_over_stays_until_it_is_withdrawn(
 )
 def test_again(path: Path, obstacles: str, options: dict[str, Any], ended: Any) -> None:
     """What follows a fence (f) and a full disk (d), one after the other."""
-    store, left, errors = Store(path).open_store, list(obstacles), {"f": FencedError}
+    store, left, errors = Store(path)._view.repository, list(obstacles), {"f": FencedError}
 
     def work() -> str:
         if left:
@@ -432,6 +432,6 @@ def test_verbs_start_again(path: Path, tmp_path: Path, verb: str, obstacle: str)
     else:
         VERBS[verb](store, tmp_path)
         assert ("new" in names_in(path)) == (verb in ENDED_BY_A_FULL_DISK)
-        assert store.open_store.announces_at_once == (obstacle == "a fence")
+        assert store._view.repository.announces_at_once == (obstacle == "a fence")
     assert fault.struck
     assert_goes_on(path)

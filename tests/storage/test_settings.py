@@ -38,8 +38,8 @@ def codecs(store: Store, name: str) -> set[int]:
 
 def put_setting(store: Store, codec: object) -> None:
     """Set a codec as a newer version may."""
-    open_store = store.open_store
-    assert put_next_root(open_store.backend, open_store.newest(), settings={"codec": codec})
+    repository = store._view.repository
+    assert put_next_root(repository.backend, repository.newest(), settings={"codec": codec})
 
 
 def take_with_snapshot(folder: Path, name: str) -> None:
@@ -70,10 +70,10 @@ def test_configure(tmp_path: Path) -> None:
     other = Store(tmp_path / "s").make()
     assert store.configure(codec="zstd")
     # No commit that changes nothing.
-    seq = store.open_store.newest().seq
+    seq = store._view.repository.newest().seq
     assert not store.configure(codec="zstd")
     assert not store.configure()
-    assert store.open_store.newest().seq == seq
+    assert store._view.repository.newest().seq == seq
     other.take(state(2), "b")
     other.take(state(1), "same")
     assert [codecs(store, name) for name in ("a", "b", "same")] == [
@@ -199,5 +199,5 @@ def test_collections_by_themselves_obey_the_grace(
     for n in range(4):
         store.take(state(n), "a", overwrite=True)
         wait_for_collectors()
-    assert len(store.open_store.newest().condemned) > 2
+    assert len(store._view.repository.newest().condemned) > 2
     assert torch.equal(store["a"].read_object("s/x"), torch.full((CHUNK,), 3))

@@ -34,7 +34,7 @@ def state(n: int) -> dict[str, StateDict]:
 
 def newest_record(store: Store) -> dict[str, Any]:
     """Return the fields of the newest root."""
-    data = store.open_store.backend.read(root_key(store.open_store.newest().seq))
+    data = store._view.repository.backend.read(root_key(store._view.repository.newest().seq))
     fields: dict[str, Any] = msgspec.msgpack.decode(unseal(b"r", data, "the root"))
     return fields
 
@@ -56,9 +56,9 @@ def assert_restores(store: Store, name: str, n: int) -> None:
 def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     row = store.take({"s": StateDict(step=0)}, "first").row
-    change_table(store.open_store, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
+    change_table(store._view.repository, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
     assert len(store.snapshots()) == 20_001
-    table = store.open_store.table(store.open_store.newest())
+    table = store._view.repository.table(store._view.repository.newest())
     assert any(isinstance(table.node(Digest(d)), Branch) for _, d, _ in table.children)
     before = bytes_in(tmp_path / "s")
     for i in range(10):
@@ -93,7 +93,7 @@ def test_large_metadata_stand_apart(tmp_path: Path) -> None:
 def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
     """Flip a bit of a snapshot's metadata, at all their places."""
     node = Digest(store._view.row(name).metadata_node)
-    for place in store.open_store.index.find_all(store.open_store.view(), node):
+    for place in store._view.repository.index.find_all(store._view.repository.view(), node):
         path = Path(store.uri) / "casnap-store" / pack_key(place.pack)
         content = bytearray(path.read_bytes())
         content[place.offset + 9] ^= 1
@@ -135,7 +135,7 @@ def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     longest: dict[str, Any] = {"x": [1.0] * 16_300}
     store.take(state(1), "a", metadata=longest)
-    assert len(store.open_store.node(Digest(store._view.row("a").metadata_node))) > 146_000
+    assert len(store._view.repository.node(Digest(store._view.row("a").metadata_node))) > 146_000
     assert Store(tmp_path / "s")["a"].metadata.user == longest
 
 
@@ -155,9 +155,9 @@ WRITES: dict[str, Callable[[Store], Any]] = {
 
 def with_root(store: Store, **fields: Any) -> None:
     """Put the next root, with some more fields, as a later version might."""
-    root = store.open_store.newest()
+    root = store._view.repository.newest()
     said = {**newest_record(store), "seq": root.seq + 1, "commit": b"f" * 16, **fields}
-    store.open_store.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
+    store._view.repository.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
 
 
 @pytest.mark.parametrize("fields", [{"write_features": ["holograms"]}, {"holograms": 1}])
@@ -170,10 +170,10 @@ def test_what_a_writer_does_not_know_it_refuses(
     for name in ("a", "c"):
         store.take(state(1), name)
     with_root(store, **fields)
-    seq = store.open_store.newest().seq
+    seq = store._view.repository.newest().seq
     with pytest.raises(UnsupportedFormatError, match=r"holograms; update casnap"):
         WRITES[write](store)
-    assert store.open_store.newest().seq == seq
+    assert store._view.repository.newest().seq == seq
     assert_restores(Store(tmp_path / "s"), "a", 1)
 
 
@@ -212,11 +212,11 @@ def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     store = Store(tmp_path / "s").make()
     for n, name in enumerate("ac"):
         store.take(state(n), name)
-    root = store.open_store.newest()
+    root = store._view.repository.newest()
     settings = {**root.settings, "colour": ["red", 1]}
-    assert put_next_root(store.open_store.backend, root, settings=settings)
+    assert put_next_root(store._view.repository.backend, root, settings=settings)
     WRITES[write](store)
-    assert store.open_store.newest().settings == settings
+    assert store._view.repository.newest().settings == settings
 
 
 LATER = {"later": [1, {"x": b"y"}], "life": "of a later kind", "thin": {"k": 1}}
@@ -231,7 +231,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
     def forge(table: Table, _seq: int) -> dict[str, Row | None]:
         return {name: row.with_notes(LATER) for name, row in snapshots_in(table)}
 
-    assert change_table(store.open_store, forge)
+    assert change_table(store._view.repository, forge)
     store.tag("run/step_0", "best")
     store.untag("run/step_0", "best")
     store.publish("stable", "run/step_2")
@@ -240,7 +240,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
     Store(tmp_path / "s", mirror=tmp_path / "m").wait_mirrored(60)
     assert store.gc(grace=0, recode_after=1).recoded_snapshots
     store.take(state(3), "run/step_3")
-    rows = dict(snapshots_in(store.open_store.table(store.open_store.newest())))
+    rows = dict(snapshots_in(store._view.repository.table(store._view.repository.newest())))
     thinned = {"recoded": True, "thin": ["optim/**"], "thinned": True}
     (aside,) = (name for name in rows if "rewound" in name)
     assert {name: row.notes for name, row in rows.items()} == {

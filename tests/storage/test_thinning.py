@@ -103,16 +103,16 @@ def test_a_prune_that_thins_is_one_commit(store: Store) -> None:
     """A dry run tells of it. If the thinning fails, nothing was pruned."""
     rules = Retention(keep_last=3, thin={"optim/**": 1})
     fill(store, 5)
-    root = store.open_store.newest()
+    root = store._view.repository.newest()
     row = store._view.row("run/002")
     broken = msgspec.structs.replace(row, manifest=NodeRef(bytes(32), None))
-    change_table(store.open_store, lambda *_: {"run/002": broken})
+    change_table(store._view.repository, lambda *_: {"run/002": broken})
     with pytest.raises(DamagedError):
         store.prune(rules)
     assert len(store.snapshots()) == 5
-    change_table(store.open_store, lambda *_: {"run/002": row})
+    change_table(store._view.repository, lambda *_: {"run/002": row})
     would, report = store.prune(rules, dry_run=True), store.prune(rules)
-    assert store.open_store.newest().seq == root.seq + 3
+    assert store._view.repository.newest().seq == root.seq + 3
     assert [v.name for v in report.forgotten] == ["run/000", "run/001"]
     assert not (Path(store.uri) / "run/001").exists()
     assert report.thinned == {"run/002": ("optim",), "run/003": ("optim",)}
@@ -495,7 +495,7 @@ def test_only_a_thinned_manifest_names_what_it_lost(store: Store) -> None:
 
     def node(name: str) -> dict[str, Any]:
         decode = partial(msgspec.msgpack.decode, type=dict[str, Any])
-        return decode(store.open_store.node(Digest(store[name].row.manifest.digest)))
+        return decode(store._view.repository.node(Digest(store[name].row.manifest.digest)))
 
     assert node("run/001").keys() == {"global", "ranks"}
     assert node("run/000")["thinned"] == ["optim"]

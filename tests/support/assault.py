@@ -71,7 +71,7 @@ CHANGES: dict[str, Callable[[Store], object]] = {
 def digests_of(snapshot: Snapshot) -> set[bytes]:
     """Return what a snapshot needs."""
     top = MANIFEST + snapshot.row.manifest.digest
-    nodes = list(walk(snapshot.store.open_store, [top], set()))
+    nodes = list(walk(snapshot.store._view.repository, [top], set()))
     return {digest_in(r) for node, below in nodes for r in (node, *below)}
 
 

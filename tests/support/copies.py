@@ -33,7 +33,7 @@ def filled(place: Place, steps: int = 3) -> Store:
 
 def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) -> CopyReport:
     """Copy all snapshots, and commit what was sent after each few chunks."""
-    here, there = opened(source).open_store, opened(destination).open_store
+    here, there = opened(source)._view.repository, opened(destination)._view.repository
     table = here.table(here.newest())
     chosen = [CopyJob(name, name, row) for name, row in snapshots_in(table)]
     options = CopyOptions(part_bytes=part_bytes, skip_gone=True)
@@ -56,12 +56,14 @@ def interrupted(
     chosen = [CopyJob("step_0", "step_0", source._view.row("step_0"))]
     options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
     with pytest.raises(_StopError):
-        copy_snapshots(source.open_store, opened(path).open_store, chosen, options, stop)
+        copy_snapshots(
+            source._view.repository, opened(path)._view.repository, chosen, options, stop
+        )
 
 
 def unfinished(place: Place) -> list[str]:
     """Return the commit ids of the snapshots that are being copied into a store."""
-    return [commit.hex() for commit in opened(place).open_store.newest().copies]
+    return [commit.hex() for commit in opened(place)._view.repository.newest().copies]
 
 
 def assert_copied(source: Place, destination: Place, names: set[str] | None = None) -> None:

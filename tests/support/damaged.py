@@ -134,7 +134,7 @@ def forget_cache(cache_dir: Path) -> None:
 
 
 def all_places_of(store: Path) -> list[Record]:
-    root = Store(store).open_store.newest()
+    root = Store(store)._view.repository.newest()
     keys = [segment_key(SegmentId(ref.id)) for ref in root.segments]
     return [
         r
@@ -165,7 +165,7 @@ def check(path: Path, **options: object) -> CheckReport:
 
 
 def listing_of(path: Path) -> FullIndex:
-    return Survey(Store(path, create=False).open_store).index
+    return Survey(Store(path, create=False)._view.repository).index
 
 
 def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
@@ -176,9 +176,9 @@ def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
 
 def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
     """Put a root whose index no longer lists a pack. The pack stays, and may be needed."""
-    view = store.open_store.view()
-    segments = drop_packs(store.open_store, view, {PackId(pack)})
-    assert put_next_root(store.open_store.backend, view.root, segments=segments, **changes)
+    view = store._view.repository.view()
+    segments = drop_packs(store._view.repository, view, {PackId(pack)})
+    assert put_next_root(store._view.repository.backend, view.root, segments=segments, **changes)
 
 
 def change(file: Path, damage: Damage) -> None:

@@ -81,7 +81,7 @@ class Forger:
         self.footer: Callable[[bytes], bytes] = bytes
         self.count: Any = None
         self.deltas: Any = None
-        self._newest = store.open_store.newest()
+        self._newest = store._view.repository.newest()
         self._good = msgspec.to_builtins(store._view.row("good"), builtin_types=(bytes,))
         self._body = bytearray()
         self._records: list[tuple[Digest, Place]] = []

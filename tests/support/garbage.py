@@ -55,7 +55,7 @@ def assert_tidy(path: Path) -> None:
 
 def places_of(store: Store, snapshot: Snapshot) -> list[Any]:
     """Return where the chunks of a snapshot lie."""
-    view = store.open_store.view()
+    view = store._view.repository.view()
     contents = snapshot.contents
     digests = [d for path, e in contents.entries() for d, _ in contents.chunks(path, e)]
-    return [p for p in store.open_store.index.find(view, digests) if p is not None]
+    return [p for p in store._view.repository.index.find(view, digests) if p is not None]

@@ -19,7 +19,7 @@ class Gate:
 
     def __init__(self, store: Store, errors: Iterable[Exception] = ()) -> None:
         self.open, self.errors = threading.Event(), iter(errors)
-        backend = store.open_store.backend
+        backend = store._view.repository.backend
         through = backend.write
 
         def write(key: str, content: Any) -> Any:

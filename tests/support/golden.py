@@ -360,7 +360,7 @@ def _note(store: Store, name: str, **notes: Any) -> None:
     """Give a snapshot notes, also such as a version after this one may make."""
     row = store._view.row(name)
     edit = row_edit(name, row.commit.hex(), lambda row: row.with_notes(notes), store.uri)
-    change_table(store.open_store, edit)
+    change_table(store._view.repository, edit)
 
 
 def _copy_a_part(source: Store, destination: Store, name: str) -> None:
@@ -372,7 +372,7 @@ def _copy_a_part(source: Store, destination: Store, name: str) -> None:
         if len(sent) > 4:
             raise _StopError
 
-    here, there = source.open_store, destination.open_store
+    here, there = source._view.repository, destination._view.repository
     rows = dict(snapshots_in(here.table(here.newest())))
     job = CopyJob(name, name, rows[name])
     with suppress(_StopError):

@@ -57,7 +57,7 @@ def assert_bucket(bucket: Bucket, steps: set[int], maybe: int | None = None) -> 
 
 def forget_dead_takes(store: Store) -> None:
     """Delete the announcements of takes that were killed; collectors wait an hour for these."""
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     for name in backend.names("tmp"):
         if name.startswith("take-"):
             backend.delete(f"tmp/{name}")
@@ -69,7 +69,7 @@ def assert_no_orphans_in(store: Store) -> None:
     A process that is killed while it probes a server leaves an object in tmp/, which goes after an
     hour.
     """
-    view, backend = store.open_store.view(), store.open_store.backend
+    view, backend = store._view.repository.view(), store._view.repository.backend
     assert backend.sizes("packs").keys() == set(map(pack_key, view.packs))
     assert backend.sizes("index").keys() == set(map(segment_key, view.segments))
     assert all(TEMPORARY.fullmatch(name) for name in backend.names("tmp"))

@@ -81,7 +81,7 @@ def held(store: Store) -> dict[str, int]:
 class Worker:
     """One process: a role, its number, and the how-manieth since its start it is."""
 
-    open_store: Callable[..., Store]
+    open_anew: Callable[..., Store]
     journal: Journal
     random: random.Random
     number: int
@@ -91,7 +91,7 @@ class Worker:
     def opened(self) -> Iterator[Store]:
         """Yield the store again and again, now and then opened anew, while there is a parent."""
         while os.getppid() == self.parent:
-            store = self.open_store().make()
+            store = self.open_anew().make()
             for _ in range(self.random.randint(1, 10)):
                 yield store
 
@@ -193,7 +193,7 @@ class Soak:
             client = "gcs" if bucket.server.is_gcs else "s3"
             importlib.import_module(f"casnap.backends.{client}")
         at_home = partial(Store, folder / "store", chunk_size=CHUNK)
-        self.open_store = at_home if bucket is None else partial(store_in, bucket)
+        self.open_anew = at_home if bucket is None else partial(store_in, bucket)
         self.journal = folder / "journal"
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
@@ -247,7 +247,7 @@ class Soak:
         shared = rng.random() < 0.6
         cache = self._caches / ("shared" if shared else f"{role}-{number}")
         journal = Journal(self.journal, f"{role}-{number}")
-        worker = Worker(self.open_store, journal, rng, number, life)
+        worker = Worker(self.open_anew, journal, rng, number, life)
 
         def work() -> None:
             os.environ["CASNAP_CACHE_DIR"] = str(cache)
@@ -309,7 +309,7 @@ def final_check(soak: Soak) -> list[str]:
     """Return what is wrong with what is left of a soak; count what is read."""
     events = read_journal(soak.journal)
     problems = soak.failures + [e["trace"] for e in events if e["do"] == "fail"]
-    store = soak.open_store(create=False)
+    store = soak.open_anew(create=False)
     report = store.check(data=True)
     problems += [f"{damage.kind}: {damage.message}" for damage in report.damages]
     found = held(store)
@@ -318,7 +318,7 @@ def final_check(soak: Soak) -> list[str]:
     for _ in range(2):
         store.gc(grace=0)
     assert_no_orphans_in(store)
-    if held(soak.open_store()) != found or not store.check(data=True).ok:
+    if held(soak.open_anew()) != found or not store.check(data=True).ok:
         problems.append("after the last collection the store holds something else")
     soak.counts["left"] = len(found)
     return problems

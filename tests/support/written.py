@@ -43,8 +43,8 @@ State = Mapping[str, Mapping[str, Any]]
 @contextmanager
 def change_of(store: Store | Repository, codec: Codec = Codec.RAW) -> Iterator[Session]:
     """Give a change of a store, to be filled with chunks and nodes, and committed."""
-    open_store = store.open_store if isinstance(store, Store) else store
-    with Session(open_store, codec=codec) as session:
+    repository = store._view.repository if isinstance(store, Store) else store
+    with Session(repository, codec=codec) as session:
         yield session
 
 

@@ -25,7 +25,8 @@ def state(step):
     return {"s": StateDict(x=torch.arange(3_000_000) + step)}
 
 store = store_of(writer).make()
-backend, put, once = store.open_store.backend, store.open_store.backend.write, threading.Lock()
+backend = store._view.repository.backend
+put, once = backend.write, threading.Lock()
 
 # A take that Ctrl-C interrupts while it writes.
 def interrupting(key, content):

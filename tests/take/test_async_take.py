@@ -252,7 +252,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
 
 store = Store(sys.argv[1]).make()
-backend = store.open_store.backend
+backend = store._view.repository.backend
 through = backend.write
 
 ending = threading.Event()

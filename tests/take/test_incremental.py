@@ -32,7 +32,7 @@ def frozen_and_trained():
 
 def chunk_packs(store):
     """Return how many bytes of files there are below ``packs/``."""
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     return sum(
         backend.size(f"packs/{folder}/{name}")
         for folder in backend.names("packs")

@@ -163,7 +163,7 @@ import torch
 from casnap import StateDict, Store
 
 store = Store(sys.argv[1]).make()
-backend, go = store.open_store.backend, threading.Event()
+backend, go = store._view.repository.backend, threading.Event()
 through = backend.write
 
 def late(key, content):

@@ -68,7 +68,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def broken(store: Store, error: BaseException) -> Callable[[], None]:
     """Have all writes of a store fail; return what mends it."""
-    backend = store.open_store.backend
+    backend = store._view.repository.backend
     gate = Gate(store, repeat(error))  # type: ignore[arg-type]
     gate.open.set()
 

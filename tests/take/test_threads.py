@@ -87,7 +87,7 @@ def test_as_many_threads_hash_as_are_allowed(store, threads_of, monkeypatch):
 def test_one_thread_copies_and_one_writes(store, monkeypatch):
     monkeypatch.setattr(pack, "_WRITERS", 4)
     writers, copiers = set[int](), set[int]()
-    write, slot = store.open_store.backend.write, staging.StagedCopies._slot
+    write, slot = store._view.repository.backend.write, staging.StagedCopies._slot
 
     def note_write(key, content):
         writers.add(threading.get_ident())
@@ -97,7 +97,7 @@ def test_one_thread_copies_and_one_writes(store, monkeypatch):
         copiers.add(threading.get_ident())
         return slot(copies)
 
-    monkeypatch.setattr(store.open_store.backend, "write", note_write)
+    monkeypatch.setattr(store._view.repository.backend, "write", note_write)
     monkeypatch.setattr(staging.StagedCopies, "_slot", note_copier)
     snapshot = store.async_take(state(), "step", threads=1).wait()
     assert len(copiers) == 1

@@ -243,7 +243,7 @@ def test_a_store_that_was_copied_by_hand_is_another_one(source: Store, tmp_path:
 def test_parts_leave_nothing(source: Store, tmp_path: Path) -> None:
     report = copy_in_parts(source, tmp_path / "copy")
     there = Store(tmp_path / "copy").make()
-    assert there.open_store.newest().seq > len(report.copied) == 3
+    assert there._view.repository.newest().seq > len(report.copied) == 3
     assert unfinished(there) == []
     assert_copied(source, there)
     there.gc(grace=0)
@@ -279,15 +279,15 @@ def test_damage_to_an_unfinished_copy(source: Store, tmp_path: Path) -> None:
     """A check says so; and a root that names one by nonsense is damaged."""
     interrupted(source, tmp_path / "copy", 150_000)
     there = Store(tmp_path / "copy").make()
-    root = there.open_store.newest()
+    root = there._view.repository.newest()
     [(commit, copy)] = root.copies.items()
     lost = msgspec.structs.replace(copy, parts=NodeRef(bytes(32), None))
-    assert put_next_root(there.open_store.backend, root, copies={commit: lost})
+    assert put_next_root(there._view.repository.backend, root, copies={commit: lost})
     [damage] = there.check().damages
     assert [h.snapshot for h in damage.hurts] == [f"the unfinished copy {commit.hex()}"]
     for bad in ({commit[1:]: copy}, {commit: UnfinishedCopy(NodeRef(b"x", None), 1.0)}):
-        newest = there.open_store.newest()
-        assert put_next_root(there.open_store.backend, newest, copies=bad)
+        newest = there._view.repository.newest()
+        assert put_next_root(there._view.repository.backend, newest, copies=bad)
         with pytest.raises(DamagedError, match="has a malformed unfinished copy"):
             Store(tmp_path / "copy").snapshots()
         (tmp_path / "copy/casnap-store" / root_key(newest.seq + 1)).unlink()
@@ -366,10 +366,14 @@ def test_a_snapshot_that_was_deleted_at_the_source(source: Store, tmp_path: Path
     source.delete("step_1")
     source.gc(grace=0, repack=0.9)
     with pytest.raises(SnapshotNotFoundError, match="step_1 was deleted or replaced"):
-        copy_snapshots(source.open_store, opened(tmp_path / "one").open_store, chosen[1:2])
+        copy_snapshots(
+            source._view.repository, opened(tmp_path / "one")._view.repository, chosen[1:2]
+        )
     assert Store(tmp_path / "one").snapshots() == []
     options = CopyOptions(skip_gone=True)
-    report = copy_snapshots(source.open_store, opened(tmp_path / "all").open_store, chosen, options)
+    report = copy_snapshots(
+        source._view.repository, opened(tmp_path / "all")._view.repository, chosen, options
+    )
     assert (report.copied, report.gone) == (["step_0", "step_2"], ["step_1"])
     assert_copied(source, tmp_path / "all")
 
@@ -490,8 +494,8 @@ def test_damage_at_the_source_is_told_and_not_copied(source: Store, tmp_path: Pa
     """What was copied before stands."""
     digests = {d for s in source.snapshots()[1:2] for d, _ in _chunks(s)}
     digests -= {d for s in source.snapshots()[:1] for d, _ in _chunks(s)}
-    view = source.open_store.view()
-    place = source.open_store.index.find(view, [min(digests)])[0]
+    view = source._view.repository.view()
+    place = source._view.repository.index.find(view, [min(digests)])[0]
     assert place is not None
     pack = tmp_path / "source" / "casnap-store" / pack_key(place.pack)
     content = bytearray(pack.read_bytes())

@@ -150,7 +150,7 @@ def test_a_pickled_store_is_freed_at_once_with_its_mirror(tmp_path: Path) -> Non
     gc.collect()
     gc.disable()
     try:
-        opened = [ref(again.open_store), ref(again.mirror)]
+        opened = [ref(again._view.repository), ref(again.mirror)]
         del again
         assert [each() for each in opened] == [None, None]
     finally:

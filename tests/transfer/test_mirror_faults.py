@@ -319,13 +319,13 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 def copier(here: Any, there: Any) -> Copier:
     def open_pair() -> Pair:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK).make()
-        open_store = source.open_store
+        repository = source._view.repository
 
         def chosen() -> list[CopyJob]:
-            rows = list(snapshots_in(open_store.table(open_store.newest())))
+            rows = list(snapshots_in(repository.table(repository.newest())))
             return [CopyJob(name, name, row) for name, row in rows]
 
-        return Pair(open_store, target.open_store, chosen, CopyOptions(part_bytes=CHUNK))
+        return Pair(repository, target._view.repository, chosen, CopyOptions(part_bytes=CHUNK))
 
     return Copier(open_pair)
 

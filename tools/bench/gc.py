@@ -80,7 +80,7 @@ def mark(settings: Settings, path: str, cache: str) -> dict[str, float]:
     """Mark what a store needs; return seconds, extra memory, and how many chunks are live."""
     os.environ["CASNAP_CACHE_DIR"] = str(settings.path("gc", cache))
     settings.path("gc", cache).mkdir(exist_ok=True)
-    store = Store(path, create=False).open_store
+    store = Store(path, create=False)._view.repository
     found: list[Marks] = []
     with PeakMemory() as memory:
         took = seconds(lambda: found.append(Marks(store, store.newest(), lambda *_: None)))

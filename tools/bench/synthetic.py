@@ -48,7 +48,7 @@ class Synthetic:
         self._tensors[self._new[0]] = os.urandom(32 * self._rows)
 
     def _commit(self, name: str, crew: Crew) -> None:
-        with Session(self.store.open_store, crew) as session:
+        with Session(self.store._view.repository, crew) as session:
             self._add_chunks(session)
             lists = [session.put_node(digests) for digests in self._tensors]
             entries = {
