@@ -54,9 +54,9 @@ from casnap.mirror.status import (
 from casnap.mirror.succession import SucceededError, Succession
 from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
+from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.threads import Worker
 from casnap.storage.log.settings import CODEC, CODECS, settings_of
-from casnap.storage.lookup.lmdb_files import BusyError, locked
 from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.opening import open_at

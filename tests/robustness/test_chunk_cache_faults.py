@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from casnap.errors import DamagedError
-from casnap.storage.lookup.lmdb_files import locked
+from casnap.runtime.host_locks import locked
 from tests.support.cached import (
     CHUNK,
     PLENTY,

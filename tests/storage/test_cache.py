@@ -18,9 +18,10 @@ import pytest
 
 from casnap import Retention, StateDict, Store
 from casnap.runtime.environment import boot_id
+from casnap.runtime.host_locks import locked
 from casnap.storage.lookup import lmdb_files
 from casnap.storage.lookup.index_cache import LmdbCache
-from casnap.storage.lookup.lmdb_files import locked, open_environment
+from casnap.storage.lookup.lmdb_files import open_environment
 from tests.support.far import FarFolder
 from tests.support.faults import (
     CHUNK,

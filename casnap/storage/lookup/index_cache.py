@@ -40,12 +40,11 @@ from casnap.format.records import (
 )
 from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
 from casnap.runtime.fork import in_child, new_lock
+from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.typing import override
 from casnap.storage.lookup.lmdb_files import (
     WRITING,
-    BusyError,
     inode,
-    locked,
     nbytes,
     open_environment,
     put_text,

@@ -4,59 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
 
 from casnap.runtime.environment import boot_id, is_running
-from casnap.runtime.fork import locked_file
 
 _log = logging.getLogger("casnap")
 WRITING = "writing-"
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
-_POLL = 0.002
-
-
-class BusyError(OSError):
-    """Another process holds a lock for too long."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(errno.EWOULDBLOCK, message)
-
-    def __str__(self) -> str:
-        """Return what happened, without the number."""
-        return str(self.strerror)
-
-
-@contextlib.contextmanager
-def locked(path: Path, patience: float) -> Iterator[None]:
-    """Hold a lock that the processes of this host share.
-
-    Raises:
-        BusyError: Another process has held it for so many seconds.
-    """
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    end = time.monotonic() + patience
-    with locked_file(fd):
-        while not _try_lock(fd):
-            if time.monotonic() >= end:
-                raise BusyError(f"another process has held {path.name!r} for {patience:g} s")
-            time.sleep(_POLL)
-        yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def open_environment(folder: Path) -> lmdb.Environment:

@@ -27,9 +27,9 @@ from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
 from casnap.runtime.buffers import PAGE, whole_pages
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
 from casnap.runtime.fork import new_lock
+from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.typing import override
 from casnap.runtime.units import Size, bytes_of
-from casnap.storage.lookup.lmdb_files import BusyError, locked
 from casnap.storage.packs.chunk_reads import ReadOptions, Want, read_places
 
 _log = logging.getLogger("casnap")

@@ -1,0 +1,51 @@
+"""Locks that the processes of a host share: files that are locked, and waited for."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from casnap.runtime.fork import locked_file
+
+_POLL = 0.002
+
+
+class BusyError(OSError):
+    """Another process holds a lock for too long."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EWOULDBLOCK, message)
+
+    def __str__(self) -> str:
+        """Return what happened, without the number."""
+        return str(self.strerror)
+
+
+@contextmanager
+def locked(path: Path, patience: float) -> Iterator[None]:
+    """Hold a lock that the processes of this host share.
+
+    Raises:
+        BusyError: Another process has held it for so many seconds.
+    """
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + patience
+    with locked_file(fd):
+        while not _try_lock(fd):
+            if time.monotonic() >= end:
+                raise BusyError(f"another process has held {path.name!r} for {patience:g} s")
+            time.sleep(_POLL)
+        yield
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
