@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from casnap.backends.places import exists
 from casnap.cli.output import (
     CommandError,
     emit,
@@ -22,9 +19,8 @@ from casnap.cli.output import (
     table,
 )
 from casnap.errors import nearest
-from casnap.runtime.environment import cache_folder, local_path, why_refused
-from casnap.storage.lookup.index_cache import CachedIndex, cached_indexes
-from casnap.storage.reading.chunk_cache import FOLDER, URI, CachedPack, cached_packs
+from casnap.runtime.environment import cache_folder, local_path
+from casnap.storage.reading.host_cache import KeptStore, kept_stores
 
 
 @click.command()
@@ -39,92 +35,59 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     cached read it from the store again. The index of a store that is gone, or that nobody used for
     a month, is deleted when that of another one is made.
     """
-    base = cache_folder()
-    folder = None if base is None else base / FOLDER
-    reason = None if folder is None or not exists(folder) else why_refused(folder)
-    if reason is not None:
-        raise CommandError(f"{quote(str(folder))} {reason}, so casnap does not use it")
-    packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))
-    indexes = [] if base is None else list(cached_indexes(base))
-    stores = _stores(packs, indexes)
+    folder = cache_folder()
+    kept = kept_stores(folder)
     if store is not None:
-        stores = _stores_named(store, stores)
-    store_ids = {fields["id"] for fields in stores}
-    packs = [pack for pack in packs if pack.store_id in store_ids]
-    # What is known of a place alone is no row, and counts where all is shown.
-    indexes = [i for i in indexes if i.store_id in store_ids or (store, i.store_id) == (None, None)]
+        kept = _named(store, kept)
     if clear:
-        for pack in packs:
-            pack.path.unlink(missing_ok=True)
-        for index in indexes:
-            index.delete()
-    cached_bytes = sum(pack.nbytes for pack in packs)
-    index_bytes = sum(index.nbytes for index in indexes)
+        for each in kept:
+            each.clear()
+    # What is known of a place alone is no row, and counts where all is shown.
+    stores = [each for each in kept if each.store_id is not None]
+    cached_bytes = sum(each.cached_bytes for each in kept)
+    index_bytes = sum(each.index_bytes for each in kept)
     if as_json:
-        listed = [{**s, "used_time": json_time(s["used_time"])} for s in stores]
-        facts = {"folder": str(base or ""), "cached_bytes": cached_bytes, "cleared": clear}
-        emit({**facts, "index_bytes": index_bytes, "stores": listed})
+        facts = {"folder": str(folder or ""), "cached_bytes": cached_bytes, "cleared": clear}
+        emit({**facts, "index_bytes": index_bytes, "stores": list(map(_fields, stores))})
         return
     if stores:
         rows = [
             (
-                s["store"],
-                size(s["index_bytes"]),
-                size(s["cached_bytes"]),
-                f"{s['pack_count']:,}",
-                moment(s["used_time"]),
-                s["id"],
+                each.uri or "?",
+                size(each.index_bytes),
+                size(each.cached_bytes),
+                f"{each.pack_count:,}",
+                moment(each.last_use),
+                each.store_id,
             )
-            for s in stores
+            for each in stores
         ]
         headings = ("STORE", "INDEX", "CHUNKS", "PACKS", "USED", "ID")
         table(headings, rows, numbers={"INDEX", "CHUNKS", "PACKS"})
     state = "cleared" if clear else "cached"
-    say(f"{size(index_bytes + cached_bytes)} {state} in {str(base) if base else 'no folder'}")
+    say(f"{size(index_bytes + cached_bytes)} {state} in {str(folder) if folder else 'no folder'}")
 
 
-def _stores(packs: list[CachedPack], indexes: list[CachedIndex]) -> list[dict[str, Any]]:
-    """Return what is cached of each store, as JSON has it, but for the form of the time."""
-    stores: dict[str, dict[str, Any]] = {}
-
-    def add(ident: str, uri: str, last_use: float, **counts: int) -> None:
-        nothing = {"cached_bytes": 0, "index_bytes": 0, "pack_count": 0, "used_time": 0.0}
-        fields = stores.setdefault(ident, {"store": "?", "id": ident, **nothing})
-        # A store that was moved or copied has the index of each place.
-        if uri and (last_use >= fields["used_time"] or fields["store"] == "?"):
-            fields["store"] = uri
-        fields["used_time"] = max(fields["used_time"], last_use)
-        for name, count in counts.items():
-            fields[name] += count
-
-    for index in indexes:
-        if index.store_id is not None:
-            add(index.store_id, index.uri, index.last_use, index_bytes=index.nbytes)
-    for ident, group in groupby(packs, key=attrgetter("store_id")):
-        of_store = list(group)
-        nbytes, last_use = (
-            sum(pack.nbytes for pack in of_store),
-            max(pack.last_use for pack in of_store),
-        )
-        uri = _uri(of_store[0].path.parents[2])
-        add(ident, uri, last_use, cached_bytes=nbytes, pack_count=len(of_store))
-    return sorted(stores.values(), key=lambda fields: str(fields["store"]))
+def _fields(kept: KeptStore) -> dict[str, Any]:
+    return {
+        "store": kept.uri or "?",
+        "id": kept.store_id,
+        "cached_bytes": kept.cached_bytes,
+        "index_bytes": kept.index_bytes,
+        "pack_count": kept.pack_count,
+        "used_time": json_time(kept.last_use),
+    }
 
 
-def _uri(folder: Path) -> str:
-    try:
-        return (folder / URI).read_text("utf-8", "surrogateescape")
-    except OSError:
-        return ""
-
-
-def _stores_named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _named(store: str, kept: list[KeptStore]) -> list[KeptStore]:
     names = {store.rstrip("/"), store}
     if "://" not in store:
         # A store on this host is listed by its real path.
         names.add(str(Path(local_path(store)).resolve()))
-    matches = [fields for fields in stores if names & {fields["store"], fields["id"]}]
+    # Of a place alone, only the bytes are told.
+    stores = [each for each in kept if each.store_id is not None]
+    matches = [each for each in stores if names & {each.uri or "?", each.store_id}]
     if not matches:
-        hint = nearest(store, [fields["store"] for fields in stores])
+        hint = nearest(store, [each.uri or "?" for each in stores])
         raise CommandError(f"nothing of {quote(store)} is cached on this host{hint}")
     return matches

@@ -35,8 +35,8 @@ from casnap.storage.packs.chunk_reads import ReadOptions, Want, read_places
 _log = logging.getLogger("casnap")
 FOLDER = "chunks"
 """The folder of all this, in the folder for caches."""
-URI = "uri"
-"""The file that says where a store was."""
+# The file that says where a store was.
+_URI = "uri"
 # Packs that were used so few seconds ago stay. So a snapshot that is larger than the bound does not
 # push itself out while it is read, but keeps a part of itself.
 _YOUNG = 600.0
@@ -68,6 +68,10 @@ class CachedPack(NamedTuple):
     nbytes: int
     path: Path
     store_id: str
+
+    def delete(self) -> None:
+        """Delete the file. Processes that read it can go on."""
+        self.path.unlink(missing_ok=True)
 
 
 class _Files(LocalBackend):
@@ -203,7 +207,7 @@ class ChunkCache:
         # One by one, since what `parents` makes lets others look in.
         for path in (top, self._all, self._folder, folder.parent, folder):
             path.mkdir(mode=0o700, parents=path == top, exist_ok=True)
-        (self._folder / URI).write_text(self._uri, "utf-8", "surrogateescape")
+        (self._folder / _URI).write_text(self._uri, "utf-8", "surrogateescape")
 
     def _room_for(self, nbytes: int) -> int:
         """Return for how many of these bytes there is room, and count them; make it if need be."""
@@ -234,7 +238,7 @@ class ChunkCache:
             if total <= most:
                 break
             if not 0 <= now - pack.last_use < _YOUNG:
-                pack.path.unlink(missing_ok=True)
+                pack.delete()
                 total -= pack.nbytes
         return total
 
@@ -326,6 +330,14 @@ def cached_packs(folder: Path) -> Iterator[CachedPack]:
                     status = file.stat(follow_symlinks=False)
                     nbytes = status.st_blocks * _SECTOR
                     yield CachedPack(status.st_mtime, nbytes, Path(file.path), store.name)
+
+
+def noted_uri(folder: Path, store_id: str) -> str:
+    """Return where a store with cached packs was, as noted; empty if that is not known."""
+    try:
+        return (folder / store_id / _URI).read_text("utf-8", "surrogateescape")
+    except OSError:
+        return ""
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
