@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, over
 import msgspec
 
 from casnap.backends.places import is_file
+from casnap.backends.uris import joined, name_below, store_uri
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry
 from casnap.format.names import component_of, key_of, name_text
@@ -25,7 +26,6 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.units import Size, bytes_if_given
 from casnap.state.stateful import AppState, check_order
-from casnap.storage.places.uris import joined, name_below, store_uri
 from casnap.storage.snapshots.contents import Contents
 from casnap.take.options import OnError, TakeOptions, options_of, shows_options
 from casnap.version import __version__

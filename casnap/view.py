@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from casnap.backends import Backend
+from casnap.backends.uris import joined, name_below
 from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.names import check_name, name_text
 from casnap.format.records import CONFIG_KEY, Root, Row, StoreConfig
@@ -28,7 +29,6 @@ from casnap.storage.places.location import (
     locate_snapshot,
     locate_store,
 )
-from casnap.storage.places.uris import joined, name_below
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import only_marker_error
 from casnap.storage.snapshots.opening import open_at

@@ -100,3 +100,11 @@ def matching(folder: _Path, *patterns: str) -> list[Path]:
         for path in paths_in(folder)
         if any(fnmatchcase(path.name, pattern) for pattern in patterns)
     ]
+
+
+def as_written(folder: Path) -> Path:
+    """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
+    place = Path(folder.anchor) if folder.is_absolute() else Path.cwd()
+    for part in folder.parts:
+        place = place.resolve().parent if part == ".." else place / part
+    return place

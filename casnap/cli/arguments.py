@@ -11,6 +11,7 @@ import click
 
 from casnap.backends import Backend
 from casnap.backends.places import exists
+from casnap.backends.uris import joined, store_uri
 from casnap.cli.output import CommandError, json_option, json_time, quote, say
 from casnap.errors import (
     CasnapError,
@@ -23,7 +24,6 @@ from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.storage.places.location import TYPED, TYPED_TO_TAKE, locate_store
-from casnap.storage.places.uris import joined, snapshot_uri, store_uri
 from casnap.storage.snapshots.holds import UNMIRRORED
 from casnap.storage.snapshots.opening import open_at
 from casnap.store import Store
@@ -141,8 +141,7 @@ def open_or_above(
         remote = store_uri(uri)
         if remote is None or remote.name or remote.is_bucket:
             raise
-        snapshot = snapshot_uri(uri)
-        assert snapshot is not None
+        snapshot = remote.as_snapshot()
         try:
             return open_place(snapshot.store)[0], snapshot.name
         except NotAStoreError:

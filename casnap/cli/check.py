@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.uris import store_uri
 from casnap.cli.arguments import open_snapshot, open_store, open_whole_store, reading_options
 from casnap.cli.option_types import positive_share
 from casnap.cli.output import (
@@ -24,7 +25,6 @@ from casnap.errors import NotAStoreError, nearest
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage, Hurt
-from casnap.storage.places.uris import store_uri
 from casnap.store import Store
 from casnap.view import repository_of
 

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from casnap.backends import Backend
+from casnap.backends.uris import store_uri
 from casnap.cli.arguments import (
     is_exclusive,
     open_or_above,
@@ -32,7 +33,6 @@ from casnap.cli.output import (
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
 from casnap.storage.places.location import locate_store
-from casnap.storage.places.uris import snapshot_uri, store_uri
 from casnap.store import Store
 from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
@@ -203,8 +203,8 @@ def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:
     if name is None or base_name != PurePosixPath(name).name:
         return uri, None
     # As of a take, the path is that of the snapshot, and its parent becomes the store.
-    place = snapshot_uri(uri)
-    return (str(Path(uri).parent), base_name) if place is None else (place.store, base_name)
+    place = str(Path(uri).parent) if remote is None else remote.as_snapshot().store
+    return place, base_name
 
 
 def _show_new(uri: str, name: str | None, *, dry_run: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from casnap.backends import LocalBackend, backend_at
 from casnap.backends.places import exists
+from casnap.backends.uris import store_uri
 from casnap.cli.arguments import open_store, open_whole_store, options_for, writing_options
 from casnap.cli.check import damage_fields, print_damages
 from casnap.cli.output import (
@@ -29,7 +30,6 @@ from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
 from casnap.runtime.environment import local_path
 from casnap.storage.log.config import read_config
-from casnap.storage.places.uris import store_uri
 from casnap.store import Store
 from casnap.view import repository_of
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from casnap.backends.places import as_written
+from casnap.backends.uris import joined
 from casnap.errors import StateError
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import given_path, local_path
-from casnap.storage.places.location import as_written
-from casnap.storage.places.uris import joined
 from casnap.store import Store
 
 CheckpointId = str | os.PathLike[str]

@@ -12,6 +12,7 @@ import msgspec
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.base import TEMPORARY
 from casnap.backends.places import exists, is_folder, status
+from casnap.backends.uris import store_uri
 from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
@@ -37,7 +38,6 @@ from casnap.storage.log.put_if_absent import honours_put_if_absent, no_put_if_ab
 from casnap.storage.log.roots import WRITER, read_root, sealed_root
 from casnap.storage.log.settings import CODEC
 from casnap.storage.places.location import has_object, is_ours
-from casnap.storage.places.uris import store_uri
 
 _log = logging.getLogger("casnap")
 # Seconds after which another process has put what it was about to put, where all puts win.

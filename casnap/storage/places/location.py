@@ -2,7 +2,7 @@
 
 A local path is a store plus a name. The store is the nearest folder above that holds
 ``casnap-store/``, as ``git`` finds its repository. A store that was made unasked, by a path alone,
-serves only the names right in its folder. ``uris.py`` says what a URI means.
+serves only the names right in its folder. ``backends/uris.py`` says what a URI means.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.backends.owners import Owners, owners_by
-from casnap.backends.places import exists, is_folder, is_link, status
+from casnap.backends.places import as_written, exists, is_folder, is_link, status
 from casnap.backends.system_errors import is_of_the_place
+from casnap.backends.uris import Uri, store_uri
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -31,7 +32,6 @@ from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.environment import given_path, local_path
 from casnap.storage.log.config import no_config_error
 from casnap.storage.log.roots import newest_root
-from casnap.storage.places.uris import Uri, snapshot_uri, store_uri
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -91,9 +91,9 @@ def locate_snapshot(
         DamagedError: It lies in a store that has lost its ``casnap.json``.
         ValueError: A local path has storage options.
     """
-    uri = snapshot_uri(path)
+    uri = store_uri(path)
     if uri is not None:
-        return _locate_uri(uri, storage_options)
+        return _locate_uri(uri.as_snapshot(), storage_options)
     text, local = _local(path, storage_options)
     if not local.strip("/") or Path(local).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
@@ -200,14 +200,6 @@ def _resolved(folder: Path) -> Path:
 def has_object(backend: Backend, key: str) -> bool:
     """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
     return backend.size_if_there(key) is not None
-
-
-def as_written(folder: Path) -> Path:
-    """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
-    place = Path(folder.anchor) if folder.is_absolute() else Path.cwd()
-    for part in folder.parts:
-        place = place.resolve().parent if part == ".." else place / part
-    return place
 
 
 def _find_store(folder: Path, use: Use) -> tuple[Path, str] | None:

@@ -12,6 +12,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from casnap.backends.uris import joined
 from casnap.errors import (
     DamagedError,
     EntryNotFoundError,
@@ -38,7 +39,6 @@ from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode, decode_kept
 from casnap.format.tree import Tree
 from casnap.runtime.fork import cached_property
-from casnap.storage.places.uris import joined
 from casnap.storage.reading.repository import Repository
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.

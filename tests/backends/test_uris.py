@@ -10,8 +10,8 @@ import pytest
 
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.backends.uris import store_uri
 from casnap.errors import CasnapError, InvalidNameError, NotAStoreError, StoreError
-from casnap.storage.places.uris import snapshot_uri, store_uri
 from tests.support.remote import RemoteDouble
 
 TINY = {"s": StateDict(x=1)}
@@ -33,8 +33,9 @@ TINY = {"s": StateDict(x=1)}
     ],
 )
 def test_a_snapshot_has_its_parent_as_store(path: str, store: str, name: str) -> None:
-    found = snapshot_uri(path)
-    assert found is not None
+    uri = store_uri(path)
+    assert uri is not None
+    found = uri.as_snapshot()
     assert (found.store, found.name) == (store, name)
 
 
@@ -57,7 +58,6 @@ def test_a_store(uri: str, store: str, name: str, is_bucket: bool) -> None:
 @pytest.mark.parametrize("path", ["run/step", "/run/step", "file:///run/step", "./s3:/run/step"])
 def test_local_paths(path: str) -> None:
     assert store_uri(path) is None
-    assert snapshot_uri(path) is None
 
 
 @pytest.mark.parametrize(

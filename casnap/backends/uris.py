@@ -38,24 +38,21 @@ class Uri(NamedTuple):
         """Whether the store is a whole bucket."""
         return not self.parent[0]
 
+    def as_snapshot(self) -> Uri:
+        """Return the store and the name that this means as the URI of a snapshot.
 
-def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
-    """Return the store and the name that a snapshot's URI means; None if it is a local path.
-
-    Raises:
-        InvalidNameError: It names no snapshot.
-        NotAStoreError: A store cannot have this URI.
-    """
-    uri = store_uri(path)
-    if uri is None or uri.name:
-        return uri
-    store, name = uri.parent
-    if not store:
-        raise InvalidNameError(
-            f"{uri.store} names a bucket, not a snapshot in it; add a name, like "
-            f"{uri.store}/run1/step_100"
-        )
-    return _uri(store, check_name(name))
+        Raises:
+            InvalidNameError: It names no snapshot.
+        """
+        if self.name:
+            return self
+        store, name = self.parent
+        if not store:
+            raise InvalidNameError(
+                f"{self.store} names a bucket, not a snapshot in it; add a name, like "
+                f"{self.store}/run1/step_100"
+            )
+        return _uri(store, check_name(name))
 
 
 def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
