@@ -34,7 +34,7 @@ from casnap.runtime.units import (
 )
 from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
 from casnap.state.stateful import AppState, check_order
-from casnap.storage.log.settings import CODEC, check_codec, gc_settings, settings_of
+from casnap.storage.log.settings import new_settings
 from casnap.storage.places.creation import chunk_size_of
 from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.published import SETTING as PUBLISHED
@@ -178,7 +178,7 @@ class Store:
             threads=count_if_given("threads", threads),
             mirror_options=_mirror_options(mirror, mirror_options, mirror_retention),
             chunk_size=chunk_size_of(chunk_size),
-            codec=None if codec is None else check_codec(codec),
+            settings=new_settings(codec),
             exclusive=exclusive,
             cache_bytes=bytes_if_given("cache_bytes", cache_bytes, least=0),
             markers=markers,
@@ -838,7 +838,8 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
-        settings = settings_of(self._view.repository.newest())
+        repository = self._view.repository
+        settings = repository.settings(repository.newest()).values
         settings.pop(PUBLISHED, None)
         return settings
 
@@ -866,13 +867,12 @@ class Store:
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
-        new_settings = {} if codec is None else {CODEC: check_codec(codec)}
-        new_settings |= {} if gc is None else gc_settings(gc)
+        changes = new_settings(codec, gc)
         self.make()
         changed = False
-        if new_settings:
+        if changes:
             changed = change_settings(
-                self._view.repository, lambda settings: {**settings, **new_settings}
+                self._view.repository, lambda settings: {**settings, **changes}
             )
         if mirror is not None:
             changed |= detach_mirror(self._view.repository)

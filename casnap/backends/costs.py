@@ -30,6 +30,10 @@ class Costs(NamedTuple):
         collection_rest: The next time is so many seconds later.
         mirror_look: A mirror looks this often, in seconds, for what other processes have committed.
         one_asks: Whether of many ranks one asks for what all need, and tells the others.
+        recodes: Whether a collector makes what history keeps smaller, unless the store is set
+            otherwise. It reads that, which a bucket charges.
+        has_grace: Whether what is condemned waits for a grace, also where processes collect by
+            themselves and the store is set to none; else for a whole cycle of collections.
     """
 
     gap: int
@@ -48,6 +52,8 @@ class Costs(NamedTuple):
     collection_rest: float
     mirror_look: float
     one_asks: bool
+    recodes: bool
+    has_grace: bool
 
 
 _SMALL = 10_000
@@ -72,6 +78,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "collection_rest": (0.0, 3600.0),
     "mirror_look": (5.0, 30.0),
     "one_asks": (False, True),
+    "recodes": (True, False),
+    "has_grace": (False, True),
 }
 LOCAL = Costs(**{name: disk for name, (disk, _) in _TABLE.items()})
 REMOTE = Costs(**{name: bucket for name, (_, bucket) in _TABLE.items()})

@@ -8,7 +8,7 @@ from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
 from casnap.storage.log.put_if_absent import check_put_if_absent
-from casnap.storage.log.settings import CODEC, CODECS
+from casnap.storage.log.settings import CODECS
 from casnap.storage.places.creation import chunk_size_of
 from casnap.storage.places.location import locate_store
 from casnap.storage.snapshots.table import change_settings
@@ -56,7 +56,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     size = chunk_size or DEFAULT_CHUNK_SIZE
     place = open_store(store, create=True, chunk_size=size, codec=codec).make()
     change_settings(repository_of(place), serving_below)
-    stored_codec = place.settings[CODEC]
+    stored_codec = place.settings["codec"]
     if chunk_size not in (None, place.chunk_size):
         raise CommandError(
             f"{place.uri} is a store already, of {binary(place.chunk_size)} chunks, which cannot "
@@ -74,7 +74,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             "store": place.uri,
             "id": place.id,
             "chunk_size_bytes": place.chunk_size,
-            CODEC: stored_codec,
+            "codec": stored_codec,
             "created": view_of(place).is_new,
         }
         emit(document, place)

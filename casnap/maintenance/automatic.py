@@ -22,15 +22,15 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from casnap.errors import CasnapError, StorageFullError
-from casnap.format.records import Row
-from casnap.maintenance.gc import GcOptions, GcReport, collect
+from casnap.format.records import Root, Row
+from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
-from casnap.storage.log.settings import collects_unasked, grace_of
+from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -116,7 +116,7 @@ class AutomaticCollector:
         if _main_thread_lives():
             # What was committed stands, whatever happens here.
             with suppress(CasnapError, OSError):
-                if self._is_due(store) and collects_unasked(store.recent()):
+                if self._is_due(store) and store.settings(store.recent()).collects_unasked:
                     self._start(store)
 
     def count_freed(self) -> int:
@@ -192,7 +192,7 @@ class AutomaticCollector:
     def _sweep(self, store: Repository) -> GcReport | None:
         """Collect without any grace; return None if the store's garbage is left to the user."""
         with self._collecting:
-            if not collects_by_itself() or not collects_unasked(store.newest()):
+            if not collects_unasked(store, store.newest()):
                 return None
             self._counts.clear()
             report = self._collect(store, GcOptions(grace=0))
@@ -224,10 +224,10 @@ class AutomaticCollector:
         try:
             with self._collecting:
                 root, until = store.recent(), self._condemned_until
-                has_grace = backend.costly_requests or grace_of(root) is not None
-                if not has_grace and until is None:
+                if grace_at(store, root) is not None:
+                    until = None
+                elif until is None:
                     until = root.seq
-                until = None if has_grace else until
                 # States wait for the first one. What others have left to copy is for a later one.
                 is_hurried = self._is_large and self.last_report is None
                 options = GcOptions(condemned_until=until, repack=0.0 if is_hurried else _REPACK)
@@ -343,6 +343,37 @@ def _ending_with_process(patience: float) -> Progress:
                 raise _ExitError
 
     return look
+
+
+# --- what becomes of garbage --------------------------------------------------------------------
+
+
+def collects_unasked(store: Repository, root: Root) -> bool:
+    """Whether processes such as this one collect the garbage of a store by themselves."""
+    return collects_by_itself() and store.settings(root).collects_unasked
+
+
+def grace_at(store: Repository, root: Root) -> float | None:
+    """Return for how many seconds collections keep what they have condemned.
+
+    None if the next one that a process begins by itself frees it.
+    """
+    grace = store.settings(root).grace
+    is_needed = store.backend.costs.has_grace or not collects_unasked(store, root)
+    return DAY if grace is None and is_needed else grace
+
+
+def waiting_until(store: Repository) -> float | None:
+    """Return when the grace of all condemned packs is over, in seconds since the epoch.
+
+    None if nothing is condemned, or if the next collection that a process begins by itself frees
+    it.
+    """
+    root = store.newest()
+    grace = grace_at(store, root)
+    if not root.condemned or grace is None:
+        return None
+    return read_root(store.backend, max(root.condemned.values())).time + grace
 
 
 # The last few stay, since a process may open its store anew for each take.

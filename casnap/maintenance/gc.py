@@ -32,7 +32,6 @@ from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
 from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import next_root, put_root, release_reserve, with_advice
-from casnap.storage.log.settings import grace_of, recodes
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned
@@ -252,7 +251,7 @@ class _Collector:
         self._store.check_writable("collect the garbage of", root, dry_run=self._options.dry_run)
         grace = self._options.grace
         if grace is None:
-            grace = grace_of(root)
+            grace = self._store.settings(root).grace
         self._grace = DAY if grace is None else grace
         if not self._options.dry_run:
             drop_abandoned(self._store)
@@ -279,7 +278,7 @@ class _Collector:
 
     def _recode(self, root: Root) -> None:
         after = self._options.recode_after
-        if after is None or self._options.dry_run or not recodes(root, self._backend):
+        if after is None or self._options.dry_run or not self._store.settings(root).recodes:
             return
 
         def give_up(error: Obstacle) -> None:

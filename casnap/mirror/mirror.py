@@ -56,7 +56,6 @@ from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.threads import Worker
-from casnap.storage.log.settings import CODEC, CODECS, settings_of
 from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.opening import open_at
@@ -413,7 +412,6 @@ class Mirror:
         source = self._source
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
-        codec = settings_of(root)[CODEC]
         try:
             # Another process may have made it meanwhile, so its place is looked at anew.
             place = locate_store(self.how.uri, self.how.options)
@@ -421,7 +419,7 @@ class Mirror:
                 place,
                 create=attached is None,
                 chunk_size=source.config.chunk_size,
-                codec=codec if codec in CODECS else None,
+                settings=source.settings(root).of_mirror,
             )
         except NotAStoreError as e:
             if attached is None:

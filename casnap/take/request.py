@@ -11,7 +11,6 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.storage.log.settings import codec_of
 from casnap.storage.places.other_formats import check_no_other_form
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
@@ -66,7 +65,7 @@ def agree_on_request(
     root, codec = None, Codec.RAW
     if comm.rank == 0:
         root = _check_name_is_free(store, name, options)
-        codec = codec_of(root, store.backend.uri)
+        codec = store.settings(root).codec
     mine = Request(
         store.config.store_id,
         name,

@@ -16,7 +16,6 @@ from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.log.settings import compresses_copies
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.markers import replace_markers
@@ -208,9 +207,8 @@ class SnapshotCopy:
             session.renew_announcement()
 
         destination = session.store
-        sends_small = compresses_copies(
-            session.base.root, destination.backend, gets_all=self._options.gets_all
-        )
+        settings = destination.settings(session.base.root)
+        sends_small = settings.compresses_copies(gets_all=self._options.gets_all)
         # A store that compresses compresses all; another one takes chunks as they are.
         session.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))
         if sends_small and self._sender is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,7 +37,6 @@ from casnap.storage.log.config import (
 )
 from casnap.storage.log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.log.roots import WRITER, read_root, sealed_root
-from casnap.storage.log.settings import CODEC
 from casnap.storage.places.location import has_object, is_ours
 
 _log = logging.getLogger("casnap")
@@ -63,7 +63,7 @@ def create_store(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     is_explicit: bool,
-    codec: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> CreatedStore:
     """Make a store, or finish making one; do nothing if it is complete.
 
@@ -71,7 +71,7 @@ def create_store(
         backend: Where to make it.
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         is_explicit: Whether the user named this very place as a store.
-        codec: The setting of a new store that says how chunks are stored.
+        settings: Those that a new store has from its first root on.
 
     Raises:
         StoreError: No store can be made here.
@@ -98,7 +98,7 @@ def create_store(
     )
     root: Root | None = None
     if not is_complete:
-        root = _first_root(config, _first_settings(backend, codec, is_explicit=is_explicit))
+        root = _first_root(config, _first_settings(backend, settings, is_explicit=is_explicit))
         if not backend.put_if_absent(root_key(0), sealed_root(root)):
             root = None
     backend.sync()
@@ -125,11 +125,11 @@ def chunk_size_of(size: object) -> int:
     )
 
 
-def _first_settings(backend: Backend, codec: str | None, *, is_explicit: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {} if codec is None else {CODEC: codec}
-    if not is_explicit and backend.folder is not None:
-        settings[FOLDER_ONLY] = True
-    return settings
+def _first_settings(
+    backend: Backend, settings: Mapping[str, Any] | None, *, is_explicit: bool
+) -> dict[str, Any]:
+    serves_all = is_explicit or backend.folder is None
+    return {**(settings or {}), **({} if serves_all else {FOLDER_ONLY: True})}
 
 
 def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:

@@ -29,6 +29,7 @@ from casnap.runtime.threads import cores
 from casnap.storage.log.config import read_config
 from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import check_writable
+from casnap.storage.log.settings import Settings
 from casnap.storage.lookup.index import Index, View
 from casnap.storage.lookup.ladder import Left, Lookup, Lost, lookup_at
 from casnap.storage.lookup.newest import RememberedRoot
@@ -128,6 +129,10 @@ class Repository:
         check_writable(self.backend.uri, root.write_features, doing)
         if not dry_run:
             check_put_if_absent(self.backend, self.config)
+
+    def settings(self, root: Root) -> Settings:
+        """Return the settings that a root has."""
+        return Settings(root, self.backend)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from casnap.backends import Backend
 from casnap.backends.places import exists
@@ -29,7 +31,7 @@ def open_at(
     create: bool,
     is_explicit: bool = True,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    codec: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     exclusive: bool = False,
     config: StoreConfig | None = None,
     look_ahead: bool = False,
@@ -43,7 +45,7 @@ def open_at(
         create: Make the store if there is none.
         is_explicit: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
-        codec: For a new store: the setting that says how chunks are stored.
+        settings: For a new store: those that it has from its first root on.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
         look_ahead: Whether a use follows at once, so that a remote store looks for its newest root
@@ -78,7 +80,9 @@ def open_at(
         store = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
     if store is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        created = create_store(backend, chunk_size=chunk_size, is_explicit=is_explicit, codec=codec)
+        created = create_store(
+            backend, chunk_size=chunk_size, is_explicit=is_explicit, settings=settings
+        )
         if created.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
             level = logging.INFO if is_explicit else logging.WARNING
             _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
