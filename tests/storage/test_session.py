@@ -28,6 +28,7 @@ from casnap.errors import (
 )
 from casnap.format.digest import digest_of
 from casnap.runtime.threads import run_shielded
+from casnap.storage.log.roots import COPIES
 from casnap.storage.lookup.index import Index
 from casnap.storage.writing import session as session_module
 from casnap.storage.writing.rank_parts import OtherRanks, RankPart
@@ -378,6 +379,8 @@ def test_a_part_that_was_handed_over_stays_until_it_is_withdrawn(
         ("f", {"tries": 1, "give_up": lambda e: str(e)}, "on purpose"),
         ("d", {}, StorageFullError),
         ("dfd", {"on_full": lambda e: None}, "done"),
+        ("ffd", {"tries": 3, "on_full": lambda e: None}, "done"),
+        ("ffdf", {"tries": 3, "on_full": lambda e: None}, FencedError),
         ("ddddd", {"on_full": lambda e: None}, StorageFullError),
     ],
 )
@@ -434,4 +437,28 @@ def test_verbs_start_again(path: Path, tmp_path: Path, verb: str, obstacle: str)
         assert ("new" in names_in(path)) == (verb in ENDED_BY_A_FULL_DISK)
         assert store._view.repository.announces_at_once == (obstacle == "a fence")
     assert fault.struck
+    assert_goes_on(path)
+
+
+@pytest.mark.usefixtures("unannounced")
+@pytest.mark.parametrize("fences", range(3))
+def test_a_change_of_the_table_that_was_fenced_makes_room_too(path: Path, fences: int) -> None:
+    """The copy of the newest root holds the space: once it is given up, the disk has some."""
+
+    def collect() -> None:
+        Store(path).take(state(scratch=torch.randn(CHUNK)), "scratch")
+        Store(path).delete("scratch")
+        Store(path).gc(grace=0)
+
+    def put(call: Call) -> object:
+        if any((path / "casnap-store" / COPIES).iterdir()):
+            raise StorageFullError("on purpose")
+        return call.go()
+
+    fence = Fault(before(elsewhere(collect)), "put_if_absent", "roots/*", times=fences)
+    full = Fault(put, "put_if_absent", "roots/*", skip=fences, times=None)
+    store = Store(FaultyBackend(LocalBackend(path), fence, full))
+    store.tag("kept", "good")
+    assert (fence.struck, full.struck) == (fences, 2)
+    assert store["kept"].tags == ("good",)
     assert_goes_on(path)

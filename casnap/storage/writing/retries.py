@@ -8,9 +8,9 @@ room on a full disk, and what has to be agreed on before.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from typing import NoReturn, TypeAlias, TypeVar
 
 from casnap.errors import FencedError, StorageFullError
@@ -22,7 +22,7 @@ _log = logging.getLogger("casnap")
 T = TypeVar("T")
 
 TRIES = 5
-"""How often a writer tries that has much to lose."""
+"""After so many fences, or full disks, a writer gives up that has much to lose."""
 Obstacle: TypeAlias = FencedError | StorageFullError
 
 
@@ -74,13 +74,14 @@ def again(
     """Do some work that writes to a store, and start again if a collector or the disk prevents it.
 
     From the first fence on, the changes of this process are announced at once, so that collectors
-    see the next try.
+    see the next try. Fences and full disks are counted apart: who gives up at a full disk has made
+    room there first, however many fences came before.
 
     Args:
         store: The store.
         work: The work, from its beginning.
         what: What it is, for the log.
-        tries: How often to try; None for as often as it takes.
+        tries: After how many fences to give up, or after how many full disks; None for never.
         on_full: Called when the disk is full; returns if there may be room now. By default there is
             none.
         rewind: Called before each new try; returns whether there can be one. If many ranks do the
@@ -91,7 +92,8 @@ def again(
         FencedError: A collector was faster in the last try.
         StorageFullError: The disk is full, and nothing there can be freed.
     """
-    for attempt in count(1):
+    obstacles = Counter[type[Obstacle]]()
+    while True:
         try:
             return work()
         except (FencedError, StorageFullError) as e:
@@ -99,11 +101,11 @@ def again(
             if isinstance(e, FencedError):
                 store.announces_at_once = True
                 reason = "a collector went past it"
-            if attempt == tries:
+            obstacles[type(e)] += 1
+            if obstacles[type(e)] == tries:
                 return give_up(e)
             if isinstance(e, StorageFullError):
                 on_full(e)
             if not rewind():
                 raise
         _log.info("%s starts again: %s", what, reason)
-    raise AssertionError
