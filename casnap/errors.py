@@ -170,6 +170,13 @@ class FencedError(CasnapError):
     times, or ``max_staging_bytes`` has not kept all copies of an async take.
     """
 
+    def __init__(
+        self,
+        message: str = "a garbage collector whose grace was shorter than this has deleted packs "
+        "that were written or relied on; take again, and give `casnap gc` a longer --grace",
+    ) -> None:
+        super().__init__(message)
+
 
 class RankError(CasnapError):
     """Another rank failed, died, or did not answer within the deadline.

@@ -13,20 +13,18 @@ from typing import Any
 
 import msgspec
 
-from casnap.errors import FencedError, RankError, StoreError
+from casnap.errors import RankError
 from casnap.format.names import folder_of
-from casnap.format.records import Row, Stats, encode, pack_key, segment_key
+from casnap.format.records import Row, Stats, encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
-from casnap.runtime.threads import mapped
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.retention import RetentionChange, unknown_metrics
 from casnap.storage.snapshots.runs import rows_of_run
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
-from casnap.storage.writing.rank_parts import OtherRanks, RankPart
-from casnap.storage.writing.reused_packs import COLLECTED
+from casnap.storage.writing.rank_parts import RankPart
 from casnap.storage.writing.session import Session
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions
@@ -96,14 +94,14 @@ class TakeCommit:
         comm = self.comm
         comm.broadcast(session.commit_id)
 
-        def move(seq: int) -> list[RankPart]:
-            comm.broadcast_message(_Instruction(move=seq), _Instruction)
-            return self._rank_parts()
+        def parts(seq: int) -> list[RankPart]:
+            if seq:
+                comm.broadcast_message(_Instruction(move=seq), _Instruction)
+            return comm.gather_messages(RankPart(), RankPart)[1:]
 
         try:
-            others = OtherRanks(self._rank_parts(), move, comm.check_not_abandoned)
-            self._check_written(others)
-            result = self._put_root(session, summary, others)
+            session.include(parts, comm.check_not_abandoned)
+            result = self._put_root(session, summary)
         except Exception as e:
             if not comm.ended and not session.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
@@ -114,48 +112,7 @@ class TakeCommit:
             _log.warning("it is committed, but rank 0 could not tell all ranks: %s", e)
         return result
 
-    def _rank_parts(self) -> list[RankPart]:
-        """Return what the other ranks hand over.
-
-        Raises:
-            FencedError: Something that a rank wrote, or relied on, is gone; all ranks take again.
-        """
-        parts = self.comm.gather_messages(RankPart(b"", 0, 0), RankPart)[1:]
-        for part in parts:
-            if part.fenced:
-                raise FencedError(part.fenced)
-        return parts
-
-    def _check_written(self, others: OtherRanks) -> None:
-        """Check that rank 0 sees the files that the other ranks wrote.
-
-        Raises:
-            FencedError: A collector may have deleted them.
-            StoreError: They write to another storage, such as a copy of the store.
-        """
-        # At a remote place one of each rank says where it writes; all see a put that was answered.
-        backend = self.store.backend
-        packs = others.samples if backend.costs.one_asks else others.packs
-        ends = dict.fromkeys(map(pack_key, packs), 0)
-        ends |= {segment_key(ref.id): 0 for ref in others.segments}
-        for _, place in others.records:
-            key = pack_key(place.pack)
-            if key in ends:
-                ends[key] = max(ends[key], place.offset + place.stored_size)
-        sizes = mapped(backend.size_if_there, ends, backend.in_flight)
-        lacking = [key for key, size in sizes if size is None or size < ends[key]]
-        if lacking and self.store.newest().fence > others.base:
-            raise FencedError(COLLECTED)
-        if lacking:
-            raise StoreError(
-                f"{backend.where(lacking[0])}, which another rank has written, is not there, "
-                "or not whole, where rank 0 looks; all ranks must see one storage (a copy of a "
-                "store, on a disk of each host, is another one)"
-            )
-
-    def _put_root(
-        self, session: Session, summary: ManifestSummary, others: OtherRanks
-    ) -> TakeResult:
+    def _put_root(self, session: Session, summary: ManifestSummary) -> TakeResult:
         """Put the root, which prunes the run too, and see to the markers."""
         digest = session.put_node(encode(summary.manifest))
         uri, options = self.store.backend.uri, self.options
@@ -168,14 +125,13 @@ class TakeCommit:
             check_take(table, self.name, options, uri)
             replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
-            new_bytes = session.new_packs.stored_bytes + others.new_bytes
             row = Row(
                 commit=session.commit_id,
                 manifest=session.ref(digest),
                 seq=seq,
                 time=time.time(),
                 world_size=self.comm.size,
-                stats=Stats(summary.logical_bytes, new_bytes, summary.entries, duration),
+                stats=Stats(summary.logical_bytes, session.new_bytes, summary.entries, duration),
                 metadata=dict(options.metadata or {}),
                 notes=dict(self.notes),
             )
@@ -188,13 +144,12 @@ class TakeCommit:
             released.update({n: r for n in thinned if (r := table.get(n)) is not None})
             return {**dict.fromkeys(dropped_rows), **thinned, self.name: row}
 
-        session.commit(change, others)
+        session.commit(change)
         assert row is not None
         options.hooks.on_release(list(released.values()))
         options.hooks.on_commit()
         replace_markers(self.store, self.name, row, dropped_rows)
-        requests = dict(session.requests + others.requests)
-        return TakeResult(row, requests, options.hooks.count_freed())
+        return TakeResult(row, dict(session.requests), options.hooks.count_freed())
 
     def _unkept(self, table: Table, row: Row) -> dict[str, Row]:
         """Return the snapshots of the run that are not kept once this one is in it.
@@ -249,17 +204,18 @@ class TakeCommit:
         Raises:
             RankError: Another rank failed, died or hangs.
         """
-        commit = bytes(self.comm.broadcast())
-        part = self._finish(session)
+        comm = self.comm
+        commit = bytes(comm.broadcast())
+        part = session.part(comm.size)
         try:
             while True:
-                self.comm.gather_messages(part, RankPart)
-                instruction = self.comm.broadcast_message(None, _Instruction)
+                comm.gather_messages(part, RankPart)
+                instruction = comm.broadcast_message(None, _Instruction)
                 if instruction.move is None:
                     break
-                part = self._finish(session, instruction.move)
+                part = session.part(comm.size, instruction.move)
         except RankError as e:
-            has_ended = 0 not in e.ranks and self.comm.await_end(0)
+            has_ended = 0 not in e.ranks and comm.await_end(0)
             row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
             if row is not None and row.commit == commit:
                 return TakeResult(row)
@@ -272,13 +228,6 @@ class TakeCommit:
             ) from e
         if instruction.error is not None:
             session.withdraw()
-            raise error_of_ranks(self.comm.operation, {0: instruction.error})
+            raise error_of_ranks(comm.operation, {0: instruction.error})
         assert instruction.result is not None
         return instruction.result
-
-    def _finish(self, session: Session, seq: int = 0) -> RankPart:
-        """Return what this rank hands over; if some of it is gone, a part that says so."""
-        try:
-            return session.part(self.comm.size, seq)
-        except FencedError as e:
-            return RankPart(b"", 0, 0, fenced=str(e))

@@ -22,7 +22,7 @@ from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.references import digest_in
 from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
 from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks
+from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.session import Session
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
@@ -257,7 +257,7 @@ class SnapshotCopy:
             nonlocal row
             stats = msgspec.structs.replace(
                 job.row.stats,
-                new_bytes=self._new_bytes + session.new_packs.stored_bytes,
+                new_bytes=self._new_bytes + session.new_bytes,
             )
             row = msgspec.structs.replace(
                 job.row.of_this_version(),
@@ -319,8 +319,8 @@ class SnapshotCopy:
 
         if session.commit(placed, update_root=update_root) is None:
             return False
-        self._new_bytes += session.new_packs.stored_bytes
-        self._tally.count_sent(chunks, session.new_packs.stored_bytes)
+        self._new_bytes += session.new_bytes
+        self._tally.count_sent(chunks, session.new_bytes)
         return True
 
     def _check_kept(self, store: Repository, root: Root) -> None:
@@ -335,7 +335,7 @@ class SnapshotCopy:
             row = table.get(name)
             stand &= row is not None and row.manifest.digest == job.row.manifest.digest
         if not stand:
-            raise FencedError(COLLECTED)
+            raise FencedError
 
 
 def _batches(digests: list[Digest]) -> Iterator[list[Digest]]:

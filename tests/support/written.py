@@ -34,7 +34,6 @@ from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
 from casnap.storage.log.roots import next_root, put_root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.rank_parts import OtherRanks
 from casnap.storage.writing.session import Session
 
 State = Mapping[str, Mapping[str, Any]]
@@ -48,13 +47,9 @@ def change_of(store: Store | Repository, codec: Codec = Codec.RAW) -> Iterator[S
         yield session
 
 
-def commit(
-    session: Session,
-    rows: Mapping[str, Row | None] | None = None,
-    others: OtherRanks | None = None,
-) -> Root:
+def commit(session: Session, rows: Mapping[str, Row | None] | None = None) -> Root:
     """Put the root with what a change holds, and with some rows as they are."""
-    root = session.commit(lambda _table, _seq: dict(rows or {}), others)
+    root = session.commit(lambda _table, _seq: dict(rows or {}))
     assert root is not None
     return root
 
@@ -109,7 +104,7 @@ def commit_snapshot(
     digest = session.put_node(encode(top))
 
     def change(_table: Tree[Row], seq: int) -> dict[str, Row | None]:
-        stats = Stats(writer.nbytes, session.new_packs.stored_bytes, writer.entries, 0.1)
+        stats = Stats(writer.nbytes, session.new_bytes, writer.entries, 0.1)
         ref = session.ref(digest)
         return {name: Row(session.commit_id, ref, seq, 1.8e9, len(ranks), stats)}
 

@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from casnap.errors import FencedError, StoreError
 from casnap.format.records import (
     ID_SIZE,
     PackId,
     Root,
     SegmentRef,
     decode_segment,
+    pack_key,
+    segment_key,
 )
+from casnap.runtime.threads import mapped
 from casnap.storage.lookup.index import PackSet
+from casnap.storage.reading.repository import Repository
 
 # Up to so many records, over all ranks, go into the one segment that the committing rank writes.
 MOST_RECORDS = 1 << 16
@@ -34,9 +39,9 @@ class RankPart(Struct, array_like=True):
         requests: How many requests it has made, by kind.
     """
 
-    reused: bytes
-    base: int
-    new_bytes: int
+    reused: bytes = b""
+    base: int = 0
+    new_bytes: int = 0
     records: bytes = b""
     segments: tuple[SegmentRef, ...] = ()
     fenced: str = ""
@@ -47,10 +52,11 @@ class OtherRanks:
     """The other ranks of a take, for the rank that commits; none by default.
 
     Args:
-        handovers: What each of them handed over.
-        move: Has each rank give its packs new ids, made under a root of this number, and returns
-            the new handovers.
-        check: Raises if the other ranks have given up, and would not learn of a commit.
+        parts: As for :meth:`~casnap.storage.writing.session.Session.include`.
+        check: As there.
+
+    Raises:
+        FencedError: Something that one of them wrote, or relied on, is gone.
 
     Attributes:
         base: The least base of their packs.
@@ -66,26 +72,29 @@ class OtherRanks:
 
     def __init__(
         self,
-        handovers: Sequence[RankPart] = (),
-        move: Callable[[int], Sequence[RankPart]] = lambda _: (),
+        parts: Callable[[int], Sequence[RankPart]] = lambda _: (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._move = move
+        self._parts = parts
         self.check = check
-        self._take_over(handovers)
+        self._take_over(0)
 
-    def _take_over(self, handovers: Sequence[RankPart]) -> None:
-        self.base = min((h.base for h in handovers), default=1 << 62)
-        self.new_bytes = sum(h.new_bytes for h in handovers)
-        self.requests = sum((Counter(h.requests) for h in handovers), Counter[str]())
+    def _take_over(self, seq: int) -> None:
+        parts = self._parts(seq)
+        for part in parts:
+            if part.fenced:
+                raise FencedError(part.fenced)
+        self.base = min((part.base for part in parts), default=1 << 62)
+        self.new_bytes = sum(part.new_bytes for part in parts)
+        self.requests = sum((Counter(part.requests) for part in parts), Counter[str]())
         self.reused = {
-            PackId(h.reused[at : at + ID_SIZE])
-            for h in handovers
-            for at in range(0, len(h.reused), ID_SIZE)
+            PackId(part.reused[at : at + ID_SIZE])
+            for part in parts
+            for at in range(0, len(part.reused), ID_SIZE)
         }
-        self.segments = tuple(ref for h in handovers for ref in h.segments)
+        self.segments = tuple(ref for part in parts for ref in part.segments)
         segments_of_ranks = [
-            decode_segment(h.records, "what a rank wrote") for h in handovers if h.records
+            decode_segment(part.records, "what a rank wrote") for part in parts if part.records
         ]
         self.packs = tuple(pack for segment in segments_of_ranks for pack in segment.packs)
         self.samples = tuple(segment.packs[0] for segment in segments_of_ranks if segment.packs)
@@ -99,4 +108,31 @@ class OtherRanks:
             live_packs: The packs that it names.
         """
         if root.fence > self.base or not live_packs.issuperset(self.reused):
-            self._take_over(self._move(root.seq))
+            self._take_over(root.seq)
+
+    def check_written(self, store: Repository) -> None:
+        """Check that this rank sees the files that the other ranks wrote.
+
+        Raises:
+            FencedError: A collector may have deleted them.
+            StoreError: They write to another storage, such as a copy of the store.
+        """
+        # At a remote place one of each rank says where it writes; all see a put that was answered.
+        backend = store.backend
+        packs = self.samples if backend.costs.one_asks else self.packs
+        ends = dict.fromkeys(map(pack_key, packs), 0)
+        ends |= {segment_key(ref.id): 0 for ref in self.segments}
+        for _, place in self.records:
+            key = pack_key(place.pack)
+            if key in ends:
+                ends[key] = max(ends[key], place.offset + place.stored_size)
+        sizes = mapped(backend.size_if_there, ends, backend.in_flight)
+        lacking = [key for key, size in sizes if size is None or size < ends[key]]
+        if lacking and store.newest().fence > self.base:
+            raise FencedError
+        if lacking:
+            raise StoreError(
+                f"{backend.where(lacking[0])}, which another rank has written, is not there, "
+                "or not whole, where rank 0 looks; all ranks must see one storage (a copy of a "
+                "store, on a disk of each host, is another one)"
+            )

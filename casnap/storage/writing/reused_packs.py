@@ -22,10 +22,6 @@ from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
 _DELTA = int(Codec.DELTA)
-COLLECTED = (
-    "a garbage collector whose grace was shorter than this has deleted packs that were written "
-    "or relied on; take again, and give `casnap gc` a longer --grace"
-)
 
 
 class ReusedPacks:
@@ -120,4 +116,4 @@ class ReusedPacks:
             if None not in self.reuse(digests):
                 del self._digests[pack]
             elif pack not in latest.packs:
-                raise FencedError(COLLECTED)
+                raise FencedError

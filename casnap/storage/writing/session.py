@@ -47,7 +47,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.rank_parts import MOST_RECORDS, OtherRanks, RankPart
 from casnap.storage.writing.retries import put_root_after
-from casnap.storage.writing.reused_packs import COLLECTED, ReusedPacks
+from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.segments import add_segment, write_segments
 
 # About so many bytes of lists of the table stand in the hints of a commit.
@@ -103,6 +103,7 @@ class Session:
         self.may_be_referenced = False
         self._codec = codec
         self._segments: list[SegmentRef] = []
+        self._others = OtherRanks()
         self._tell()
         self._names: list[str] = []
         # Before the base is read, so that no collector frees in between what the base names. In an
@@ -122,8 +123,13 @@ class Session:
 
     @property
     def requests(self) -> Counter[str]:
-        """How many requests the change has made so far, by kind."""
-        return Counter(self.store.backend.requests) - self._before
+        """How many requests the change has made so far, by kind; other ranks included."""
+        return Counter(self.store.backend.requests) - self._before + self._others.requests
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of the new chunks and nodes, as stored; those of other ranks included."""
+        return self.new_packs.stored_bytes + self._others.new_bytes
 
     def writer(self, divide_new: SelectNew | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.
@@ -170,17 +176,34 @@ class Session:
 
     # --- the end: a commit, or a part of one ---
 
+    def include(
+        self,
+        parts: Callable[[int], Sequence[RankPart]],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Have the commit name what other ranks hand over, too.
+
+        Args:
+            parts: Returns their parts. Given 0, these are as they are; given a root number, packs
+                with an older base get new ids first, made under this root.
+            check: Raises if the other ranks have given up, and would not learn of a commit.
+
+        Raises:
+            FencedError: Something that one of them wrote, or relied on, is gone.
+            StoreError: They write to another storage, such as a copy of the store.
+        """
+        self._others = OtherRanks(parts, check)
+        self._others.check_written(self.store)
+
     def commit(
         self,
         change: Change,
-        others: OtherRanks | None = None,
         update_root: Callable[[Root], Root] = lambda root: root,
     ) -> Root | None:
         """Finish the packs, then write the segment and put the root; repeat if its number is taken.
 
         Args:
             change: The change of the table.
-            others: The other ranks, if this process commits for them too.
             update_root: Given the root before, returns it with the fields that the next one is to
                 have.
 
@@ -190,7 +213,7 @@ class Session:
         Raises:
             FencedError: Something that this relied on was collected, or is gone.
         """
-        self._tell(change, others, update_root)
+        self._tell(change, update_root)
         self.new_packs.finish_chunks()
         read = self.store.read_at_newest
         return put_root_after(
@@ -200,11 +223,9 @@ class Session:
     def _tell(
         self,
         change: Change = lambda table, seq: None,
-        others: OtherRanks | None = None,
         update_root: Callable[[Root], Root] = lambda root: root,
     ) -> None:
         self._change, self._update_root = change, update_root
-        self._others = others or OtherRanks()
 
     def _put(self, root: Root) -> bool:
         """Put a root; return False if another commit has its number."""
@@ -275,7 +296,7 @@ class Session:
         if latest.packs.issuperset(packs):
             return packs
         if self.store.newest() == m:
-            raise FencedError(COLLECTED)
+            raise FencedError
         return None
 
     def _write_table(self, table: Tree[Row], changes: Mapping[str, Row | None]) -> Digest | None:
@@ -341,9 +362,15 @@ class Session:
             world: How many ranks hand over.
             seq: A root number. Packs with an older base get new ids, made under this root.
 
-        Raises:
-            FencedError: A pack that it wrote or relies on is gone.
+        Returns:
+            The part; if a pack that this rank wrote or relies on is gone, one that says so.
         """
+        try:
+            return self._finished_part(world, seq)
+        except FencedError as e:
+            return RankPart(fenced=str(e))
+
+    def _finished_part(self, world: int, seq: int) -> RankPart:
         store, packs = self.store, self.new_packs
         # Asked to move, it looks at the newest root. Before that, at a remote place, its base does:
         # the rank that commits compares what all rely on with the newest root.
@@ -390,7 +417,7 @@ class Session:
         try:
             self.new_packs.move(seq)
         except FileNotFoundError:
-            raise FencedError(COLLECTED) from None
+            raise FencedError from None
 
     def _delete_segments(self) -> None:
         """Delete the segments of a failed try to commit."""
@@ -412,6 +439,7 @@ class Session:
         self._end.__exit__(kind, error, tb)
         # What it was told may hold this session: a cycle would keep the store open.
         self._tell()
+        self._others = OtherRanks()
 
     def _close(self) -> None:
         self.new_packs.close()
