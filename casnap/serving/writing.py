@@ -23,7 +23,6 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import cores, mapped
-from casnap.runtime.torch_modes import without_torch_modes
 from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.layout import Cell, Layout, PlacedTensor, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
@@ -252,6 +251,8 @@ def _pieces(file: PlannedFile) -> Iterator[_Piece]:
 def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
     """Return the elements of a chunk in another dtype."""
     import torch
+
+    from casnap.runtime.torch_modes import without_torch_modes
 
     with without_torch_modes():
         elements = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from casnap.serving import AppliedVersion, Follower
 from casnap.serving.gate import Gate
 from tests.support.faults import in_child, start, wait
 from tests.support.ranks import World
+from tests.support.warm import run_python
 
 Worlds = Callable[[int], World]
 Served = dict[str, torch.Tensor]
@@ -513,7 +513,7 @@ began = threading.Event()
 
 def on_version(version):
     began.set()
-    for _ in range(300):
+    for _ in range(100):
         torch.rand(1 << 18).sum()
     print(version.name)
 
@@ -524,7 +524,5 @@ assert began.wait(60)
 
 
 def test_the_exit_of_the_process_waits_for_its_followers(store: Store) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT, store.uri], capture_output=True, text=True, check=False
-    )
+    done = run_python(EXIT, store.uri)
     assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)
