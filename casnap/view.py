@@ -16,19 +16,11 @@ from casnap.backends import Backend
 from casnap.backends.uris import joined, name_below
 from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.names import check_name, name_text
-from casnap.format.records import CONFIG_KEY, Root, Row, StoreConfig
+from casnap.format.records import Root, Row, StoreConfig
 from casnap.ranks.comm import Comm
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
-from casnap.storage.places.location import (
-    READS,
-    TAKES,
-    Location,
-    Use,
-    has_object,
-    locate_snapshot,
-    locate_store,
-)
+from casnap.storage.places.location import Location, locate_snapshot, locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import only_marker_error
 from casnap.storage.snapshots.opening import open_at
@@ -110,7 +102,7 @@ class View:
             options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which
                 also says what is raised.
         """
-        place = locate_store(uri, storage_options, Use(may_take=create))
+        place = locate_store(uri, storage_options, may_take=create)
         given = place.backend if isinstance(uri, Backend) else given_path(uri)
         opening = partial(open_at, **options)
         view = cls(
@@ -168,11 +160,10 @@ class View:
     @property
     def place(self) -> Location:
         """Where the store is, or would be; a remote one is not asked for that."""
-        if self._repository is not None or self._place.backend.costly_requests:
+        if self._repository is not None or self._place.exists is None:
             return self._place
         # One above may have been made.
-        place = locate_store(self._uri, None, Use(may_take=self._create))
-        return place._replace(exists=place.exists and has_object(place.backend, CONFIG_KEY))
+        return locate_store(self._uri, None, may_take=self._create)
 
     def look(self) -> Repository | None:
         """Open the store; return None if there is none yet, and it may be made."""
@@ -181,7 +172,7 @@ class View:
             if not self._create or place.exists:
                 # If the making of the store was cut off, this finishes it.
                 self._open(place, create=self._create)
-            elif place.backend.costly_requests:
+            elif place.exists is None:
                 with suppress(NotAStoreError):
                     self._open(place, create=False)
         return self._repository
@@ -453,7 +444,7 @@ def view_above(
     storage_options: Mapping[str, Any] | None,
     *,
     create: bool,
-    use: Use | None = None,
+    is_typed: bool = False,
     **options: Any,
 ) -> tuple[View, str]:
     """Return the store that the path of a snapshot is in, and the name there.
@@ -462,11 +453,11 @@ def view_above(
         path: The path.
         storage_options: How a remote store is reached.
         create: Make the store if there is none; what is returned is then to be changed.
-        use: What the store is looked for; by default to take or to read, as ``create`` says.
+        is_typed: Whether a person has typed the path, and is told which store it was.
         options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which also
             says what is raised.
     """
-    place = locate_snapshot(path, storage_options, use or (TAKES if create else READS))
+    place = locate_snapshot(path, storage_options, may_take=create, is_typed=is_typed)
     if create:
         place.backend.check_changes()
     try:

@@ -23,7 +23,7 @@ from casnap.errors import (
 from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage.places.location import TYPED, TYPED_TO_TAKE, locate_store
+from casnap.storage.places.location import locate_store
 from casnap.storage.snapshots.holds import UNMIRRORED
 from casnap.storage.snapshots.opening import open_at
 from casnap.store import Store
@@ -104,7 +104,7 @@ def open_store(store: str | None, **options: Any) -> Store:
     uri = store or "."
     if options:
         return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
-    place = locate_store(uri, options_for(uri), TYPED)
+    place = locate_store(uri, options_for(uri), may_take=False, is_typed=True)
     repository, _ = open_at(place, create=False, exclusive=is_exclusive())
     return Store._of(View.of(repository, place.name))
 
@@ -119,9 +119,9 @@ def _open_place(
         backends: Gets the backend that is asked.
         is_destination: Whether snapshots go there. Then a store whose making was cut off is made.
     """
-    place = locate_store(uri, options_of(uri), TYPED_TO_TAKE if is_destination else TYPED)
+    place = locate_store(uri, options_of(uri), may_take=is_destination, is_typed=True)
     backends.append(place.backend)
-    finish = is_destination and place.exists
+    finish = is_destination and bool(place.exists)
     repository, is_new = open_at(place, create=finish, exclusive=is_exclusive())
     return Store._of(View.of(repository, is_new=is_new)), place.name or None
 
@@ -160,7 +160,7 @@ def open_snapshot(path: str) -> Snapshot:
 
 def _snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
     view, name = view_above(
-        path, storage_options, create=False, use=TYPED, exclusive=is_exclusive()
+        path, storage_options, create=False, is_typed=True, exclusive=is_exclusive()
     )
     return Snapshot.of(view, check_name(name), view.row(name))
 

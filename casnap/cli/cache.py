@@ -43,7 +43,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
         for each in kept:
             each.clear()
     # What is known of a place alone is no row, and counts where all is shown.
-    stores = [each for each in kept if each.store_id is not None]
+    stores = [each for each in kept if each.store_id]
     cached_bytes = sum(each.cached_bytes for each in kept)
     index_bytes = sum(each.index_bytes for each in kept)
     if as_json:
@@ -85,7 +85,7 @@ def _named(store: str, kept: list[KeptStore]) -> list[KeptStore]:
         # A store on this host is listed by its real path.
         names.add(str(Path(local_path(store)).resolve()))
     # Of a place alone, only the bytes are told.
-    stores = [each for each in kept if each.store_id is not None]
+    stores = [each for each in kept if each.store_id]
     matches = [each for each in stores if names & {each.uri or "?", each.store_id}]
     if not matches:
         hint = nearest(store, [each.uri or "?" for each in stores])

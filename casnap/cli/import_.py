@@ -9,7 +9,7 @@ import click
 from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
 from casnap.cli.output import amount, emit, progress_bars, say, size
 from casnap.files.file_reports import ImportReport
-from casnap.storage.places.location import TYPED_TO_TAKE, locate_snapshot
+from casnap.storage.places.location import locate_snapshot
 from casnap.store import Store, import_snapshot
 from casnap.view import View, view_above
 
@@ -57,7 +57,7 @@ def import_(
 
     def find() -> tuple[View, str]:
         places.append(
-            view_above(snapshot, reach, create=True, use=TYPED_TO_TAKE, exclusive=is_exclusive()),
+            view_above(snapshot, reach, create=True, is_typed=True, exclusive=is_exclusive()),
         )
         return places[-1]
 
@@ -85,7 +85,7 @@ def _identity(
 ) -> dict[str, Any]:
     """Return which snapshot it is, for JSON."""
     if place is None:
-        location = locate_snapshot(path, reach, TYPED_TO_TAKE)
+        location = locate_snapshot(path, reach, is_typed=True)
         return identity(location.backend, location.name, None)
     view, name = place
     return identity(view.repository.backend, view.outer_name(name), view.row(name).commit.hex())

@@ -46,7 +46,7 @@ from casnap.storage.log.roots import next_root
 from casnap.storage.lookup.index import View
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.packs.pack import moved_place, new_id
-from casnap.storage.places.location import READS, locate_store
+from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import change_table
 from casnap.storage.writing.copying import one_at_a_time
@@ -463,7 +463,7 @@ class _Repair:
 
 
 def _store_at(source: str) -> Backend:
-    location = locate_store(source, use=READS)
+    location = locate_store(source, may_take=False)
     if location.backend.folder and not location.exists:
         raise NotAStoreError(
             "it is no casnap store. Take or import the tensors of a file into the damaged store: "

@@ -33,7 +33,7 @@ from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
-from casnap.storage.places.location import READS, locate_store
+from casnap.storage.places.location import locate_store
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.opening import open_at
 from casnap.storage.snapshots.table import snapshots_in
@@ -134,7 +134,7 @@ class Follower:
         start: bool = True,
     ) -> None:
         check_plain(on_version)
-        place = locate_store(uri, storage_options, READS)
+        place = locate_store(uri, storage_options, may_take=False)
         self._weights = LiveWeights(target, path, rename, strict=strict)
         self._options = PullOptions(tag=tag, match=match)
         self._interval, self._every = seconds_of("interval", interval), every

@@ -14,9 +14,11 @@ import torch
 from click.testing import CliRunner
 
 from casnap import Snapshot, StateDict, Store
+from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.cli import cli
 from casnap.errors import (
     CasnapError,
+    DamagedError,
     InvalidNameError,
     NotAStoreError,
     SnapshotExistsError,
@@ -55,6 +57,19 @@ def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
     assert first.stats.new_bytes > 800_000
     assert second.stats.new_bytes < 10_000
     assert names(Store(tmp_path / "run", create=False)) == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize("kind", [LocalBackend, MemoryBackend])
+def test_a_backend_whose_store_has_lost_its_record(
+    tmp_path: Path, kind: Callable[[str], Backend]
+) -> None:
+    """It is not taken for a place where no store was made yet."""
+    backend = kind(str(tmp_path / "run"))
+    Store(backend).take(tiny(), "a")
+    backend.delete("casnap.json")
+    for create in (True, False):
+        with pytest.raises(DamagedError, match=r"it has roots, but casnap\.json is missing"):
+            Store(backend, create=create)
 
 
 def test_a_snapshot_knows_its_store(tmp_path: Path) -> None:

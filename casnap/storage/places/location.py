@@ -45,16 +45,16 @@ class Location(NamedTuple):
     Attributes:
         backend: Where the store lives, or would.
         name: A name or prefix in the store; empty for the store itself.
-        exists: Whether the store was found. A remote one never is: to read its record then
+        exists: Whether there is a store. None for a remote one, which was not asked: to open it
             costs no more.
     """
 
     backend: Backend
     name: str
-    exists: bool
+    exists: bool | None
 
 
-class Use(NamedTuple):
+class _Use(NamedTuple):
     """What a store is looked for to be used for.
 
     Whoever reads needs no trust in a store. What is taken must not be captured by one that somebody
@@ -65,25 +65,24 @@ class Use(NamedTuple):
         is_typed: Whether a person has typed the path, and is told which store it was.
     """
 
-    may_take: bool = True
-    is_typed: bool = False
-
-
-TAKES, READS = Use(), Use(may_take=False)
-TYPED, TYPED_TO_TAKE = Use(may_take=False, is_typed=True), Use(is_typed=True)
+    may_take: bool
+    is_typed: bool
 
 
 def locate_snapshot(
     path: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None = None,
-    use: Use = TAKES,
+    *,
+    may_take: bool = True,
+    is_typed: bool = False,
 ) -> Location:
     """Return the store and the name that a snapshot's path means.
 
     Args:
         path: A path or URI.
         storage_options: How a remote place is reached.
-        use: What it is looked for.
+        may_take: Whether snapshots may be taken to it, or others be made.
+        is_typed: Whether a person has typed the path, and is told which store it was.
 
     Raises:
         InvalidNameError: The path is a store itself, no name, or too long.
@@ -108,6 +107,7 @@ def locate_snapshot(
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path; `casnap import` imports it as a snapshot"
         )
+    use = _Use(may_take, is_typed)
     match = _find_store(parent, use)
     if match is None:
         return Location(_led_to(folder.parent, parent), name, exists=False)
@@ -119,14 +119,17 @@ def locate_snapshot(
 def locate_store(
     uri: str | os.PathLike[str] | Backend,
     storage_options: Mapping[str, Any] | None = None,
-    use: Use = TAKES,
+    *,
+    may_take: bool = True,
+    is_typed: bool = False,
 ) -> Location:
     """Return the store that a URI or a backend means, and the prefix in it if it lies below.
 
     Args:
         uri: A path, URI or backend.
         storage_options: How a remote place is reached.
-        use: What it is looked for.
+        may_take: Whether snapshots may be taken to it, or others be made.
+        is_typed: Whether a person has typed the path, and is told which store it was.
 
     Raises:
         StoreError: A file is there, or it cannot be looked at.
@@ -136,8 +139,7 @@ def locate_store(
     if isinstance(uri, Backend):
         if storage_options:
             raise ValueError("a backend knows how it is reached; give storage_options to its maker")
-        # One without a store is noticed when the store's record is read.
-        return Location(uri, "", not uri.costly_requests)
+        return _named(uri, "")
     place = store_uri(uri)
     if place is not None:
         return _locate_uri(place, storage_options)
@@ -145,6 +147,7 @@ def locate_store(
     folder = _resolved(Path(local))
     if exists(folder) and not is_folder(folder):
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
+    use = _Use(may_take, is_typed)
     match = _find_store(Path(local), use)
     if match is None:
         return Location(_led_to(folder, Path(local)), "", exists=False)
@@ -158,10 +161,24 @@ def locate_store(
 def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
     if uri.store.startswith("memory://"):
         _check_no_options(uri.store, storage_options)
-    backend = backend_at(uri.store, storage_options)
-    return Location(
-        backend, uri.name, not backend.costly_requests and has_object(backend, CONFIG_KEY)
-    )
+    return _named(backend_at(uri.store, storage_options), uri.name)
+
+
+def _named(backend: Backend, name: str) -> Location:
+    """Return the location of a store that was named by its backend or URI.
+
+    Raises:
+        DamagedError: It has lost its ``casnap.json``.
+    """
+    if backend.costly_requests:
+        return Location(backend, name, None)
+    # A new store has its record before it has a root.
+    exists = has_object(backend, CONFIG_KEY)
+    if not exists and has_object(backend, root_key(0)):
+        exists = has_object(backend, CONFIG_KEY)
+        if not exists:
+            raise no_config_error(backend.uri)
+    return Location(backend, name, exists)
 
 
 def _local(
@@ -202,7 +219,7 @@ def has_object(backend: Backend, key: str) -> bool:
     return backend.size_if_there(key) is not None
 
 
-def _find_store(folder: Path, use: Use) -> tuple[Path, str] | None:
+def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
     """Return the nearest store at or above a folder, on the same mount, and the way down from it.
 
     It looks above the folder as it is written first, since below a store a link is a name like any
@@ -292,7 +309,7 @@ def _is_open_to_all(place: Path) -> bool:
     return info is not None and bool(info.st_mode & stat.S_IWOTH)
 
 
-def _is_usable(place: Path, way: Path, use: Use) -> bool:
+def _is_usable(place: Path, way: Path, use: _Use) -> bool:
     """Whether a store is in a folder above a path, and is to be used for it.
 
     Where every user may write, any of them can have put it there: neither does it get what is
@@ -458,7 +475,7 @@ def _link_of_a_stranger(way: Path) -> Path | None:
     return None
 
 
-def _guarded(store: Path, way: Path, use: Use, *, is_parent: bool) -> LocalBackend:
+def _guarded(store: Path, way: Path, use: _Use, *, is_parent: bool) -> LocalBackend:
     """Return the place of a store that a path leads to; another user's is only to be read."""
     is_ours = use.is_typed or _why_distrusted(store, is_parent=is_parent) is None
     check = None if is_ours else partial(_check_ours, store, is_parent=is_parent)

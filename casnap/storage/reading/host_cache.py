@@ -20,7 +20,7 @@ class KeptStore:
     """What this host keeps of a store.
 
     Attributes:
-        store_id: The id of the store; None for what is known of places, whatever stores are there.
+        store_id: The id of the store; empty for what is known of places, whatever stores are there.
         uri: Where the store is, or was, when it was used last; empty if that is not known.
         last_use: When it was used last, in seconds since the epoch.
         index_bytes: How many bytes its index takes up on the disk.
@@ -28,7 +28,7 @@ class KeptStore:
         pack_count: In so many packs these lie.
     """
 
-    store_id: str | None
+    store_id: str
     uri: str = ""
     last_use: float = 0.0
     index_bytes: int = 0
@@ -63,9 +63,10 @@ def kept_stores(base: Path | None) -> list[KeptStore]:
     folder = base / FOLDER
     if exists(folder) and (reason := why_refused(folder)) is not None:
         raise StoreError(f"'{folder}' {reason}, so casnap does not use it")
-    stores: dict[str | None, KeptStore] = {}
+    stores: dict[str, KeptStore] = {}
     for index in cached_indexes(base):
-        kept = stores.setdefault(index.store_id, KeptStore(index.store_id))
+        store_id = index.store_id or ""
+        kept = stores.setdefault(store_id, KeptStore(store_id))
         kept._add(index.uri, index.last_use, index.delete)
         kept.index_bytes += index.nbytes
     by_store = attrgetter("store_id")

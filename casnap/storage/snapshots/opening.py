@@ -72,7 +72,7 @@ def open_at(
     room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
     # If only the record of the store above is there, its making was cut off.
-    may_make = create and (not place.name or place.exists)
+    may_make = create and (not place.name or bool(place.exists))
     open_here = partial(Repository, backend, marks=markers)
     store = open_here(config=config) if config is not None else None
     created: CreatedStore | None = None
@@ -87,7 +87,7 @@ def open_at(
             level = logging.INFO if is_explicit else logging.WARNING
             _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
         store = open_here(config=created.config)
-        if created.root is not None and backend.costly_requests:
+        if created.root is not None:
             store.note_newest(created.root)
     elif store is None and not place.exists:
         raise (
