@@ -7,7 +7,6 @@ import click
 from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
-from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.settings import CODECS
 from casnap.storage.places.creation import chunk_size_of
 from casnap.storage.places.location import locate_store
@@ -68,7 +67,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} codec={codec}` changes it"
         )
     # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
-    check_put_if_absent(repository_of(place).backend, repository_of(place).config)
+    repository_of(place).check_put_if_absent()
     if as_json:
         document = {
             "store": place.uri,

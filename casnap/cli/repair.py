@@ -25,11 +25,10 @@ from casnap.cli.output import (
 )
 from casnap.errors import DamagedError, NotAStoreError
 from casnap.format.records import CONFIG_KEY
-from casnap.maintenance.config_repair import copied_config, restore_config
+from casnap.maintenance.config_repair import lost_config, restore_config
 from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
 from casnap.runtime.environment import local_path
-from casnap.storage.log.config import read_config
 from casnap.store import Store
 from casnap.view import repository_of
 
@@ -97,13 +96,11 @@ def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: 
     folder = Path(local_path(uri)).resolve()
     backend = LocalBackend(folder) if remote is None else backend_at(remote.store, options_for(uri))
     try:
-        read_config(backend)
-    except DamagedError:
-        config = copied_config(backend)
+        config = lost_config(backend)
     except NotAStoreError:
         # The path lies below the store, which the error names.
         raise error from None
-    else:
+    if config is None:
         raise error
     if dry_run:
         raise CommandError(f"{error}. A repair would make it anew, and then look at the rest")

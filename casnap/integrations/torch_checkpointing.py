@@ -37,7 +37,7 @@ from casnap.integrations.trainers import (
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage.places.other_formats import TORCH_CHECKPOINTING, check_no_other_form
+from casnap.storage.places.other_formats import check_no_other_form
 from casnap.storage.snapshots.retention import Retention
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
@@ -114,7 +114,7 @@ class CasnapCheckpointManager(CheckpointManager):
         """
         self._check_open("save")
         self._wait()
-        check_no_other_form(Path(local_path(checkpoint_id)), TORCH_CHECKPOINTING)
+        check_no_other_form(Path(local_path(checkpoint_id)), "torch_checkpointing")
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
         options: dict[str, Any] = {

@@ -46,12 +46,23 @@ def config_damages(store: Repository, root: Root | None) -> list[Damage]:
     return [Damage(kind, CONFIG_KEY, message, hurts={ALL: None})]
 
 
-def copied_config(backend: Backend) -> StoreConfig:
-    """Return the copy of ``casnap.json`` that the newest root has, or the newest that has one.
+def lost_config(backend: Backend) -> StoreConfig | None:
+    """Return the record of a store whose ``casnap.json`` is lost, to make that anew.
+
+    It is the copy that the newest root has, or the newest that has one. None if nothing is lost.
 
     Raises:
-        DamagedError: No root has one.
+        NotAStoreError: There is no store.
+        DamagedError: It is lost, and no root has a copy.
     """
+    try:
+        read_config(backend)
+    except DamagedError:
+        return _copied_config(backend)
+    return None
+
+
+def _copied_config(backend: Backend) -> StoreConfig:
     for seq in reversed(listed_roots(backend)):
         try:
             root = read_root(backend, seq)

@@ -30,7 +30,6 @@ from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
-from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import next_root, put_root, release_reserve, with_advice
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
@@ -209,7 +208,7 @@ def check_allowed(store: Repository, options: GcOptions) -> None:
     """
     if not options.dry_run:
         with as_exclusive(store.backend, store.backend.exclusive or options.exclusive):
-            check_put_if_absent(store.backend, store.config)
+            store.check_put_if_absent()
 
 
 class _Collector:

@@ -53,14 +53,13 @@ _FILES = (
     _SAFETENSORS,
     Form("torch.save", ("*.pt", "*.pth", "*.ckpt", "*.bin"), is_sure=False),
 )
-TORCH_CHECKPOINTING = Form("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False)
 _FOLDERS = (
     Form("torch.distributed.checkpoint", (".metadata",)),
     Form("TorchSnapshot", (".snapshot_metadata",)),
     Form("DeepSpeed", ("*mp_rank_*_states.pt",), reader="DeepSpeed's own load_checkpoint"),
     Form("Accelerate", ("random_states_0.pkl",), reader="Accelerate's own load_state"),
     _SAFETENSORS,
-    TORCH_CHECKPOINTING,
+    Form("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False),
 )
 """The forms of folders. The first that matches counts."""
 _LATEST = "latest"
@@ -80,18 +79,19 @@ def form_of(path: Path) -> Form | None:
         return None
 
 
-def check_no_other_form(folder: Path, *own: Form) -> None:
+def check_no_other_form(folder: Path, saver: str = "") -> None:
     """Check that the folder of a new snapshot holds no checkpoint of another library.
 
     Args:
         folder: The folder.
-        own: The form of the library that saves, if it is not a sure one.
+        saver: The library that saves, as messages call its form: one of that is looked for too, if
+            others may be called so as well.
 
     Raises:
         SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
         PlaceError: It cannot be looked at.
     """
-    form = _folder_form(folder, (*(form for form in _FOLDERS if form.is_sure), *own))
+    form = _folder_form(folder, [form for form in _FOLDERS if form.is_sure or form.name == saver])
     if form is not None:
         importing = f"`casnap import {folder} NAME` imports it as a snapshot"
         raise SnapshotExistsError(

@@ -128,7 +128,16 @@ class Repository:
         root = root or self.recent()
         check_writable(self.backend.uri, root.write_features, doing)
         if not dry_run:
-            check_put_if_absent(self.backend, self.config)
+            self.check_put_if_absent()
+
+    def check_put_if_absent(self) -> None:
+        """Check that other writers cannot harm this one, nor this one them.
+
+        Raises:
+            StoreError: The place does not honour put-if-absent, and the user does not vouch that
+                there is no other writer.
+        """
+        check_put_if_absent(self.backend, self.config)
 
     def settings(self, root: Root) -> Settings:
         """Return the settings that a root has."""
