@@ -222,8 +222,7 @@ class View:
     @property
     def uri(self) -> str:
         """The URI of the store, and the prefix."""
-        place = self.place
-        return joined(place.backend.uri, place.name, is_view=True)
+        return self.place.uri
 
     @property
     def prefix(self) -> str:
@@ -246,7 +245,7 @@ class View:
         text = name_text(name)
         place = self.place
         given = self._uri if isinstance(self._uri, str) else place.backend.uri
-        return name_below(text, given, joined(place.backend.uri, place.name, is_view=True))
+        return name_below(text, given, place.uri)
 
     def full_name(self, name: str) -> str:
         """Return the full name of a snapshot: the prefix, then the name.

@@ -19,7 +19,7 @@ from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.backends.owners import Owners, owners_by
 from casnap.backends.places import as_written, exists, is_folder, is_link, status
 from casnap.backends.system_errors import is_of_the_place
-from casnap.backends.uris import Uri, store_uri
+from casnap.backends.uris import Uri, joined, store_uri
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -52,6 +52,11 @@ class Location(NamedTuple):
     backend: Backend
     name: str
     exists: bool | None
+
+    @property
+    def uri(self) -> str:
+        """The path or URI of the store, or of the view of it that the prefix means."""
+        return joined(self.backend.uri, self.name, is_view=True)
 
 
 class _Use(NamedTuple):
