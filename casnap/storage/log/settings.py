@@ -17,11 +17,6 @@ CODECS = ("auto", "raw", "zstd")
 """How chunks are stored. ``auto``: as they are, until `gc` makes what history keeps smaller."""
 
 
-def settings_of(root: Root) -> dict[str, Any]:
-    """Return the settings of a store, with the defaults of those that were never set."""
-    return {_CODEC: CODECS[0], _GC: _GC_WORDS[0], **root.settings}
-
-
 def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[str, Any]:
     """Return settings as a root has them.
 
@@ -57,7 +52,7 @@ class Settings:
     """
 
     def __init__(self, root: Root, backend: Backend) -> None:
-        self.values = settings_of(root)
+        self.values: dict[str, Any] = {_CODEC: CODECS[0], _GC: _GC_WORDS[0], **root.settings}
         self._backend = backend
 
     @property

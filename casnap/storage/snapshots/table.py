@@ -25,7 +25,6 @@ from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import whole_number
 from casnap.storage.log.roots import release_reserve, with_advice
-from casnap.storage.log.settings import settings_of
 from casnap.storage.places.other_formats import hint_at
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.retries import Obstacle, again
@@ -158,7 +157,7 @@ def change_settings(
     """
 
     def update_root(root: Root) -> Root:
-        before = settings_of(root)
+        before = store.settings(root).values
         after = edit(dict(before))
         if after == before:
             return root
