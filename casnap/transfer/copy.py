@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from casnap.errors import FencedError, SnapshotNotFoundError
 from casnap.runtime.progress import Progress
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.retries import TRIES, Obstacle, again
+from casnap.storage.writing.retries import again
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree
@@ -27,6 +26,8 @@ from casnap.transfer.tally import Tally
 _log = logging.getLogger("casnap")
 # The most nodes of earlier snapshots of this copy that are remembered.
 _MOST_SEEN = 1 << 19
+# After so many fences, or full disks, a copy gives up.
+_TRIES = 5
 
 
 def copy_snapshots(
@@ -139,22 +140,21 @@ class _Copy:
             self._forget()
             return True
 
-        def give_up(error: Obstacle) -> NoReturn:
-            if isinstance(error, FencedError):
-                raise FencedError(
-                    f"{job.new_name} is not copied: collectors without grace deleted what it "
-                    f"relied on, {TRIES} times; copy again, and give `casnap gc` a --grace"
-                ) from error
-            raise error
-
-        again(
-            destination,
-            lambda: self._try(job),
-            f"{job.new_name}: the copy",
-            on_full=lambda e: self._options.hooks.on_full(e, lambda: job.row.stats.logical_bytes),
-            rewind=rewind,
-            give_up=give_up,
-        )
+        hooks = self._options.hooks
+        try:
+            again(
+                destination,
+                lambda: self._try(job),
+                f"{job.new_name}: the copy",
+                tries=_TRIES,
+                on_full=lambda error: hooks.on_full(error, lambda: job.row.stats.logical_bytes),
+                rewind=rewind,
+            )
+        except FencedError as e:
+            raise FencedError(
+                f"{job.new_name} is not copied: collectors without grace deleted what it relied "
+                f"on, {_TRIES} times; copy again, and give `casnap gc` a --grace"
+            ) from e
 
     def _try(self, job: CopyJob) -> None:
         if len(self._seen) > _MOST_SEEN:

@@ -11,22 +11,19 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.errors import FencedError
-from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Root, Row
-from casnap.runtime.batches import batches
+from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.cell_pairs import bases_in
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.references import digest_in
 from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
-from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
-from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.session import Session
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
-from casnap.transfer.delta_sends import DeltaSender
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
@@ -34,8 +31,6 @@ from casnap.transfer.tally import Tally
 _BATCH = 1024
 # The most chunks of a part: all of its entries are in memory at once.
 _MOST_CHUNKS = 1 << 16
-
-_TURN_BYTES = 32 << 20
 
 RelyOn = Callable[[list[Digest]], "list[Place | None]"]
 Planned = dict[Digest, "Place | None"]
@@ -90,7 +85,6 @@ class SnapshotCopy:
         # Its row, once it is committed, and those of the snapshots that go with that.
         self._row: Row | None = None
         self._gone: dict[str, Row] = {}
-        self._sender: DeltaSender | None = None
 
     # --- what to send ---
 
@@ -137,9 +131,13 @@ class SnapshotCopy:
         Args:
             destination: The store that it would be sent to; None if that is to be made.
         """
-        reuse: RelyOn = lambda digests: [None] * len(digests)  # noqa: E731
-        if destination is not None:
-            reuse = ReusedPacks(destination, destination.recent_view()).reuse
+        if destination is None:
+            self._look(lambda digests: [None] * len(digests))
+            return
+        with Session(destination, dry_run=True) as session:
+            self._look(session.rely_on)
+
+    def _look(self, reuse: RelyOn) -> None:
         is_last = False
         while not is_last:
             planned, is_last = self._plan(reuse)
@@ -179,9 +177,9 @@ class SnapshotCopy:
 
     def _part(self, destination: Repository, crew: Crew) -> bool:
         """Send a part, and commit it; return whether the destination has the snapshot then."""
-        with one_at_a_time(), Session(destination, crew) as session:
+        with Session(destination, crew, copies=True) as session:
             planned, is_last = self._plan(session.rely_on)
-            sizes = self._send(session, planned, crew)
+            sizes = self._send(session, planned)
             if len(sizes) < len(planned):  # its time is over
                 remaining = planned.keys() - {digest for digest, _ in sizes}
                 self._pending = chain(filter(remaining.__contains__, planned), self._pending)
@@ -190,7 +188,7 @@ class SnapshotCopy:
                 return True
             return not self._keep(session, sizes)
 
-    def _send(self, session: Session, planned: Planned, crew: Crew) -> list[tuple[Digest, int]]:
+    def _send(self, session: Session, planned: Planned) -> list[tuple[Digest, int]]:
         """Copy chunks into new packs, until the part's time is over.
 
         Returns:
@@ -200,36 +198,23 @@ class SnapshotCopy:
         sizes: list[tuple[Digest, int]] = []
 
         def note(digest: Digest, nbytes: int) -> None:
-            if crew.error is not None:
-                raise crew.error
             sizes.append((digest, nbytes))
             self._tally.bytes.add(nbytes)
-            session.renew_announcement()
 
-        destination = session.store
-        settings = destination.settings(session.base.root)
-        sends_small = settings.compresses_copies(gets_all=self._options.gets_all)
-        # A store that compresses compresses all; another one takes chunks as they are.
-        session.new_packs.use(Codec.PLANES if sends_small else codec_among(planned.values()))
-        if sends_small and self._sender is None:
-            self._sender = DeltaSender(self._source, destination, self._job)
-
-        def stored_bytes(digest: Digest) -> int:
-            place = planned[digest]
-            return place.stored_size if place is not None else 0
-
-        # After each batch the clock is looked at.
-        for digests in batches(planned, stored_bytes, _TURN_BYTES):
-            if self._sender is not None:
-                places = {digest: planned[digest] for digest in digests}
-                raw_sizes = {d: place.raw_size if place else 0 for d, place in places.items()}
-                self._sender.send(session, raw_sizes, note)
-            else:
-                chunks = ((digest, False) for digest in digests)
-                copy_verified(self._source, chunks, session.new_packs, note)
-            if time.monotonic() >= ends:
-                break
+        session.copy(
+            self._source,
+            planned,
+            note,
+            candidates=lambda: self._candidates,
+            gets_all=self._options.gets_all,
+            is_over=lambda: time.monotonic() >= ends,
+        )
         return sizes
+
+    @cached_property
+    def _candidates(self) -> dict[Digest, Digest]:
+        contents = Contents(self._source, self._job.name, self._job.row)
+        return bases_in(contents, self._source.recent())
 
     def _keep(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
         """Commit what was sent, so that no collector deletes it; False as of :meth:`_commit`."""
@@ -296,12 +281,7 @@ class SnapshotCopy:
                     lacking.append(digest)
                 else:
                     self._tally.count_present(place)
-            self._source.cache_nodes(lacking)
-            claimed = session.new_packs.claim(lacking, [True] * len(lacking))
-            for digest, is_mine in zip(lacking, claimed, strict=True):
-                if is_mine:
-                    session.new_packs.add_node(digest, self._source.node(digest))
-                    count += 1
+            count += session.copy_nodes(self._source, lacking)
         return count
 
     def _commit(

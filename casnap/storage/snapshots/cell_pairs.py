@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.entries import TensorEntry, unknown_in
 from casnap.format.names import folder_of
-from casnap.format.records import Row
+from casnap.format.records import Root, Row
 from casnap.storage.snapshots.contents import Contents
+from casnap.storage.snapshots.table import snapshots_in
 
 # Shorter chunks take as much in the index as a smaller form would save.
 _LEAST_BYTES = 4096
@@ -53,6 +55,24 @@ def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) ->
     return (
         others[likeness.index(most)] if most > _ALIKE * _alike_bytes(contents, contents) else None
     )
+
+
+def bases_in(contents: Contents, root: Root) -> dict[Digest, Digest]:
+    """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` has it.
+
+    If something damaged is in the way, it returns none: the one before may have been collected
+    meanwhile. If it is this one that is damaged, whoever reads it finds out.
+
+    Args:
+        contents: The snapshot.
+        root: The root whose table has the one before.
+    """
+    try:
+        before = snapshot_before(contents, snapshots_in(contents.store.table(root)))
+        pairs = () if before is None else cell_pairs(contents, before)
+        return {pair.digest: pair.base for pair in pairs if pair.base is not None}
+    except DamagedError:
+        return {}
 
 
 def _alike_bytes(contents: Contents, other: Contents) -> int:

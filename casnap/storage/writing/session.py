@@ -39,19 +39,24 @@ from casnap.format.records import (
     serving_below,
 )
 from casnap.format.tree import Tree
+from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.log.roots import next_root, put_root
 from casnap.storage.lookup.index import View
 from casnap.storage.packs.pack import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.copying import Report, codec_among, copy_verified, one_at_a_time
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.rank_parts import MOST_RECORDS, OtherRanks, RankPart
 from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.segments import add_segment, write_segments
+from casnap.storage.writing.small_copies import SmallCopier
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
+# After so many stored bytes, a copy asks whether to go on.
+_TURN_BYTES = 32 << 20
 
 Change = Callable[[Tree[Row], int], Mapping[str, Row | None] | None]
 """Given the table and the number of the next root, returns the rows to set, and None for each to
@@ -72,6 +77,9 @@ class Session:
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         puts_root: Whether this process is to put the root, so that it has to know whether the place
             keeps writers apart.
+        copies: Whether chunks are copied out of packs. Of such sessions of this process, each waits
+            for the one before.
+        dry_run: Whether it is only asked what it could rely on; it then leaves no trace.
 
     Attributes:
         store: The store.
@@ -94,10 +102,10 @@ class Session:
         base_root: Root | None = None,
         *,
         puts_root: bool = True,
+        copies: bool = False,
+        dry_run: bool = False,
     ) -> None:
         self._before = Counter(store.backend.requests if before is None else before)
-        based_on = base_root or store.recent()
-        store.check_writable("write to", based_on, dry_run=not puts_root)
         self.store = store
         self.commit_id = os.urandom(16)
         self.may_be_referenced = False
@@ -106,12 +114,16 @@ class Session:
         self._others = OtherRanks()
         self._tell()
         self._names: list[str] = []
-        # Before the base is read, so that no collector frees in between what the base names. In an
-        # object store, rank 0 announces the change of all ranks.
         with ExitStack() as stack:
+            if copies:
+                stack.enter_context(one_at_a_time())
+            based_on = base_root or store.recent()
+            store.check_writable("write to", based_on, dry_run=dry_run or not puts_root)
             self._crew = crew or stack.enter_context(Crew())
+            # Before the base is read, so that no collector frees in between what the base names. In
+            # an object store, rank 0 announces the change of all ranks.
             self.renew_announcement: Callable[[], None] = lambda: None
-            if puts_root or not store.backend.costly_requests:
+            if not dry_run and (puts_root or not store.backend.costly_requests):
                 self.renew_announcement = stack.enter_context(
                     store.backend.announced(based_on.seq, at_once=store.announces_at_once)
                 )
@@ -173,6 +185,69 @@ class Session:
         if digest in self.new_packs.nodes:
             return NodeRef(digest, self.new_packs.nodes[digest][1])
         return NodeRef(digest, self.store.index.find(self.base, [digest])[0])
+
+    # --- copies ---
+
+    def copy(
+        self,
+        source: Repository,
+        places: Mapping[Digest, Place | None],
+        report: Report,
+        *,
+        candidates: Callable[[], Mapping[Digest, Digest]],
+        gets_all: bool,
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Copy chunks of another store, as the settings of this one say; maybe as deltas.
+
+        Args:
+            source: The other store.
+            places: The chunks to copy, each with where it lies there, if that is known.
+            report: Called with digest and raw length of each, from any thread.
+            candidates: Returns, for some chunks of the source, another one that each may be like.
+            gets_all: Whether this store gets each snapshot of the other one.
+            is_over: Called now and then; returns whether to leave the other chunks where they are.
+
+        Raises:
+            DamagedError: Some are nowhere whole in the source.
+            PlaceError: Some cannot be read, and may be whole.
+        """
+
+        def note(digest: Digest, nbytes: int) -> None:
+            if self._crew.error is not None:
+                raise self._crew.error
+            report(digest, nbytes)
+            self.renew_announcement()
+
+        def stored_bytes(digest: Digest) -> int:
+            place = places[digest]
+            return 0 if place is None else place.stored_size
+
+        small: SmallCopier | None = None
+        if self.store.settings(self.base.root).compresses_copies(gets_all=gets_all):
+            # A store that compresses compresses all; another one takes chunks as they are.
+            self.new_packs.use(Codec.PLANES)
+            writes_to = self.store, self.base, self._reused, self.new_packs
+            small = SmallCopier(source, *writes_to, candidates())
+        else:
+            self.new_packs.use(codec_among(places.values()))
+        for digests in batches(places, stored_bytes, _TURN_BYTES):
+            if small is not None:
+                small.copy({digest: places[digest] for digest in digests}, note)
+            else:
+                chunks = ((digest, False) for digest in digests)
+                copy_verified(source, chunks, self.new_packs, note)
+            if is_over():
+                break
+
+    def copy_nodes(self, source: Repository, digests: list[Digest]) -> int:
+        """Copy nodes of another store that this one lacks; return how many are new here."""
+        source.cache_nodes(digests)
+        claimed = self.new_packs.claim(digests, [True] * len(digests))
+        new_digests = [digest for digest, is_new in zip(digests, claimed, strict=True) if is_new]
+        for digest in new_digests:
+            self.new_packs.add_node(digest, source.node(digest))
+        return len(new_digests)
 
     # --- the end: a commit, or a part of one ---
 

@@ -1,113 +1,102 @@
-"""Sending chunks in their smallest form: as deltas of what the destination has, or in planes."""
+"""Copying chunks in their smallest form: as deltas of what the destination has, or in planes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
+from casnap.format.records import Place
 from casnap.runtime.batches import batches
-from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped, works_in_background
+from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.cell_pairs import cell_pairs, snapshot_before
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.chunk_forms import ChunkForms, Form
-from casnap.storage.writing.copying import ChunkBuffer
-from casnap.storage.writing.session import Session
-from casnap.transfer.copy_jobs import CopyJob
+from casnap.storage.writing.copying import ChunkBuffer, Report
+from casnap.storage.writing.new_packs import NewPacks
+from casnap.storage.writing.reused_packs import ReusedPacks
 
 # No chunk counts as less.
 _LEAST = 1 << 20
 # More threads would wait for Python's lock; and for large chunks they would need much memory.
 _MOST_THREADS, _MOST_BYTES = 8, 128 << 20
 
-Report = Callable[[Digest, int], None]
-"""Called with the digest and the raw length of what was sent."""
 
-
-class DeltaSender:
-    """Sends the chunks of one snapshot.
-
-    The candidates for bases are the chunks of the same cells in the snapshot before it. Those that
-    the destination has are used.
+class SmallCopier:
+    """Copies chunks of one store into the new packs of a change of another one.
 
     Args:
         source: The store to read from.
         destination: The store to write to.
-        job: The snapshot.
+        view: The index of that as the change sees it.
+        reused: The packs that the change relies on.
+        new_packs: Where to write.
+        candidates: For some chunks of the source, another one that each may be like. Those that the
+            destination has become bases of deltas, and are relied on.
     """
 
-    def __init__(self, source: Repository, destination: Repository, job: CopyJob) -> None:
+    def __init__(
+        self,
+        source: Repository,
+        destination: Repository,
+        view: View,
+        reused: ReusedPacks,
+        new_packs: NewPacks,
+        candidates: Mapping[Digest, Digest],
+    ) -> None:
         self._source = source
-        self._job = job
+        self._view = view
+        self._reused = reused
+        self._new_packs = new_packs
+        self._candidates = candidates
         self._group_bytes = source.backend.costs.delta_bytes
         self._buffers: list[ChunkBuffer] = []
         self._forms = ChunkForms(destination.index)
 
-    @cached_property
-    def _bases(self) -> dict[Digest, Digest]:
-        """The candidate of each chunk that has one."""
-        contents = Contents(self._source, self._job.name, self._job.row)
-        try:
-            table = self._source.table(self._source.recent())
-            before = snapshot_before(contents, snapshots_in(table))
-            pairs = () if before is None else cell_pairs(contents, before)
-            return {pair.digest: pair.base for pair in pairs if pair.base is not None}
-        except DamagedError:
-            # The one before may have been collected meanwhile. If this one is damaged, that shows.
-            return {}
-
-    def send(self, session: Session, sizes: Mapping[Digest, int], report: Report) -> None:
-        """Write some chunks into the new packs of a session.
+    def copy(self, places: Mapping[Digest, Place | None], report: Report) -> None:
+        """Copy some chunks.
 
         Args:
-            session: The session.
-            sizes: The raw length of each chunk.
+            places: The chunks, each with where it lies in the source, if that is known.
             report: Called after each, from any thread.
 
         Raises:
             DamagedError: Some are nowhere whole in the source.
             PlaceError: Some cannot be read, and may be whole.
         """
-        bases = self._usable_bases(session, sizes)
+        sizes = {d: 0 if place is None else place.raw_size for d, place in places.items()}
+        bases = self._usable_bases(sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
-        send = partial(self._send_some, session, bases, report)
+        copy = partial(self._copy_some, bases, report)
         # A copy in the background leaves most cores to the training that it runs beside.
         threads = max(1, cores() // 4) if works_in_background() else cores()
         few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
-        for _ in mapped(send, groups, min(threads, few, _MOST_THREADS)):
+        for _ in mapped(copy, groups, min(threads, few, _MOST_THREADS)):
             continue
 
-    def _send_some(
-        self,
-        session: Session,
-        bases: Mapping[Digest, Digest],
-        report: Report,
-        digests: list[Digest],
+    def _copy_some(
+        self, bases: Mapping[Digest, Digest], report: Report, digests: list[Digest]
     ) -> None:
         buffer = self._buffers.pop() if self._buffers else ChunkBuffer(2 * self._group_bytes)
         raws = self._read(buffer, digests, {bases[d] for d in digests if d in bases})
         for digest in digests:
             raw, base = raws[digest], bases.get(digest)
             base_raw = None if base is None else raws.get(base)
-            form = self._forms.choose(session.base, digest, raw, base, base_raw)
-            self._forms.write(
-                session.new_packs, digest, len(raw), form or Form(raw, Codec.RAW, None)
-            )
+            form = self._forms.choose(self._view, digest, raw, base, base_raw)
+            form = form or Form(raw, Codec.RAW, None)
+            self._forms.write(self._new_packs, digest, len(raw), form)
             report(digest, len(raw))
         buffer.clear()
         self._buffers.append(buffer)
 
-    def _usable_bases(self, session: Session, digests: Iterable[Digest]) -> dict[Digest, Digest]:
+    def _usable_bases(self, digests: Iterable[Digest]) -> dict[Digest, Digest]:
         """Return the candidates that the destination has, which it then keeps."""
-        bases = {d: base for d in digests if (base := self._bases.get(d)) is not None}
+        bases = {d: base for d in digests if (base := self._candidates.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
-        places = session.rely_on(candidates) if candidates else []
+        places = self._reused.reuse(candidates) if candidates else []
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 
