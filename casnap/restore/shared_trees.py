@@ -12,11 +12,10 @@ from contextlib import suppress
 
 from casnap.errors import DamagedError
 from casnap.format.decoding import decoder
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import Digest
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.references import TREE, digest_in, is_node, walk
 
 _WINDOW_BYTES = 8 << 20
 """Bytes that are sent together."""
@@ -34,10 +33,8 @@ def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: lis
     if comm.rank == 0:
         _send_trees(comm, contents, keys, [caches.index(cache) for cache in caches])
         return
-    cache = contents.store.index.cache
     while part := comm.scatter():
-        nodes = decoder(list[bytes]).decode(part)
-        cache.keep_nodes([(digest_of(node), node) for node in nodes])
+        contents.store.keep_nodes(decoder(list[bytes]).decode(part))
 
 
 def _send_trees(comm: Comm, contents: Contents, keys: Iterable[str], keepers: list[int]) -> None:
@@ -75,20 +72,16 @@ def _nodes(
     contents: Contents, keys: Iterable[str], size: int
 ) -> Iterator[tuple[frozenset[int], bytes]]:
     """Yield the nodes of the trees of some keys, each with the ranks that need it."""
-    store, keys = contents.store, set(keys)
+    keys = set(keys)
     everyone = frozenset(range(size))
     # A rank that the take did not have looks at the entries of all ranks, to say what it lacks.
     without_tree = everyone - set(contents.ranks())
-    subtrees = [(contents.manifest.shared, everyone)]
-    for rank, subtree in contents.manifest.ranks.items():
-        subtrees.append((subtree, without_tree | (everyone & {int(rank)})))
-    yield everyone, store.node(Digest(contents.row.manifest.digest))
-    ranks_of: dict[bytes, frozenset[int]] = {}
-    for subtree, ranks in subtrees:
-        for key in subtree.keys() & keys:
-            top = TREE + subtree[key]
-            ranks_of[top] = ranks_of.get(top, frozenset()) | ranks
-    for node, children in walk(store, list(ranks_of), set()):
-        for reference in filter(is_node, children):
-            ranks_of[reference] = ranks_of.get(reference, frozenset()) | ranks_of[node]
-        yield ranks_of[node], store.node(digest_in(node))
+    trees_of = [(contents.manifest.shared, everyone)]
+    for rank, trees in contents.manifest.ranks.items():
+        trees_of.append((trees, without_tree | (everyone & {int(rank)})))
+    yield everyone, contents.store.node(Digest(contents.row.manifest.digest))
+    users: dict[bytes, frozenset[int]] = {}
+    for trees, ranks in trees_of:
+        for key in trees.keys() & keys:
+            users[trees[key]] = users.get(trees[key], frozenset()) | ranks
+    yield from contents.nodes_of(users)

@@ -25,7 +25,7 @@ from casnap.transfer.tally import Tally
 
 _log = logging.getLogger("casnap")
 # The most nodes of earlier snapshots of this copy that are remembered.
-_MOST_SEEN = 1 << 19
+_MOST_VISITED = 1 << 19
 # After so many fences, or full disks, a copy gives up.
 _TRIES = 5
 
@@ -83,8 +83,8 @@ class _Copy:
         self._tally = Tally(progress)
         self.report = self._tally.report
         self.report.dry_run = options.dry_run
-        # Nodes that were seen in this copy; and each with the copied snapshot that it is part of.
-        self._seen: set[bytes] = set()
+        # The nodes that this copy visited; and each with the copied snapshot that it is part of.
+        self._visited: set[bytes] = set()
         self._owners: dict[bytes, CopyJob] = {}
 
     def run(self, snapshots: Sequence[CopyJob]) -> None:
@@ -157,9 +157,10 @@ class _Copy:
             ) from e
 
     def _try(self, job: CopyJob) -> None:
-        if len(self._seen) > _MOST_SEEN:
+        if len(self._visited) > _MOST_VISITED:
             self._forget()
-        tree = SourceTree(self._source, job, self._seen, self._owners)
+        contents = Contents(self._source, job.name, job.row)
+        tree = SourceTree(contents, self._visited, self._owners)
         snapshot_copy = SnapshotCopy(self._source, job, tree, self._options, self._tally)
         if self._options.dry_run:
             snapshot_copy.look(self._destination)
@@ -174,5 +175,5 @@ class _Copy:
         self.report.copied.append(job.new_name)
 
     def _forget(self) -> None:
-        self._seen.clear()
+        self._visited.clear()
         self._owners.clear()

@@ -19,7 +19,6 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.cell_pairs import bases_in
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.markers import replace_markers
-from casnap.storage.snapshots.references import digest_in
 from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
 from casnap.storage.writing.session import Session
 from casnap.transfer import unfinished
@@ -144,7 +143,7 @@ class SnapshotCopy:
             # A second look would find the same.
             self._found = bytearray()
             self._count_would(planned)
-        for digests in _batches([digest_in(node) for node in self._tree.nodes]):
+        for digests in _batches([*self._tree.nodes.values()]):
             digest_places = zip(digests, reuse(digests), strict=True)
             lacking = [digest for digest, place in digest_places if place is None]
             places = self._source.find(lacking)
@@ -274,7 +273,7 @@ class SnapshotCopy:
         """Write the nodes that the destination lacks; return how many."""
         count = 0
         # The manifest last, as a take writes it.
-        for digests in _batches([digest_in(node) for node in reversed(self._tree.nodes)]):
+        for digests in _batches([*reversed(self._tree.nodes.values())]):
             lacking = []
             for digest, place in zip(digests, session.rely_on(digests), strict=True):
                 if place is None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from casnap.format.digest import Digest
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.references import MANIFEST, is_node, walk
+from casnap.storage.snapshots.contents import Contents
 from casnap.transfer.copy_jobs import CopyJob
 
 
@@ -14,28 +13,22 @@ class SourceTree:
     """The tree of a snapshot, without the subtrees that were copied with an earlier one.
 
     Args:
-        source: The store.
-        job: The snapshot.
-        visited: References to nodes that were visited before; new ones are added.
+        contents: The snapshot.
+        visited: The keys of nodes that were visited before; new ones are added.
         owners: The copied snapshot that each of these is part of.
 
     Attributes:
-        nodes: References to the nodes that were visited so far, each before those below it.
+        nodes: The nodes that were visited so far, each before those below it: key and digest.
         shared_with: The copied snapshots that the other nodes are part of, by their new names.
     """
 
     def __init__(
-        self,
-        source: Repository,
-        job: CopyJob,
-        visited: set[bytes],
-        owners: dict[bytes, CopyJob],
+        self, contents: Contents, visited: set[bytes], owners: dict[bytes, CopyJob]
     ) -> None:
-        self._source = source
-        self._ref = job.row.manifest
-        self._seen = visited
+        self._contents = contents
+        self._visited = visited
         self._owners = owners
-        self.nodes: list[bytes] = []
+        self.nodes: dict[bytes, Digest] = {}
         self.shared_with: dict[str, CopyJob] = {}
 
     def chunks(self) -> Iterator[Digest]:
@@ -44,17 +37,14 @@ class SourceTree:
         Raises:
             DamagedError: A node is missing or damaged.
         """
-        # The hint finds the node without the index. From now on it is cached.
-        self._source.node(Digest(self._ref.digest), self._ref.hint)
-        top = MANIFEST + self._ref.digest
-        self._note_owners([top])
-        for node, children in walk(self._source, [top], self._seen):
-            self.nodes.append(node)
-            self._note_owners(children)
-            yield from (Digest(reference) for reference in children if not is_node(reference))
+        self._note_owners([self._contents.top])
+        for node in self._contents.nodes(self._visited):
+            self.nodes[node.key] = node.digest
+            self._note_owners(node.below)
+            yield from node.chunks
 
-    def _note_owners(self, references: list[bytes]) -> None:
-        for reference in references:
-            owner = self._owners.get(reference)
+    def _note_owners(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            owner = self._owners.get(key)
             if owner is not None:
                 self.shared_with[owner.new_name] = owner

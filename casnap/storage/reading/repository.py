@@ -15,7 +15,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.codec import Codec
-from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.names import is_row_name
 from casnap.format.records import (
     Place,
@@ -227,6 +227,10 @@ class Repository:
                 nbytes += place.raw_size if place is not None else 0
             self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
             self.index.cache.keep_nodes(list(group.items()))
+
+    def keep_nodes(self, nodes: Iterable[bytes]) -> None:
+        """Keep nodes that another rank has read, for later calls of :meth:`node`."""
+        self.index.cache.keep_nodes([(digest_of(node), node) for node in nodes])
 
     def table(self, root: Root) -> Tree[Row]:
         """Return the table of snapshots that a root has."""

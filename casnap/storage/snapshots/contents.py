@@ -40,6 +40,7 @@ from casnap.format.records import MAX_METADATA_BYTES, Row, decode, decode_kept
 from casnap.format.tree import Tree
 from casnap.runtime.fork import cached_property
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.references import MANIFEST, TREE, digest_in, is_node, walk
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
 # Other bytes could take sixty times as much memory when they are decoded.
@@ -63,6 +64,22 @@ class Listed(NamedTuple):
     path: str
     entry: Entry
     owner: int | None
+
+
+class Node(NamedTuple):
+    """A node of the tree of a snapshot, and what it refers to.
+
+    Attributes:
+        key: What tells it from all other nodes, also from one of the same bytes and another kind.
+        digest: Its digest.
+        below: The keys of the nodes that it names.
+        chunks: The chunks that it names.
+    """
+
+    key: bytes
+    digest: Digest
+    below: list[bytes]
+    chunks: list[Digest]
 
 
 class Entries:
@@ -139,8 +156,47 @@ class Contents:
         return joined(self.store.backend.uri, self.name)
 
     @property
+    def top(self) -> bytes:
+        """The key of the top of the tree, as :class:`Node` has it."""
+        return MANIFEST + self.row.manifest.digest
+
+    def nodes(self, visited: set[bytes]) -> Iterator[Node]:
+        """Yield each node of the tree, before those below it, but for what was visited before.
+
+        Args:
+            visited: The keys of visited nodes; new ones are added.
+
+        Raises:
+            DamagedError: A node is missing or damaged.
+        """
+        ref = self.row.manifest
+        # The hint finds the node without the index. From now on it is cached.
+        self.store.node(Digest(ref.digest), ref.hint)
+        for node, named in walk(self.store, [self.top], visited):
+            below = [reference for reference in named if is_node(reference)]
+            chunks = [Digest(reference) for reference in named if not is_node(reference)]
+            yield Node(node, digest_in(node), below, chunks)
+
+    def nodes_of(
+        self, users: Mapping[bytes, frozenset[int]]
+    ) -> Iterator[tuple[frozenset[int], bytes]]:
+        """Yield each node of some trees of the snapshot once, with the ranks that use it.
+
+        Args:
+            users: The digests of the trees, each with the ranks that use it.
+
+        Raises:
+            DamagedError: A node is missing or damaged.
+        """
+        ranks_of = {TREE + tree: ranks for tree, ranks in users.items()}
+        for node, named in walk(self.store, list(ranks_of), set()):
+            for reference in filter(is_node, named):
+                ranks_of[reference] = ranks_of.get(reference, frozenset()) | ranks_of[node]
+            yield ranks_of[node], self.store.node(digest_in(node))
+
+    @property
     def manifest(self) -> Manifest:
-        """The top of the tree.
+        """The top of the tree, decoded.
 
         Raises:
             UnsupportedFormatError: A later version has to read the snapshot.
