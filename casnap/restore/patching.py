@@ -24,12 +24,12 @@ from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename
 from casnap.restore.restore_report import RestoreReport
 from casnap.runtime import buffers
-from casnap.runtime.buffers import view_at
+from casnap.runtime.buffers import fill_from, view_at
 from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.state.devices import synchronize_devices
 from casnap.state.sharded import Shards, shard_again, shards_of
 from casnap.state.tensors import carrier_dtype, is_its_memory
-from casnap.storage.packs.chunk_reads import Fill, ReadOptions, Want, fill_from
+from casnap.storage.packs.chunk_reads import Fill, ReadOptions, Want
 from casnap.storage.snapshots.contents import Contents
 
 

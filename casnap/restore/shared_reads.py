@@ -34,7 +34,7 @@ from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_read
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.packs.chunk_reads import DEFAULT_READ, ReadOptions, Want
+from casnap.storage.packs.chunk_reads import ReadOptions, Want
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -76,7 +76,7 @@ def fetch_shared(
     comm: Comm,
     store: Repository,
     wants: Iterable[Want],
-    options: ReadOptions = DEFAULT_READ,
+    options: ReadOptions,
     *,
     window: int | None = None,
     only_in_memory: bool = False,

@@ -232,3 +232,11 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
         target[:n] = source
     else:
         ctypes.memmove(address_of(target), address_of(source), n)
+
+
+def fill_from(raw: memoryview | bytes, memory: memoryview) -> bool:
+    """Fill memory with some bytes; return False if there are not as many."""
+    if len(raw) != len(memory):
+        return False
+    memory[:] = raw
+    return True

@@ -34,7 +34,7 @@ from casnap.serving.version import (
     VersionRecord,
     VersionTensor,
 )
-from casnap.storage.packs.chunk_reads import DEFAULT_READ, Want
+from casnap.storage.packs.chunk_reads import ReadOptions, Want
 from casnap.storage.snapshots.contents import Contents
 
 # The request to share the blocks of another file.
@@ -180,9 +180,7 @@ class _Writer:
             write_cached(fd, memoryview(file.header), 0)
         copy = partial(self._copy, fd, cloned)
         elsewhere = [piece for piece, done in mapped(copy, _pieces(file), cores()) if not done]
-        options = DEFAULT_READ
-        if self._old is not None:
-            options = options._replace(base=self._old.base)
+        options = ReadOptions() if self._old is None else ReadOptions(base=self._old.base)
         self._contents.store.fetch(self._wants(fd, elsewhere), options)
 
     def _clone(self, fd: int, file: PlannedFile) -> str:

@@ -182,7 +182,7 @@ class Chunks:
             random.Random(comm.rank).shuffle(wants)
             try:
                 mine = self.repository() if repository is None else repository(comm.rank)
-                fetch_shared(comm, mine, wants, window=window)
+                fetch_shared(comm, mine, wants, ReadOptions(), window=window)
             except DamagedError as e:
                 e.got = got  # type: ignore[attr-defined]
                 raise
@@ -372,7 +372,9 @@ def test_a_wrong_length_is_damage_for_who_has_it(own: Chunks, less: int) -> None
     def work(comm: Comm) -> None:
         length = CHUNK - less * (comm.rank == 1)
         sink = lambda raw: got.append(comm.rank)  # noqa: E731
-        fetch_shared(comm, own.repository(), [Want(digest, length, sink, f"w{comm.rank}")])
+        fetch_shared(
+            comm, own.repository(), [Want(digest, length, sink, f"w{comm.rank}")], ReadOptions()
+        )
 
     results, _ = on_ranks(3, work)
     assert [error.paths for error in results] == [(), ("w1",), ()]
@@ -455,7 +457,7 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
 
     with joining.join(None, 30, "a test") as comm:
         wants = [Want(Digest(d), n, sink, "w") for d, n in numbers]
-        fetch_shared(comm, Repository(backend), wants, window=3 * CHUNK)
+        fetch_shared(comm, Repository(backend), wants, ReadOptions(), window=3 * CHUNK)
     shared = memory_of_others() - before
     forget_links()
     return (

@@ -86,14 +86,6 @@ class ReadOptions(NamedTuple):
     base: FindBase = lambda digest: None
 
 
-def fill_from(raw: memoryview | bytes, memory: memoryview) -> bool:
-    """Fill memory with some bytes; return False if there are not as many."""
-    if len(raw) != len(memory):
-        return False
-    memory[:] = raw
-    return True
-
-
 DEFAULT_READ = ReadOptions()
 # For one chunk: the caller may hold buffers of the pool, and must not wait for another one.
 WITHOUT_POOL = ReadOptions(readers=0)

@@ -25,6 +25,7 @@ from casnap.format.records import (
     decode_row,
 )
 from casnap.format.tree import TABLE_FANOUT, Tree
+from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores
 from casnap.storage.log.config import read_config
 from casnap.storage.log.put_if_absent import check_put_if_absent
@@ -42,7 +43,6 @@ from casnap.storage.packs.chunk_reads import (
     ReadOptions,
     Reason,
     Want,
-    fill_from,
     read_places,
 )
 from casnap.storage.reading.chunk_cache import ChunkCache
