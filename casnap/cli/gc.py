@@ -137,9 +137,11 @@ def show(place: Store, report: GcReport) -> None:
         packs = amount(r.condemned_packs, "pack")
         say(f"{packs} of {size(r.condemned_bytes)} {would}condemned")
     if r.merged_segments > 0:
-        say(f"the index is {amount(r.merged_segments, 'segment')} shorter")
+        is_shorter = "would be" if r.dry_run else "is"
+        say(f"the index {is_shorter} {amount(r.merged_segments, 'segment')} shorter")
     if r.fence is not None:
-        say(f"the fence was raised to root {r.fence:,}")
+        is_raised = "would be" if r.dry_run else "was"
+        say(f"the fence {is_raised} raised to root {r.fence:,}")
     packs, segments = amount(r.deleted_packs, "pack"), amount(r.deleted_segments, "segment")
     say(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
     if r.refused:
@@ -162,6 +164,11 @@ def show(place: Store, report: GcReport) -> None:
 
 
 def _show_copies(report: GcReport, would: str) -> None:
+    if report.recoded_snapshots and report.dry_run:
+        say(
+            f"{amount(report.recoded_snapshots, 'snapshot')} would be recoded first; how much that "
+            "saves is not known before"
+        )
     if report.recoded_chunks:
         snapshots = amount(report.recoded_snapshots, "snapshot")
         saved = f"{amount(report.recoded_chunks, 'chunk')} take up {size(report.saved_bytes)} less"

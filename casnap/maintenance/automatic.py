@@ -23,7 +23,8 @@ from weakref import WeakValueDictionary
 
 from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import Root, Row
-from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
+from casnap.maintenance.gc import GcOptions, GcReport, collect
+from casnap.maintenance.gc_plan import DAY
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.fork import in_child, new_lock

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -21,12 +20,14 @@ from casnap.backends.base import as_exclusive
 from casnap.errors import PLACE_ERRORS, DamagedError, FencedError, StorageFullError
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
+from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collection
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.recent_marks import RecentMarks
-from casnap.maintenance.recode import Recoding, recode
+from casnap.maintenance.recode import Recoding, plan_recoding, recode
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
+from casnap.maintenance.whole_marks import WholeMarks
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
@@ -38,11 +39,6 @@ from casnap.storage.writing.retries import Obstacle, again, put_root_after
 from casnap.storage.writing.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
-DAY = 86400.0
-_SKEW = 60.0
-# A collection that goes on from counts copies what is needed of packs where that frees so much.
-# What it leaves is for the next one that goes through the whole store.
-_WORTH_A_COMMIT = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +207,49 @@ def check_allowed(store: Repository, options: GcOptions) -> None:
             store.check_put_if_absent()
 
 
+class _Candidates:
+    """The packs that a collection wants to condemn, as long as no newer root needs them.
+
+    Args:
+        marks: What is needed.
+        needs: What the marks say of the packs of their root.
+        copied_to: Needed digests of the sparse packs, each with another pack that holds it.
+    """
+
+    def __init__(self, marks: Marks, needs: Needs, copied_to: Mapping[bytes, PackId]) -> None:
+        self._marks = marks
+        self._needs = needs
+        self._copied_to = copied_to
+        self._doomed = needs.dead.union(needs.sparse)
+        # The packs of each digest that they hold, and which of these are needed.
+        self._contents: dict[bytes, list[PackId]] | None = None
+        self._required: set[bytes] = set()
+
+    def at(self, view: View) -> Needs:
+        """Return what the root after that of a view may condemn, and has to rescue.
+
+        Raises:
+            DamagedError: What that root needs cannot be read.
+        """
+        marks, root = self._marks, view.root
+        fresh = marks.advance(root) if root != marks.root else set()
+        self._doomed = frozenset(pack for pack in self._doomed if pack in view.live)
+        if self._contents is None and (self._needs.sparse or fresh):
+            self._contents = {}
+            for digest, pack, _ in marks.contents_of(self._doomed):
+                self._contents.setdefault(digest, []).append(pack)
+            self._required = set(marks.needed_of(set(self._contents)))
+        contents = self._contents or {}
+        self._required |= fresh & contents.keys()
+        for digest in self._required:
+            # A copy that another collector has condemned meanwhile does not count.
+            elsewhere = self._copied_to.get(digest)
+            if elsewhere not in view.live or elsewhere in self._doomed:
+                self._doomed = self._doomed.difference(contents[digest])
+        sparse = {p: nbytes for p, nbytes in self._needs.sparse.items() if p in self._doomed}
+        return replace(self._needs, dead=self._doomed.difference(sparse), sparse=sparse)
+
+
 class _Collector:
     def __init__(
         self,
@@ -228,9 +267,7 @@ class _Collector:
         self._progress = progress
         self._files: StoredFiles
         self._rewriting: Rewriting | None = None
-        self._would_condemn: set[PackId] = set()
         self._lacks_space = False
-        self._is_whole = True
         self.report = GcReport(dry_run=options.dry_run)
 
     def run(self) -> None:
@@ -277,19 +314,23 @@ class _Collector:
 
     def _recode(self, root: Root) -> None:
         after = self._options.recode_after
-        if after is None or self._options.dry_run or not self._store.settings(root).recodes:
+        if after is None or not self._store.settings(root).recodes:
             return
 
         def give_up(error: Obstacle) -> None:
             # What was recoded by then stands. On a full disk, what is freed now may make room.
             self._lacks_space = isinstance(error, StorageFullError)
 
+        def recode_at(root: Root) -> Recoding:
+            todo = plan_recoding(self._store, root, after, self._options.forgotten)
+            if self._options.dry_run:
+                return Recoding(len(todo.snapshots))
+            return recode(self._store, todo, self._progress)
+
         # If another collector moves what is read, this begins again; what was recoded stays.
         recoding: Recoding | None = again(
             self._store,
-            lambda: self._store.read_at_newest(
-                lambda root: recode(self._store, root, after, self._progress), lambda: root
-            ),
+            lambda: self._store.read_at_newest(recode_at, lambda: root),
             f"{self._what}, which recodes",
             tries=1,
             give_up=give_up,
@@ -301,85 +342,61 @@ class _Collector:
         self.report.saved_bytes = recoding.before_bytes - recoding.after_bytes
 
     def _collect(self) -> None:
-        self._is_whole = self._counts is None or not self._counts.is_known
-        self._list_files(self._store.recent())
         # Another collector may be faster, and delete the copies of this one.
-        again(
+        plan, root = again(
             self._store,
-            lambda: self._store.read_at_newest(self._mark_and_free, self._store.recent),
+            lambda: self._store.read_at_newest(self._plan_and_carry_out, self._store.recent),
             self._what,
             tries=None,
         )
-        if not self._options.dry_run:
-            # A root that does not name them is durable now.
-            view = self._store.view()
-            self._delete_orphans(view)
-            self._note_waiting(view.root.condemned, view.root)
+        self._note(plan)
+        if self._options.dry_run:
+            self._note_deleted(plan.deleted)
+            self.report.copied_bytes = sum(plan.copied.values())
+            self.report.freed_bytes = self._files.size_of(plan.deleted)
+        else:
+            self._delete(plan.deleted, root)
 
-    def _list_files(self, root: Root) -> None:
-        self._files = StoredFiles(self._store, root, lists_packs=self._is_whole)
+    def _plan_and_carry_out(self, root: Root) -> tuple[Plan, Root]:
+        """Plan the collection from a root on; carry it out, up to a durable root.
 
-    # --- condemn ---
-
-    def _mark_and_free(self, root: Root) -> None:
-        """Mark what is needed; condemn the packs that hold none of it, free what was condemned."""
+        Returns:
+            The plan, for the last root that it was made for; and the root after it, or that root,
+            if the plan puts none.
+        """
         view = self._store.index.view(root)
         marks = self._marks(view)
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
         report.live_bytes = marks.nbytes
-        doomed = {p for p, use in marks.uses.items() if not use.needed and p in view.live}
-        sparse = sparse_packs(marks, view, self._options.repack)
-        garbage = sum(marks.uses[pack].stored - marks.uses[pack].live for pack in sparse)
-        if not self._is_whole and garbage < _WORTH_A_COMMIT:
-            sparse = []
+        self._files = StoredFiles(self._store, root, lists_packs=marks.finds_orphans)
+        needs = Needs(
+            dead=frozenset(p for p, use in marks.uses.items() if not use.needed and p in view.live),
+            sparse=sparse_packs(marks, view, self._options.repack),
+            rescued=frozenset(marks.rescue),
+            found=frozenset(split_digests(root.lost)) - marks.missing,
+        )
+        plan = self._plan(view, needs)
         if self._options.dry_run:
-            report.repacked_packs = len(sparse)
-            report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
-            self._would_condemn = doomed.union(sparse)
-            self._note_condemned(self._would_condemn, marks.rescue)
-            self._next_root(view, root.condemned, root.lost)
-            return
+            return plan, root
         # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
-        self._delete_orphans(view)
-        copied_to = self._copy_out(marks, view, sparse) if sparse else {}
+        self._delete(plan.orphans, root)
+        copied_to = self._copy_out(marks, plan) if plan.copied else {}
         try:
-            self._condemn_and_free(marks, doomed, set(sparse), copied_to)
+            done = self._put_root_of(plan, _Candidates(marks, needs, copied_to))
         except DamagedError as e:
             newest = self._store.newest()
             if marks.root == root or set(marks.root.segments) <= set(newest.segments):
                 raise
             # Another collector has moved what was read of a root after the one at hand.
             raise FencedError(e.what) from e
-        if self._lacks_space:
-            # What was not copied is looked at again.
-            return
-        if isinstance(marks, RecentMarks):
+        if not self._lacks_space:
+            # Else what was not copied is looked at again.
             marks.note_done()
-        elif self._counts is not None:
-            self._counts.segments = view.segments
+        return done
 
-    def _copy_out(
-        self, marks: Marks | RecentMarks, view: View, sparse: list[PackId]
-    ) -> dict[bytes, PackId]:
-        """Copy what is needed of some packs; return its digests, each with a pack that holds it."""
-        copied_to: dict[bytes, PackId] = {}
-        total = sum(marks.uses[pack].live for pack in sparse)
-        counter = ProgressCounter(self._progress, "copying", total)
-        try:
-            for copies in repack(self._store, marks, view, sparse, counter.add):
-                copied_to |= copies
-        except StorageFullError:
-            # Packs that are wholly dead can still be condemned.
-            self._lacks_space = True
-        finally:
-            self.report.copied_bytes += counter.done
-        # The copies came with new segments, which may be merged away again.
-        self._list_files(self._store.recent())
-        return copied_to
-
-    def _marks(self, view: View) -> Marks | RecentMarks:
+    def _marks(self, view: View) -> Marks:
         if self._counts is not None and self._counts.is_known:
             try:
                 return RecentMarks(self._store, view, self._counts, self._progress)
@@ -390,9 +407,9 @@ class _Collector:
             self._counts.clear()
         # Otherwise the root names no abandoned copies; those that it names are needed.
         root = without_abandoned(view.root) if self._options.dry_run else view.root
-        return Marks(self._store, root, self._progress, self._options.forgotten, self._counts)
+        return WholeMarks(self._store, root, self._progress, self._options.forgotten, self._counts)
 
-    def _check_missing(self, marks: Marks | RecentMarks) -> None:
+    def _check_missing(self, marks: Marks) -> None:
         unknown = marks.missing.difference(split_digests(marks.root.lost))
         self.report.lost_chunks = len(marks.missing) - len(unknown)
         if unknown:
@@ -401,117 +418,79 @@ class _Collector:
                 f"such as {min(unknown).hex()}"
             )
 
-    def _condemn_and_free(
-        self,
-        marks: Marks | RecentMarks,
-        dead: set[PackId],
-        sparse: set[PackId],
-        copied_to: dict[bytes, PackId],
-    ) -> None:
-        """Put a root that condemns packs, unless a newer root has come to need them.
+    def _plan(self, view: View, needs: Needs) -> Plan:
+        waiting = Waiting(
+            grace=self._grace,
+            condemned_until=self._options.condemned_until,
+            age_of=lambda seq: self._files.age_of(seq, view.root),
+            announced_bases=self._announced_bases,
+        )
+        unnamed, costs = self._files.unnamed(view), self._backend.costs
+        return plan_collection(view, needs, unnamed, waiting, costs, self._rewriting)
 
-        It no longer names the packs that were condemned before and whose grace is over.
+    def _announced_bases(self) -> list[int]:
+        # A process that was stopped for longer than a day is not waited for.
+        return self._backend.announced_bases(max(DAY, self._grace))
 
-        Args:
-            marks: What is needed. If another writer puts the next root, its needs are added.
-            dead: Packs of which nothing is needed.
-            sparse: Packs of which little is needed.
-            copied_to: The needed digests of the sparse packs, each with another pack that holds it.
+    # --- what is planned is done ---
+
+    def _copy_out(self, marks: Marks, plan: Plan) -> dict[bytes, PackId]:
+        """Copy what is needed of some packs; return its digests, each with a pack that holds it."""
+        copied_to: dict[bytes, PackId] = {}
+        counter = ProgressCounter(self._progress, "copying", sum(plan.copied.values()))
+        try:
+            for copies in repack(self._store, marks, plan.view, plan.copied, counter.add):
+                copied_to |= copies
+        except StorageFullError:
+            # Packs that are wholly dead can still be condemned.
+            self._lacks_space = True
+        finally:
+            self.report.copied_bytes += counter.done
+        # The copies came with new segments, which may be merged away again.
+        root = self._store.recent()
+        self._files = StoredFiles(self._store, root, lists_packs=marks.finds_orphans)
+        return copied_to
+
+    def _put_root_of(self, plan: Plan, candidates: _Candidates) -> tuple[Plan, Root]:
+        """Put the root of a plan; if it is no longer for the newest root, that of a new plan.
+
+        Returns:
+            The plan, and the root that was put; that which the plan is for, if it puts none.
         """
-        doomed = dead | sparse
-        contents: dict[bytes, list[PackId]] = {}
-        required: set[bytes] = set()
-        returned = set(split_digests(marks.root.lost)) - marks.missing
-        before, rescued = marks.root, set[PackId]()
 
         def prepare(root: Root) -> Root | None:
-            nonlocal before, doomed, required, rescued
-            before, view = root, self._store.index.view(root)
-            fresh = marks.advance(root) if root != marks.root else set()
-            doomed = {pack for pack in doomed if pack in view.live}
-            if not contents and (sparse or fresh):
-                for digest, pack, _ in marks.contents_of(doomed):
-                    contents.setdefault(digest, []).append(pack)
-                required = set(marks.needed_of(set(contents)))
-            required |= fresh & contents.keys()
-            for digest in required:
-                # A copy that another collector has condemned meanwhile does not count.
-                elsewhere = copied_to.get(digest)
-                if elsewhere not in view.live or elsewhere in doomed:
-                    doomed.difference_update(contents[digest])
-            rescued = marks.rescue & root.condemned.keys()
-            seq = root.seq + 1
-            condemned = {p: self._condemned_since(c, root) for p, c in root.condemned.items()}
-            condemned = {p: c for p, c in condemned.items() if p not in rescued}
-            condemned |= dict.fromkeys(doomed, seq)
-            lost_digests = b"".join(d for d in split_digests(root.lost) if d not in returned)
-            return self._next_root(view, condemned, lost_digests)
+            nonlocal plan
+            if plan.copied or root != plan.view.root:
+                view = self._store.index.view(root)
+                plan = self._plan(view, candidates.at(view))
+            return self._next_root(plan)
 
-        new_root = put_root_after(self._store, prepare, self._put)
-        self.report.repacked_packs += len(doomed & sparse)
-        self._note_condemned(doomed, rescued)
-        if new_root is not None:
-            if new_root.fence > before.fence:
-                self.report.fence = new_root.fence
-            self.report.merged_segments += len(before.segments) - len(new_root.segments)
+        root = put_root_after(self._store, prepare, self._put)
+        return plan, root or plan.view.root
 
-    def _condemned_since(self, condemned_at: int, root: Root) -> int:
-        """Return the root that condemned a pack; one with a time in the future counts as new."""
-        age = self._files.age_of(condemned_at, root)
-        return root.seq + 1 if age < -_SKEW else condemned_at
-
-    def _note_condemned(self, doomed: set[PackId], rescued: set[PackId]) -> None:
-        self.report.condemned_packs += len(doomed)
-        self.report.condemned_bytes += self._files.size_of(map(pack_key, doomed))
-        self.report.rescued_packs += len(rescued)
-
-    # --- free ---
-
-    def _next_root(self, view: View, condemned: dict[bytes, int], lost: bytes) -> Root | None:
-        """Return a root without the packs whose grace is over; None if none is to be put.
-
-        Args:
-            view: The view of the root that it is to follow.
-            condemned: What it is to condemn, before it frees some of that.
-            lost: What it is to list as lost.
-        """
-        root = view.root
-        unnamed = self._files.unnamed(view)
-        fence = max(root.fence, self._grace_allows(root, unnamed.values()))
-        going, orphans = _freed_by(fence, condemned, unnamed)
-        if going or orphans:
-            # Takes under way that say on which root they are based are waited for.
-            fence = max(root.fence, min([fence, *self._announced_bases()]))
-            going, orphans = _freed_by(fence, condemned, unnamed)
-        if self._options.dry_run:
-            self._report_dry_run(root, going, orphans)
-            return None
-        self._files.add(going)
+    def _next_root(self, plan: Plan) -> Root | None:
+        """Write what the root of a plan names, and return that root; None if none is to be put."""
+        root = plan.view.root
+        self._files.add(plan.freed)
         # That of a root whose number was taken.
         rewriting, self._rewriting = self._rewriting, None
-        segments = None if rewriting is None else rewriting.applied(root, going)
-        if segments is None:
-            if rewriting is not None:
-                rewriting.discard(self._store)
-            rewriting = rewrite_segments(self._store, view, going)
-            segments = rewriting.applied(root, going)
-        assert rewriting is not None
-        assert segments is not None
-        changes = {
-            # For orphans below the fence of this root no other root is needed.
-            "fence": fence if going or orphans else root.fence,
-            "condemned": {p: seq for p, seq in condemned.items() if p not in going},
-            "lost": lost,
-            "segments": segments,
-        }
-        # After a root with a time in the future nothing would ever seem old, so put one with the
-        # time of this host.
-        is_ahead = root.time > time.time() + _SKEW
-        if not is_ahead and all(getattr(root, name) == value for name, value in changes.items()):
+        if rewriting is not None and not rewriting.fits(root, plan.freed):
+            rewriting.discard(self._store)
+            rewriting = None
+        if not plan.changes_root:
             return None
-        new_root = next_root(self._backend.uri, root, os.urandom(16), **changes)
+        if rewriting is None:
+            rewriting = rewrite_segments(self._store, plan.view, plan.rewritten, plan.freed)
         self._rewriting = rewriting
-        return new_root
+        return next_root(
+            self._backend.uri,
+            root,
+            os.urandom(16),
+            fence=plan.fence,
+            condemned=dict(plan.waiting),
+            lost=plan.lost,
+            segments=rewriting.applied(root),
+        )
 
     def _put(self, root: Root) -> bool:
         """Put a root; return False if another commit has its number."""
@@ -527,73 +506,47 @@ class _Collector:
             self._rewriting = rewriting
         return stands
 
-    def _announced_bases(self) -> list[int]:
-        # A process that was stopped for longer than a day is not waited for.
-        return self._backend.announced_bases(max(DAY, self._grace))
-
-    def _grace_allows(self, root: Root, unnamed: Iterable[bytes]) -> int:
-        """Return the highest root number that the fence may be raised to, as far as the grace goes.
-
-        Times only decide how long the collector waits. If they are wrong, it still deletes only
-        garbage.
-        """
-        if self._options.condemned_until is not None:
-            return min(self._options.condemned_until, root.seq)
-        if self._grace == 0:
-            return root.seq + 1
-        bases = {base_of(ident) + 1 for ident in unnamed}
-        candidates = {root.seq, *root.condemned.values(), *bases}
-        seqs = sorted(seq for seq in candidates if root.fence < seq <= root.seq)
-        count = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < self._grace)
-        return seqs[count - 1] if count else root.fence
-
-    def _delete_orphans(self, view: View) -> None:
-        """Delete files that no root names or ever will: they were written before the fence."""
-        unnamed = self._files.unnamed(view)
-        orphans = _freed_by(view.root.fence, {}, unnamed)[1]
-        if orphans:
+    def _delete(self, files: Mapping[str, bytes], root: Root) -> None:
+        """Delete files that a root does not name and never will: its fence has passed them."""
+        passed = {
+            key: ident
+            for key, ident in files.items()
+            if base_of(ident) < root.fence and ident in self._files
+        }
+        if passed:
             # A take that the fence has passed moves its packs, if they are still there.
-            fence = min([view.root.fence, *self._announced_bases()])
-            orphans = _freed_by(fence, {}, unnamed)[1]
-        if orphans:
+            least = min([root.fence, *self._announced_bases()])
+            passed = {key: ident for key, ident in passed.items() if base_of(ident) < least}
+        if passed:
             # Another process may have put this root. It must be durable before the deletes.
-            self._backend.sync(root_key(view.root.seq))
-        sizes, refused = self._files.delete(orphans, self._progress)
+            self._backend.sync(root_key(root.seq))
+        sizes, refused = self._files.delete(passed, self._progress)
         self._note_deleted(sizes)
         self.report.refused |= refused
         self.report.freed_bytes += sum(sizes.values())
         # At a remote place, a collection with nothing to do asks nothing.
-        if orphans or not self._backend.costly_requests:
+        if passed or not self._backend.costly_requests:
             self.report.freed_bytes += self._backend.tidy(self._grace)
 
-    def _note_deleted(self, files: Iterable[str]) -> None:
+    # --- the report ---
+
+    def _note(self, plan: Plan) -> None:
+        report, root = self.report, plan.view.root
+        report.condemned_packs += len(plan.condemned)
+        report.condemned_bytes += self._files.size_of(map(pack_key, plan.condemned))
+        report.repacked_packs += len(plan.copied)
+        report.rescued_packs += len(plan.rescued)
+        report.merged_segments += plan.merged_segments
+        if plan.fence > root.fence:
+            report.fence = plan.fence
+        report.waiting_packs = len(plan.waiting)
+        report.waiting_bytes = self._files.size_of(map(pack_key, plan.waiting))
+        report.waiting_until = None
+        if plan.waiting:
+            age = self._files.age_of(max(plan.waiting.values()), root)
+            report.waiting_until = time.time() - age + self._grace
+
+    def _note_deleted(self, files: Collection[str]) -> None:
         segments = sum(key.startswith("index/") for key in files)
         self.report.deleted_segments += segments
-        self.report.deleted_packs += len(list(files)) - segments
-
-    def _note_waiting(self, waiting: Collection[bytes], root: Root) -> None:
-        self.report.waiting_packs = len(waiting)
-        self.report.waiting_bytes = self._files.size_of(map(pack_key, waiting))
-        if waiting:
-            last = max(root.condemned.get(PackId(pack), root.seq) for pack in waiting)
-            self.report.waiting_until = time.time() - self._files.age_of(last, root) + self._grace
-
-    def _report_dry_run(
-        self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]
-    ) -> None:
-        """Record what would be freed."""
-        doomed = root.condemned.keys() | self._would_condemn
-        if self._grace == 0:
-            going = going.union(self._would_condemn)
-        keys = [*orphans, *map(pack_key, going)]
-        self._note_deleted(keys)
-        self.report.freed_bytes = self._files.size_of(keys)
-        self._note_waiting(doomed - going, root)
-
-
-def _freed_by(
-    fence: int, condemned: Mapping[bytes, int], unnamed: Mapping[str, bytes]
-) -> tuple[frozenset[PackId], dict[str, bytes]]:
-    """Return what a fence frees: condemned packs, and orphans by key."""
-    going = frozenset(PackId(p) for p, seq in condemned.items() if seq <= fence)
-    return going, {key: i for key, i in unnamed.items() if base_of(i) < fence}
+        self.report.deleted_packs += len(files) - segments

@@ -1,28 +1,12 @@
-"""Marking: what the snapshots of a root need, and how much of each pack is needed."""
+"""What a collection asks of marks: what is needed, of all packs or of those that changed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from casnap.format.codec import KNOWN_CODECS, Codec
-from casnap.format.records import PackId, Root, SealedSegment
-from casnap.maintenance.reference_counts import ReferenceCounts
-from casnap.runtime.progress import Progress
-from casnap.storage.lookup.chains import closure
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.references import (
-    MANIFEST,
-    digest_in,
-    is_node,
-    references_of_row,
-    tops_of,
-    walk,
-)
-
-_DELTA = int(Codec.DELTA)
-_PART = 2 << 20
-"""How many records are marked at a time; this takes about 700 MB."""
+from casnap.format.records import PackId, Root
 
 Placed = tuple[bytes, PackId, int]
 """A digest, a pack that holds it, and its stored bytes there."""
@@ -46,224 +30,47 @@ class PackUse:
     is_fixed: bool = False
 
 
-class Marks:
+class Marks(Protocol):
     """What the snapshots of a root need.
-
-    Args:
-        store: The store.
-        root: Its newest root.
-        progress: Called with the current phase, how much of it is done, and the total.
-        forgotten: Names of snapshots to ignore, as if they were deleted.
-        counts: Where to count all references, for later collections.
 
     Attributes:
         root: The root.
         snapshots: How many snapshots it has.
-        uses: How much is needed of each pack that it names.
-        count: How many different chunks and nodes are needed.
+        count: How many different chunks and nodes are needed; 0 if these were not counted.
+        uses: How much is needed of each pack that was looked at.
         rescue: Condemned packs that hold a needed digest which no live pack holds.
         missing: Needed digests that no pack holds.
-
-    Raises:
-        DamagedError: A tree node or a segment is missing or damaged.
+        finds_orphans: Whether the collection is also to look for files that no root names.
+        least_garbage: To copy what is needed out of packs is worth it if that frees so many bytes.
     """
 
-    def __init__(
-        self,
-        store: Repository,
-        root: Root,
-        progress: Progress,
-        forgotten: Collection[str] = (),
-        counts: ReferenceCounts | None = None,
-    ) -> None:
-        self._store = store
-        self._progress = progress
-        self._seen: set[bytes] = set()
-        self._needed: dict[bytes, int] = {}
-        self.root = root
-        self.snapshots = 0
-        self.uses: dict[PackId, PackUse] = {}
-        self.count = 0
-        self.rescue: set[PackId] = set()
-        self.missing: set[bytes] = set()
-        self._forgotten = forgotten
-        # To bound memory, the digests of a large index are marked in parts, one after the other.
-        self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
-        # The bases of all deltas that the root names. A newer root may have again what is nowhere.
-        self._bases = closure(self._segments(with_deltas=True), self._segments())
-        self._needed_bases: set[bytes] = set()
-        if self._parts > 1 and any(ref.deltas for ref in root.segments):
-            # A delta and its base may be of different parts.
-            self._seen = self._of_forgotten()
-            for _, below in self._walk_below():
-                self._needed_bases |= self._needed_below(below)
-        for part in range(self._parts):
-            self._mark(part, counts if part == 0 else None)
-        if counts is not None:
-            counts.complete(store, root, self.nbytes)
+    root: Root
+    snapshots: int
+    count: int
+    uses: dict[PackId, PackUse]
+    rescue: set[PackId]
+    missing: set[bytes]
+    finds_orphans: bool
+    least_garbage: int
 
     @property
     def nbytes(self) -> int:
         """Stored bytes of everything needed in live packs; a digest counts in its newest pack."""
-        condemned = self.root.condemned
-        return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
-
-    def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
-        """Return on which chunks some needed ones stand.
-
-        A chunk may be stored as a delta in one pack, and as it is in another. Its base is needed in
-        any case: whoever relies on the delta need not ask which of both this collector counts.
-
-        A delta whose chain has no end is no place of its chunk. Its base went when nothing needed
-        either; if then the chunk was taken anew, it is stored again.
-        """
-        return self._bases.below(references) - self._bases.nowhere
-
-    def _mark(self, part: int, counts: ReferenceCounts | None) -> None:
-        passed_over = self._of_forgotten()
-        self._seen = set(passed_over)
-        use_counts: dict[bytes, int] = {}
-        for node, children in self._walk_below():
-            use_counts.update(dict.fromkeys(self._of_part(children, part), 0))
-            if counts is not None:
-                counts.note(node, children)
-        self._seen -= passed_over
-        use_counts.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
-        if self._parts == 1:
-            self._needed_bases = self._needed_below(use_counts)
-        use_counts.update(dict.fromkeys(self._of_part(self._needed_bases, part), 0))
-        self._needed = use_counts
-        self.count += len(use_counts)
-        self._sweep(use_counts, part)
-
-    def _of_forgotten(self) -> set[bytes]:
-        """Return what only snapshots to be passed over refer to."""
-        rows: dict[bool, set[bytes]] = {True: set(), False: set()}
-        if self._forgotten:
-            rows[False].update(tops_of(self.root))
-            for name, row in self._store.table(self.root).items():
-                rows[name in self._forgotten].update(references_of_row(row))
-        return rows[True] - rows[False]
-
-    def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
-        chunks = (r for r in references if not is_node(r))
-        return chunks if self._parts == 1 else (d for d in chunks if d[0] % self._parts == part)
-
-    def _walk_below(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield each node that was not seen yet, and what it refers to."""
-        self.snapshots = len(self._store.table(self.root)) - len(self._forgotten)
-        manifests = 0
-        for node, children in walk(self._store, tops_of(self.root), self._seen):
-            manifests += node[:1] == MANIFEST
-            self._progress("marking", manifests, self.snapshots)
-            yield node, children
-
-    def _sweep(self, use_counts: dict[bytes, int], part: int) -> None:
-        """Go through all places of the index, and count those of needed digests."""
-        condemned = self.root.condemned
-        in_several: set[bytes] = set()
-        known_packs: dict[PackId, int] = {}
-        for segment in self._segments():
-            packs = segment.packs
-            uses = [self.uses.setdefault(pack, PackUse()) for pack in packs]
-            numbers = [
-                0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
-                for pack in packs
-            ]
-            for digest, n, offset, stored_bytes, _, codec in segment.records():
-                use = uses[n]
-                if part == 0:
-                    use.stored += stored_bytes
-                count = use_counts.get(digest)
-                if count is not None:
-                    use.needed += 1
-                    if codec == _DELTA and (packs[n], offset) in self._bases.endless:
-                        continue
-                    use.live += stored_bytes
-                    use.is_fixed |= codec not in KNOWN_CODECS
-                    number = numbers[n]
-                    if count == 0:
-                        use_counts[digest] = number
-                    elif number not in (0, count):
-                        in_several.add(digest)
-        self._count_newest_only(in_several)
-        self._look_in_condemned({d for d, number in use_counts.items() if number == 0})
-
-    def _count_newest_only(self, several: Collection[bytes]) -> None:
-        """Count a digest that several packs hold as live only in the newest of them."""
-        places = [p for p in self.places_of(several) if p[1] not in self.root.condemned]
-        newest: dict[bytes, PackId] = {}
-        for digest, pack, _ in places:
-            newest[digest] = max(pack, newest.get(digest, pack))
-        for digest, pack, stored_bytes in places:
-            if pack != newest[digest]:
-                self.uses[pack].live -= stored_bytes
-
-    def _look_in_condemned(self, nowhere: set[bytes]) -> None:
-        """Look in condemned packs for the digests that no live pack holds."""
-        for digest, pack, _ in self.places_of(frozenset(nowhere)):
-            self.rescue.add(pack)
-            nowhere.discard(digest)
-        self.missing |= nowhere
-
-    def _segments(self, *, with_deltas: bool = False) -> Iterator[SealedSegment]:
-        """Yield the segments of the root: all, or those with deltas."""
-        segments = [ref for ref in self.root.segments if ref.deltas or not with_deltas]
-        for number, ref in enumerate(segments):
-            self._progress("reading the index", number, len(segments))
-            yield SealedSegment(*self._store.index.sealed(ref))
-
-    def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
-        """Yield all places of some digests that the root lists, save endless deltas."""
-        if not digests:
-            return
-        for segment in self._segments():
-            packs = segment.packs
-            for digest, n, offset, stored_bytes, _, codec in segment.records():
-                if digest not in digests:
-                    continue
-                if codec != _DELTA or (packs[n], offset) not in self._bases.endless:
-                    yield digest, packs[n], stored_bytes
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield the contents of some packs."""
-        for segment in self._segments():
-            listed = segment.packs
-            if any(pack in packs for pack in listed):
-                for digest, n, _, stored_bytes, *_ in segment.records():
-                    if listed[n] in packs:
-                        yield digest, listed[n], stored_bytes
+        """Yield the contents of some packs that were looked at."""
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
         """Return which of some digests are needed, and whether each is a node."""
-        nodes = {digest_in(node) for node in self._seen}
-        if self._parts == 1:
-            return {d: d in nodes for d in digests if d in self._needed}
-        self._seen = set()
-        chunks = {d for _, children in self._walk_below() for d in children if d in digests}
-        return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
         """Move on to a newer root; return the digests that are needed since.
 
         Digests that are no longer needed stay marked. That is safe: the next collection finds them.
-        The bases of all new deltas count as needed, whether or not a snapshot needs the deltas.
 
         Raises:
             DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
         """
-        self.root = root
-        digests = self._new_bases()
-        for node, children in self._walk_below():
-            digests.add(digest_in(node))
-            digests.update(d for d in children if not is_node(d))
-        return digests | self._bases.below(digests)
 
-    def _new_bases(self) -> set[bytes]:
-        """Return the bases of the deltas in packs that were not marked."""
-        return {
-            base
-            for segment in self._segments(with_deltas=True)
-            for (_, n, *_), base in segment.records_of_deltas()
-            if segment.packs[n] not in self.uses
-        }
+    def note_done(self) -> None:
+        """Have the next collection that goes on from counts not look at these packs again."""

@@ -27,8 +27,9 @@ _Contents = list[tuple[bytes, int, int]]
 class RecentMarks:
     """What the snapshots of a root need of the packs that are new, or hold dead digests.
 
-    New ones may hold what came and went since the collection before, and was never counted. It
-    answers what :class:`casnap.maintenance.marks.Marks` does, of these packs alone.
+    New ones may hold what came and went since the collection before, and was never counted. These
+    are :class:`~casnap.maintenance.marks.Marks` of these packs alone. Orphans, and what is needed
+    of condemned packs, are for a collection that goes through the whole store.
 
     Args:
         store: The store.
@@ -36,13 +37,13 @@ class RecentMarks:
         counts: How often each digest is referred to, brought up to that root here.
         progress: Called now and then; what it raises ends this.
 
-    Attributes:
-        root: The root.
-        uses: How much is needed of each of these packs.
-
     Raises:
         DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
     """
+
+    finds_orphans = False
+    # What this leaves is for a collection of the whole store.
+    least_garbage = 256 << 10
 
     def __init__(
         self, store: Repository, view: View, counts: ReferenceCounts, progress: Progress
@@ -54,7 +55,6 @@ class RecentMarks:
         self.snapshots = len(store.table(view.root))
         self.count = 0
         self.nbytes = counts.live_bytes
-        # Others look for what is lost, or needed of condemned packs.
         self.missing = set[bytes](split_digests(view.root.lost))
         self.rescue: set[PackId] = set()
         counts.advance(store, view.root, progress)
@@ -123,7 +123,7 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Have the next collection not look at the same packs again, unless more of them dies."""
+        """Have the next collection that goes on from counts not look at these packs again."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 

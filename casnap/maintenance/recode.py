@@ -9,7 +9,7 @@ deltas stand on is no longer made a delta itself: all their chains would become 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from casnap.format.codec import Codec
@@ -60,15 +60,54 @@ class Recoding:
     after_bytes: int = 0
 
 
-def recode(store: Repository, root: Root, newest: int, progress: Progress) -> Recoding:
+@dataclass(frozen=True)
+class RecodingPlan:
+    """What is to be recoded.
+
+    Attributes:
+        snapshots: The snapshots, each with the one before it in its folder.
+        all_rows: All snapshots of the store.
+        kept: Those that stay as they are.
+    """
+
+    snapshots: list[tuple[Contents, Contents | None]]
+    all_rows: list[tuple[str, Row]]
+    kept: list[Row]
+
+
+def plan_recoding(
+    store: Repository, root: Root, newest: int, forgotten: Collection[str] = ()
+) -> RecodingPlan:
+    """Return what is to be recoded; nothing is read but the table.
+
+    Args:
+        store: The store.
+        root: Its newest root.
+        newest: How many snapshots of each folder stay as they are.
+        forgotten: Names of snapshots to ignore, as if they were deleted.
+    """
+    todo: list[tuple[Contents, Contents | None]] = []
+    kept: list[Row] = []
+    snapshots = [each for each in snapshots_in(store.table(root)) if each[0] not in forgotten]
+    for run in folders_of(sorted(snapshots, key=lambda each: each[1].seq)):
+        older = [Contents(store, *each) for each in run.older(newest)]
+        kept += [row for _, row in run.newest(newest)]
+        older = [contents for contents in older if not contents.row.unknown_features]
+        pairs = zip(older, [None, *older], strict=False)
+        todo += [pair for pair in pairs if not pair[0].row.has_note(RECODED)]
+    # What is a delta of a snapshot in another folder comes after that one.
+    todo.sort(key=lambda pair: pair[0].row.seq)
+    return RecodingPlan(todo, snapshots, kept)
+
+
+def recode(store: Repository, plan: RecodingPlan, progress: Progress) -> Recoding:
     """Recode what older snapshots of a store hold.
 
     What was done stays done if it is interrupted.
 
     Args:
         store: The store.
-        root: Its newest root.
-        newest: How many snapshots of each folder stay as they are.
+        plan: What is to be recoded.
         progress: Called with the current phase, how much of it is done, and the total.
 
     Raises:
@@ -76,26 +115,14 @@ def recode(store: Repository, root: Root, newest: int, progress: Progress) -> Re
         StorageFullError: There is no space for the smaller forms.
     """
     recoding = Recoding()
-    table = store.table(root)
-    todo: list[tuple[Contents, Contents | None]] = []
-    kept: list[Row] = []
-    snapshots = list(snapshots_in(table))
-    for run in folders_of(sorted(snapshots, key=lambda each: each[1].seq)):
-        older = [Contents(store, *each) for each in run.older(newest)]
-        kept += [row for _, row in run.newest(newest)]
-        older = [contents for contents in older if not contents.row.unknown_features]
-        pairs = zip(older, [None, *older], strict=False)
-        todo += [pair for pair in pairs if not pair[0].row.has_note(RECODED)]
-    if not todo:
+    if not plan.snapshots:
         return recoding
-    # What is a delta of a snapshot in another folder comes after that one.
-    todo.sort(key=lambda pair: pair[0].row.seq)
-    tops = [MANIFEST + row.manifest.digest for row in kept]
+    tops = [MANIFEST + row.manifest.digest for row in plan.kept]
     spared = {d for _, below in walk(store, tops, set()) for d in below if not is_node(d)}
     recoder = _Recoder(store, spared, recoding)
-    for done, (contents, before) in enumerate(todo):
-        progress("recoding", done, len(todo))
-        recoder.recode(contents, before or snapshot_before(contents, snapshots))
+    for done, (contents, before) in enumerate(plan.snapshots):
+        progress("recoding", done, len(plan.snapshots))
+        recoder.recode(contents, before or snapshot_before(contents, plan.all_rows))
         recoding.snapshots += 1
     return recoding
 

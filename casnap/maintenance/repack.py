@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
-from casnap.maintenance.recent_marks import RecentMarks
 from casnap.runtime.batches import batches
 from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import View
@@ -25,27 +24,31 @@ Report = Callable[[int], None]
 """Called with the number of bytes copied since the last call, from any thread."""
 
 
-def sparse_packs(marks: Marks | RecentMarks, view: View, share: float) -> list[PackId]:
-    """Return the live packs of which some bytes are needed, but less than this share.
+def sparse_packs(marks: Marks, view: View, share: float) -> dict[PackId, int]:
+    """Return the live packs of which less than a share of the bytes is needed, with these bytes.
 
     The pack that the root has a hint to is not among them: readers begin there. Nor are those of
-    which this version cannot copy all that is needed.
+    which this version cannot copy all that is needed. If all of them have little garbage, none are.
     """
     table = view.root.table
     table_pack = None if table is None or table.hint is None else table.hint.pack
-    return [
-        pack
+    sparse = {
+        pack: use
         for pack, use in marks.uses.items()
         if use.needed
         and use.live < share * use.stored
         and pack in view.live
         and pack != table_pack
         and not use.is_fixed
-    ]
+    }
+    garbage = sum(use.stored - use.live for use in sparse.values())
+    if garbage < marks.least_garbage:
+        return {}
+    return {pack: use.live for pack, use in sparse.items()}
 
 
 def repack(
-    store: Repository, marks: Marks | RecentMarks, view: View, packs: list[PackId], report: Report
+    store: Repository, marks: Marks, view: View, packs: Mapping[PackId, int], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
     """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
 
@@ -57,7 +60,7 @@ def repack(
         store: The store.
         marks: What is needed.
         view: The view that was marked.
-        packs: The packs to copy from.
+        packs: The packs to copy from, each with how many bytes are needed of it.
         report: Called with the number of bytes copied.
 
     Yields:
@@ -67,7 +70,7 @@ def repack(
         StorageFullError: There is no space for the copies.
         FencedError: Another collector has deleted the copies before they were committed.
     """
-    for batch in batches(packs, lambda pack: marks.uses[pack].live, _BATCH_BYTES):
+    for batch in batches(packs, packs.__getitem__, _BATCH_BYTES):
         contents = {digest for digest, _, _ in marks.contents_of(frozenset(batch))}
         needed = marks.needed_of(contents)
         copied_to = _proven_elsewhere(store, view, needed.keys(), packs)
@@ -78,7 +81,7 @@ def repack(
 
 
 def _proven_elsewhere(
-    store: Repository, view: View, digests: Iterable[bytes], packs: list[PackId]
+    store: Repository, view: View, digests: Iterable[bytes], packs: Collection[PackId]
 ) -> dict[bytes, PackId]:
     """Return the newest live pack of each digest, if it holds that whole and is not one of these.
 

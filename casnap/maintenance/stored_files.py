@@ -49,6 +49,10 @@ class StoredFiles:
         self.segments = {ident for ident in of_segments if ident is not None}
         self.time_of = cache(self._time_of)
 
+    def __contains__(self, ident: object) -> bool:
+        """Whether a pack or segment of this id is known, and was not deleted."""
+        return ident in self.packs or ident in self.segments
+
     def unnamed(self, view: View) -> dict[str, bytes]:
         """Return the keys and ids of the files that the root of a view does not name."""
         packs = {pack_key(ident): ident for ident in view.packs.lacking(map(PackId, self.packs))}

@@ -233,7 +233,7 @@ def take_again_where_fenced(store: Store, step: int) -> None:
 def test_marking_in_parts_marks_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    from casnap.maintenance import marks
+    from casnap.maintenance import whole_marks
 
     folder = tmp_path_factory.mktemp("parts")
     results = []
@@ -245,10 +245,10 @@ def test_marking_in_parts_marks_the_same(
     for step in gone:
         store.delete(f"step_{step}")
     root = store._view.repository.newest()
-    for part in (marks._PART, data.draw(st.integers(1, 50))):
+    for part in (whole_marks._PART, data.draw(st.integers(1, 50))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(marks, "_PART", part)
-            found = marks.Marks(store._view.repository, root, lambda *_: None)
+            patch.setattr(whole_marks, "_PART", part)
+            found = whole_marks.WholeMarks(store._view.repository, root, lambda *_: None)
             everything = {d for d, _, _ in found.contents_of(set(found.uses))}
             results.append(
                 (

@@ -13,8 +13,8 @@ from casnap.errors import DamagedError, StorageFullError
 from casnap.format.records import pack_key
 from casnap.maintenance import recent_marks, reference_counts
 from casnap.maintenance.gc import GcOptions, GcReport, collect
-from casnap.maintenance.marks import Marks
 from casnap.maintenance.reference_counts import ReferenceCounts
+from casnap.maintenance.whole_marks import WholeMarks
 from casnap.storage.reading.repository import Repository
 from tests.support.copies import interrupted
 from tests.support.damaged import forget_cache
@@ -40,7 +40,7 @@ def assert_as_counted_anew(store: Store, counts: ReferenceCounts) -> None:
     root = repository.newest()
     counts.advance(repository, root, lambda *_: None)
     anew = ReferenceCounts()
-    marks = Marks(repository, root, lambda *_: None, counts=anew)
+    marks = WholeMarks(repository, root, lambda *_: None, counts=anew)
     assert counts._nodes == anew._nodes
     everything = {digest for digest, _, _ in marks.contents_of(set(marks.uses))}
     needed = counts.needed_of(everything)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap import Store
-from casnap.maintenance.marks import Marks
+from casnap.maintenance.whole_marks import WholeMarks
 from tools.bench import peers, states
 from tools.bench.fresh import call
 from tools.bench.measure import PeakMemory, remove, seconds, settle
@@ -81,9 +81,9 @@ def mark(settings: Settings, path: str, cache: str) -> dict[str, float]:
     os.environ["CASNAP_CACHE_DIR"] = str(settings.path("gc", cache))
     settings.path("gc", cache).mkdir(exist_ok=True)
     store = Store(path, create=False)._view.repository
-    found: list[Marks] = []
+    found: list[WholeMarks] = []
     with PeakMemory() as memory:
-        took = seconds(lambda: found.append(Marks(store, store.newest(), lambda *_: None)))
+        took = seconds(lambda: found.append(WholeMarks(store, store.newest(), lambda *_: None)))
     return {"seconds": took, "memory": memory.extra, "live": found[0].count}
 
 

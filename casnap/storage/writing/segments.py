@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
 
-from casnap.backends.costs import LOCAL
+from casnap.backends.costs import LOCAL, Costs
 from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import (
     PackId,
@@ -53,6 +55,10 @@ def add_segment(
     return (*unmerged, *refs, *last_written)
 
 
+Groups: TypeAlias = tuple[tuple[SegmentRef, ...], ...]
+"""Segments that are written anew, each group as one."""
+
+
 @dataclass(frozen=True)
 class Rewriting:
     """Segments that were written in place of others, without some packs.
@@ -60,25 +66,28 @@ class Rewriting:
     Attributes:
         base: The root number that the ids of the new ones begin with.
         without: The packs that were left out.
-        replaced: The old segments.
+        groups: The old segments.
         new_refs: The new segments.
     """
 
     base: int
     without: frozenset[PackId]
-    replaced: frozenset[SegmentRef]
+    groups: Groups
     new_refs: tuple[SegmentRef, ...]
 
-    def applied(self, root: Root, without: frozenset[PackId]) -> tuple[SegmentRef, ...] | None:
-        """Return the list for the root after this one; None if the rewriting does not fit it.
+    def fits(self, root: Root, without: frozenset[PackId]) -> bool:
+        """Whether the root after this one can have the new segments.
 
-        It fits if the root still names all replaced segments, the same packs are to be left out,
-        and the fence is not past the new segments.
+        It can if this root still names all old segments, the same packs are to be left out, and the
+        fence is not past the new segments.
         """
-        fits = self.replaced.issubset(root.segments) and root.fence <= self.base
-        if not fits or without != self.without:
-            return None
-        return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new_refs
+        names_all = set(chain(*self.groups)).issubset(root.segments)
+        return names_all and root.fence <= self.base and without == self.without
+
+    def applied(self, root: Root) -> tuple[SegmentRef, ...]:
+        """Return the list for the root after this one, which the rewriting fits."""
+        replaced = set(chain(*self.groups))
+        return tuple(ref for ref in root.segments if ref not in replaced) + self.new_refs
 
     def discard(self, store: Repository) -> None:
         """Delete the new segments, which no root names."""
@@ -86,8 +95,26 @@ class Rewriting:
             store.backend.delete(segment_key(ref.id))
 
 
-def rewrite_segments(store: Repository, view: View, without: Collection[PackId]) -> Rewriting:
-    """Write the segments that list some packs without these, and merge small ones.
+def segments_to_rewrite(view: View, without: Collection[PackId], costs: Costs) -> Groups:
+    """Return the segments that list some packs, and small ones if there are many of them.
+
+    Args:
+        view: The index as a root sees it.
+        without: The packs.
+        costs: What requests cost where the store is.
+    """
+    segments = view.root.segments
+    affected = [ref for ref in segments if not view.segments[SegmentId(ref.id)].isdisjoint(without)]
+    small = [ref for ref in segments if ref.weight < _SMALL and ref not in affected]
+    # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
+    few = costs.merged if affected else LOCAL.merged
+    return tuple(map(tuple, _groups(affected + (small if len(small) >= few else []))))
+
+
+def rewrite_segments(
+    store: Repository, view: View, groups: Groups, without: frozenset[PackId]
+) -> Rewriting:
+    """Write segments anew, without some packs.
 
     A new segment keeps every place of every other pack, duplicates too: a take in flight may rely
     on any of them.
@@ -95,42 +122,32 @@ def rewrite_segments(store: Repository, view: View, without: Collection[PackId])
     Args:
         store: The store.
         view: The index as a root sees it.
+        groups: The segments.
         without: The packs to leave out.
     """
-    left_out = frozenset(without)
-    segments = view.root.segments
-    affected = [
-        ref for ref in segments if not left_out.isdisjoint(view.segments[SegmentId(ref.id)])
-    ]
-    small = [ref for ref in segments if ref.weight < _SMALL and ref not in affected]
-    # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
-    costs = store.backend.costs
-    few = costs.merged if affected else LOCAL.merged
-    todo = affected + (small if len(small) >= few else [])
     new_refs: list[SegmentRef] = []
     try:
-        for group in _groups(todo):
-            new_refs += _write_merged(store, view, Segment((), []), group, left_out, view.root.seq)
+        for group in groups:
+            new_refs += _write_merged(store, view, Segment((), []), group, without, view.root.seq)
     except StorageFullError:
-        Rewriting(view.root.seq, left_out, frozenset(), tuple(new_refs)).discard(store)
+        Rewriting(view.root.seq, without, (), tuple(new_refs)).discard(store)
         raise
-    return Rewriting(view.root.seq, left_out, frozenset(todo), tuple(new_refs))
+    return Rewriting(view.root.seq, without, groups, tuple(new_refs))
 
 
 def drop_packs(
     store: Repository, view: View, without: Collection[PackId]
 ) -> tuple[SegmentRef, ...]:
     """Rewrite segments without some packs; return the list for the root after that of the view."""
-    segments = rewrite_segments(store, view, without).applied(view.root, frozenset(without))
-    assert segments is not None
-    return segments
+    groups = segments_to_rewrite(view, without, store.backend.costs)
+    return rewrite_segments(store, view, groups, frozenset(without)).applied(view.root)
 
 
 def _write_merged(
     store: Repository,
     view: View,
     new_segment: Segment,
-    refs: list[SegmentRef],
+    refs: Collection[SegmentRef],
     without: Collection[PackId],
     base: int,
 ) -> list[SegmentRef]:

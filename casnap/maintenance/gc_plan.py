@@ -1,0 +1,200 @@
+"""What a collection is to do, as data: a dry run tells it, and any other run carries it out.
+
+A plan is made of what is known alone: a root, what is needed of its packs, the files that there
+are, and which takes are under way. Making it writes nothing. ``docs/commit-protocol.md`` has the
+rules.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from casnap.backends.costs import LOCAL, Costs
+from casnap.format.digest import split_digests
+from casnap.format.records import PackId, SegmentId, pack_key, segment_key
+from casnap.maintenance.stored_files import base_of
+from casnap.storage.lookup.index import View
+from casnap.storage.writing.segments import Groups, Rewriting, segments_to_rewrite
+
+DAY = 86400.0
+_SKEW = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What marking says of the packs of a root.
+
+    Attributes:
+        dead: Live packs that hold nothing that is needed.
+        sparse: Live packs to condemn once what is needed of them was copied, each with how many
+            bytes that is.
+        rescued: Condemned packs that are needed.
+        found: Digests that are no longer lost.
+    """
+
+    dead: frozenset[PackId] = frozenset()
+    sparse: Mapping[PackId, int]
+    rescued: frozenset[PackId] = frozenset()
+    found: frozenset[bytes] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """How long a collection waits before it frees what was condemned.
+
+    Attributes:
+        grace: For so many seconds.
+        condemned_until: If given, it frees what was condemned up to the root of this number.
+        age_of: Returns the age of the root of a number in seconds. If it is wrong, the collection
+            still frees only garbage.
+        announced_bases: Returns the bases of the takes under way. It is called if anything could be
+            freed.
+    """
+
+    grace: float
+    condemned_until: int | None = None
+    age_of: Callable[[int], float] = lambda _: 0.0
+    announced_bases: Callable[[], Iterable[int]] = tuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a collection is to do.
+
+    Attributes:
+        view: The index as the newest root sees it; the plan is for the root after that.
+        condemned: Packs that the next root condemns.
+        copied: Those of them of which the needed part is copied first, each with the bytes of that.
+        rescued: Condemned packs that are needed, so the next root no longer condemns them.
+        freed: Condemned packs that the next root no longer names.
+        waiting: Packs that the next root condemns and does not free, each with the number of the
+            root that condemned it.
+        fence: The fence of the next root.
+        lost: Digests that the next root lists as lost.
+        rewritten: Segments that are written anew, without the freed packs.
+        orphans: Keys and ids of files that no root names, and that the fence has passed.
+        resets_time: Whether the newest root has a time in the future. After it nothing would ever
+            seem old, so a root with the time of this host follows it.
+    """
+
+    view: View
+    condemned: frozenset[PackId]
+    copied: Mapping[PackId, int]
+    rescued: frozenset[PackId]
+    freed: frozenset[PackId]
+    waiting: Mapping[bytes, int]
+    fence: int
+    lost: bytes
+    rewritten: Groups
+    orphans: Mapping[str, bytes]
+    resets_time: bool
+
+    @property
+    def changes_root(self) -> bool:
+        """Whether a root is to be put."""
+        root = self.view.root
+        fields = (self.fence, self.waiting, self.lost)
+        return (
+            bool(self.rewritten)
+            or self.resets_time
+            or fields != (root.fence, root.condemned, root.lost)
+        )
+
+    @property
+    def deleted(self) -> dict[str, bytes]:
+        """Keys and ids of the files to delete once the next root is durable."""
+        old = {segment_key(ref.id): ref.id for group in self.rewritten for ref in group}
+        return {
+            **self.orphans,
+            **{pack_key(pack): pack for pack in self.freed},
+            **{key: ident for key, ident in old.items() if base_of(ident) < self.fence},
+        }
+
+    @property
+    def merged_segments(self) -> int:
+        """How many segments fewer the next root has."""
+        packs = self.view.segments
+        new = sum(
+            any(not packs[SegmentId(ref.id)] <= self.freed for ref in group)
+            for group in self.rewritten
+        )
+        return sum(map(len, self.rewritten)) - new
+
+
+def plan_collection(
+    view: View,
+    needs: Needs,
+    unnamed: Mapping[str, bytes],
+    waiting: Waiting,
+    costs: Costs = LOCAL,
+    rewriting: Rewriting | None = None,
+) -> Plan:
+    """Return what a collection is to do.
+
+    Args:
+        view: The index as the newest root sees it.
+        needs: What is needed of its packs.
+        unnamed: Keys and ids of the files that it does not name.
+        waiting: How long what was condemned waits.
+        costs: What requests cost where the store is.
+        rewriting: Segments that were written anew for a root whose number was taken.
+    """
+    root, next_seq = view.root, view.root.seq + 1
+    doomed = needs.dead.union(needs.sparse)
+    condemned = {
+        # Of a time in the future it is not known how long it will be one.
+        pack: next_seq if waiting.age_of(seq) < -_SKEW else seq
+        for pack, seq in root.condemned.items()
+        if pack not in needs.rescued
+    }
+    condemned |= dict.fromkeys(doomed, next_seq)
+    fence = max(root.fence, _fence_after(waiting, view, unnamed.values()))
+    freed, orphans = _freed_by(fence, condemned, unnamed)
+    if freed or orphans:
+        # Takes under way that say on which root they are based are waited for.
+        fence = max(root.fence, min([fence, *waiting.announced_bases()]))
+        freed, orphans = _freed_by(fence, condemned, unnamed)
+    if not freed and all(base_of(ident) < root.fence for ident in orphans.values()):
+        # These may be deleted as it is.
+        fence = root.fence
+    if rewriting is not None and rewriting.fits(root, freed):
+        groups = rewriting.groups
+    else:
+        groups = segments_to_rewrite(view, freed, costs)
+    return Plan(
+        view=view,
+        condemned=doomed,
+        copied=needs.sparse,
+        rescued=needs.rescued & root.condemned.keys(),
+        freed=freed,
+        waiting={pack: seq for pack, seq in condemned.items() if pack not in freed},
+        fence=fence,
+        lost=b"".join(digest for digest in split_digests(root.lost) if digest not in needs.found),
+        rewritten=groups,
+        orphans=orphans,
+        resets_time=waiting.age_of(root.seq) < -_SKEW,
+    )
+
+
+def _fence_after(waiting: Waiting, view: View, unnamed: Iterable[bytes]) -> int:
+    """Return the highest number that the fence may be raised to, as far as the grace goes."""
+    root = view.root
+    if waiting.condemned_until is not None:
+        return min(waiting.condemned_until, root.seq)
+    if waiting.grace == 0:
+        return root.seq + 1
+    bases = {base_of(ident) + 1 for ident in unnamed}
+    candidates = {root.seq, *root.condemned.values(), *bases}
+    seqs = sorted(seq for seq in candidates if root.fence < seq <= root.seq)
+    count = bisect_left(seqs, True, key=lambda seq: waiting.age_of(seq) < waiting.grace)
+    return seqs[count - 1] if count else root.fence
+
+
+def _freed_by(
+    fence: int, condemned: Mapping[bytes, int], unnamed: Mapping[str, bytes]
+) -> tuple[frozenset[PackId], dict[str, bytes]]:
+    """Return what a fence frees: condemned packs, and orphans by key."""
+    freed = frozenset(PackId(pack) for pack, seq in condemned.items() if seq <= fence)
+    return freed, {key: ident for key, ident in unnamed.items() if base_of(ident) < fence}
