@@ -81,6 +81,10 @@ class GcOptions:
 class GcReport:
     """What a collection did, or with ``dry_run`` would do.
 
+    A dry run plans as any other run does. What it cannot know: which forms are smaller of chunks
+    that would be recoded, what the copies add to the index, and files of writers that died in
+    ``tmp/``.
+
     Attributes:
         dry_run: Whether nothing was changed.
         snapshots: How many snapshots were marked.

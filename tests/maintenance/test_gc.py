@@ -176,23 +176,6 @@ def test_a_collection_with_nothing_to_do_changes_nothing(path: Path) -> None:
     assert files(path) == before
 
 
-def test_a_dry_run_changes_nothing(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
-    for step in range(4):
-        take(store, step)
-    store.delete("step_1")
-    (path / "casnap-store/tmp" / ("ab" * 12)).write_bytes(b"left behind")
-    before = files(path)
-    plans = [store.gc(grace=0, dry_run=True) for _ in range(2)]
-    assert files(path) == before
-    report = store.gc(grace=0)
-    for plan in plans:
-        assert plan.dry_run
-        assert plan.condemned_packs == report.condemned_packs
-        assert plan.condemned_bytes == report.condemned_bytes
-        assert plan.live_bytes == report.live_bytes
-
-
 def test_a_store_without_snapshots(path: Path) -> None:
     store = Store(path).make()
     assert store.gc(grace=0).snapshots == 0
@@ -245,18 +228,6 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
         (path / "casnap-store" / key).write_bytes(b"mine")
     store.gc(grace=0)
     assert all((path / "casnap-store" / key).exists() for key in foreign)
-
-
-def test_a_dry_run_without_grace_says_what_will_be_freed(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
-    for step in range(4):
-        take(store, step)
-        if step:
-            store.delete(f"step_{step}")
-    plan, report = store.gc(grace=0, repack=0, dry_run=True), store.gc(grace=0, repack=0)
-    assert plan.deleted_packs == report.deleted_packs > 0
-    assert plan.waiting_packs == report.waiting_packs == 0
-    assert 0 < plan.freed_bytes <= report.freed_bytes
 
 
 # --- the command ------------------------------------------------------------------------------
