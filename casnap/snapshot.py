@@ -911,6 +911,7 @@ def begin_take(
     options: TakeOptions,
     pg: Any = None,
     store: object = None,
+    on_stored: Callable[[Snapshot], object] | None = None,
 ) -> PendingSnapshot:
     """Begin a take together with other ranks, likewise.
 
@@ -922,12 +923,20 @@ def begin_take(
         options: How to take it.
         pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
         store: The :class:`casnap.Store` that it gets, if there is one already.
+        on_stored: Called with that snapshot before it is returned.
     """
     from casnap.take.take import async_take
 
     options = _for_view(options, view)
     take = async_take(view.repository, view.full_name(name), source, options, comm)
-    return PendingSnapshot(view.path_of(name), take, partial(_stored, view, name, pg, store))
+
+    def stored(result: TakeResult) -> Snapshot:
+        snapshot = _stored(view, name, pg, store, result)
+        if on_stored is not None:
+            on_stored(snapshot)
+        return snapshot
+
+    return PendingSnapshot(view.path_of(name), take, stored)
 
 
 def _for_view(options: TakeOptions, view: View) -> TakeOptions:

@@ -11,29 +11,30 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.places import matching, paths_in
+from casnap.backends.places import matching
 from casnap.errors import SnapshotExistsError, StateError
-from casnap.integrations.notices import put_notices
-from casnap.integrations.rotation import forget_deleted_beside, note_saved
+from casnap.integrations import with_deepspeed
 from casnap.integrations.trainers import (
+    Checkpoints,
+    Notices,
+    StrPath,
     Value,
+    both_there_error,
     check_version,
     check_whole,
     load_own,
     not_found_error,
     snapshot_at,
 )
-from casnap.ranks.joining import own_rank
+from casnap.ranks.joining import join, own_rank
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 from casnap.take.options import TakeOptions
-from casnap.view import view_of
 
 check_version("accelerate", "1.15", "1.16")
 
@@ -43,8 +44,6 @@ from accelerate.utils.constants import RNG_STATE_NAME, WEIGHTS_NAME  # noqa: E40
 
 __all__ = ["load_state", "save_state"]
 
-StrPath = str | os.PathLike[str]
-
 _NOTICE = (
     "This is a snapshot of casnap; load it by "
     "casnap.integrations.accelerate.load_state(accelerator, folder), or its weights by "
@@ -53,8 +52,6 @@ _NOTICE = (
 _ITS_OWN = "one of the Accelerator's own"
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
 """The kinds of worlds in which each process has the whole model."""
-_OF_ENGINE = ("model", "optimizer", "engine")
-"""The keys of what an engine of DeepSpeed has."""
 
 
 def save_state(
@@ -100,26 +97,18 @@ def save_state(
         hook(accelerator._models, weights, os.fspath(output_dir))
     state |= {_numbered("model", i): Value(w) for i, w in enumerate(weights)}
     state |= {"step": Value(accelerator.step), "rng": RNGState()}
-    options: dict[str, Any] = {
-        "overwrite": not automatic,
-        "allow_pickle": allow_pickle,
-        "per_rank": ["dataloader*"],
-        "metadata": _metadata_of(accelerator),
-    }
+    options = TakeOptions(
+        metadata=_metadata_of(accelerator),
+        overwrite=not automatic,
+        allow_pickle=allow_pickle,
+        per_rank=["dataloader*"],
+    )
     leads = own_rank() == 0
-    if leads:
-        forget_deleted_beside(_absolute(output_dir))
-    if engine is None:
-        snapshot: Snapshot = Snapshot.take(_absolute(output_dir), state, **options)
-    else:
-        from casnap.integrations.deepspeed import take_with
-
-        snapshot = take_with(engine, _absolute(output_dir), state, TakeOptions(**options))
-    if leads:
-        put_notices(snapshot, _NOTICE, WEIGHTS_NAME)
-        note_saved(view_of(snapshot.store), snapshot.contents.name, snapshot.row.commit)
-        if automatic:
-            _forget_oldest(accelerator)
+    notices = Notices(_NOTICE, [WEIGHTS_NAME] if leads else [])
+    snapshot = with_deepspeed.take(engine, state, _absolute(output_dir), options, notices)
+    limit = accelerator.project_configuration.total_limit
+    if leads and automatic and limit is not None:
+        _checkpoints(accelerator).forget_oldest(limit)
     accelerator.project_configuration.iteration += 1
     return snapshot
 
@@ -151,11 +140,12 @@ def load_state(
     if input_dir is None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             raise StateError("no input_dir, and automatic_checkpoint_naming is off")
-        numbers = _checkpoints(_project(accelerator))
-        if not numbers:
+        checkpoints = _checkpoints(accelerator)
+        with join(None, None, f"looking for the last of {_project(accelerator)}") as comm:
+            input_dir = checkpoints.last(comm)
+        if input_dir is None:
             raise not_found_error(_project(accelerator), _ITS_OWN)
-        input_dir = numbers[-1]
-        accelerator.project_configuration.iteration = _number(input_dir) + 1
+        accelerator.project_configuration.iteration = (checkpoints.number(input_dir) or 0) + 1
     snapshot = snapshot_at(_absolute(input_dir))
     if snapshot is None:
         if not _is_its_own(input_dir):
@@ -163,46 +153,31 @@ def load_state(
         accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
         return
     if _is_its_own(input_dir):
-        raise StateError(
-            f"{os.fspath(input_dir)} holds a snapshot of casnap, and a checkpoint that the "
-            "Accelerator itself has written there later: move its files away, or remove the "
-            "snapshot by `casnap rm`, and the one that is left is loaded"
-        )
+        raise both_there_error(input_dir, "the Accelerator itself", "move its files away")
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))
-    _load(accelerator, models, snapshot, _absolute(input_dir), allow_pickle=allow_pickle)
+    _load(accelerator, models, snapshot, allow_pickle=allow_pickle)
 
 
 def _load(
-    accelerator: Accelerator,
-    models: list[Any],
-    snapshot: Snapshot,
-    path: StrPath,
-    *,
-    allow_pickle: bool,
+    accelerator: Accelerator, models: list[Any], snapshot: Snapshot, *, allow_pickle: bool
 ) -> None:
-    """Load a snapshot, which is at a path, into what was prepared: of the models, into these."""
+    """Load a snapshot into what was prepared: of the models, into these."""
     engine, state = _engine(accelerator), dict[str, Stateful]()
     if engine is None:
         unwrapped = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
         state |= {_numbered("model", i): model for i, model in enumerate(unwrapped)}
     state |= _parts(accelerator)
-    _check_keys(snapshot, state, () if engine is None else _OF_ENGINE)
-    if engine is not None:
-        from casnap.integrations.deepspeed import check_with
-
-        check_with(engine, path, allow_pickle=allow_pickle)
+    _check_keys(snapshot, state, () if engine is None else with_deepspeed.KEYS)
+    with_deepspeed.check(engine, snapshot, allow_pickle=allow_pickle)
     loader_keys = [key for key in state if key.startswith("dataloader")]
     snapshot.restore(
         {key: value for key, value in state.items() if key not in loader_keys},
         allow_pickle=allow_pickle,
     )
     if engine is not None:
-        from casnap.integrations.deepspeed import load_checkpoint
-
-        folder, _, name = os.fspath(path).rpartition("/")
-        load_checkpoint(engine, folder, name, allow_pickle=allow_pickle)
+        with_deepspeed.load(engine, snapshot, allow_pickle=allow_pickle)
     for key in loader_keys:
         load_own(snapshot, key, state[key], allow_pickle=allow_pickle)
     accelerator.step = snapshot.read_object("step")
@@ -252,15 +227,10 @@ def _models(accelerator: Accelerator) -> list[Any]:
 
 def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:
     """Yield key and value of what has a state, besides the models and what an engine has."""
-    optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
-    if _engine(accelerator) is not None:
-        from accelerate.utils import DeepSpeedSchedulerWrapper  # there only beside DeepSpeed
-
-        optimizers = []
-        schedulers = [s for s in schedulers if not isinstance(s, DeepSpeedSchedulerWrapper)]
+    engine = _engine(accelerator)
     for name, values in (
-        ("optimizer", optimizers),
-        ("scheduler", schedulers),
+        ("optimizer", accelerator._optimizers if engine is None else []),
+        ("scheduler", with_deepspeed.not_of_engine(engine, accelerator._schedulers)),
         ("dataloader", accelerator._dataloaders),
     ):
         for i, value in enumerate(values):
@@ -308,16 +278,8 @@ def _absolute(path: StrPath) -> StrPath:
     return path if "://" in os.fspath(path) else Path(local_path(path)).absolute()
 
 
-def _number(folder: Path) -> int:
-    """Return the number of a checkpoint; -1 for another name."""
-    match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
-    return int(match[1]) if match else -1
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints of a project that are whole, by their numbers."""
-    numbered = sorted((path for path in paths_in(folder) if _number(path) >= 0), key=_number)
-    return [path for path in numbered if _is_its_own(path) or snapshot_at(path) is not None]
+def _checkpoints(accelerator: Accelerator) -> Checkpoints:
+    return Checkpoints(_project(accelerator), "checkpoint_", _is_its_own)
 
 
 def _is_its_own(path: StrPath) -> bool:
@@ -325,13 +287,3 @@ def _is_its_own(path: StrPath) -> bool:
     return "://" not in os.fspath(path) and bool(
         matching(local_path(path), f"{RNG_STATE_NAME}_*.pkl")
     )
-
-
-def _forget_oldest(accelerator: Accelerator) -> None:
-    """Forget the oldest snapshots of a project beyond its limit."""
-    limit = accelerator.project_configuration.total_limit
-    own_paths = [path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)]
-    for path in [] if limit is None else own_paths[:-limit]:
-        snapshot = snapshot_at(path)
-        if snapshot is not None:
-            snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)

@@ -15,12 +15,11 @@ the number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -30,33 +29,38 @@ from casnap.format.region import Region
 from casnap.integrations.divided import (
     Fit,
     Target,
+    WithOthers,
+    boxes_of_run,
     check_together,
     leaf_of_parts,
     load_together,
 )
-from casnap.integrations.rotation import forget_deleted, note_saved
-from casnap.integrations.trainers import check_version, not_found_error, snapshot_at
+from casnap.integrations.trainers import (
+    Save,
+    StrPath,
+    agreed,
+    check_saved_by,
+    check_version,
+    not_found_error,
+    snapshot_at,
+)
 from casnap.pending import PendingSnapshot
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import local_path
-from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import Snapshot, begin_take, take_from
+from casnap.snapshot import Snapshot
 from casnap.state.flatten import flatten
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe
 from casnap.storage.snapshots.retention import Retention
 from casnap.store import Store
-from casnap.take.capture import CapturedState, DividedLeaves, LiveState
+from casnap.take.capture import DividedLeaves
 from casnap.take.options import TakeOptions
-from casnap.view import find_view_together
 
 check_version("deepspeed", "0.19", "0.20")
 
 __all__ = ["async_save_checkpoint", "load_checkpoint", "save_checkpoint"]
-
-StrPath = str | os.PathLike[str]
 
 
 def save_checkpoint(
@@ -92,10 +96,15 @@ def save_checkpoint(
         StateError: The engine splits the model in a way that this does not support.
         CasnapError: This rank or another one failed; nothing was committed.
     """
-    begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
+    check_supported(engine)
+    save = Save(
+        _path(save_dir, tag or _tag_of(engine)),
+        _options(engine, allow_pickle, retention, timeout),
+    )
     with _Partitioned(engine):
-        state = partial(_state_of, engine, client_state, exclude_frozen_parameters, allow_pickle)
-        return begin.take(state)
+        return save.take(
+            partial(_state_of, engine, client_state, exclude_frozen_parameters, allow_pickle)
+        )
 
 
 def async_save_checkpoint(
@@ -114,11 +123,15 @@ def async_save_checkpoint(
     The arguments and errors are the same. ``wait()`` of what this returns, or the next save, raises
     what went wrong in the background.
     """
-    begin = _begin_tagged(engine, save_dir, tag, retention, allow_pickle, timeout)
+    check_supported(engine)
+    save = Save(
+        _path(save_dir, tag or _tag_of(engine)),
+        _options(engine, allow_pickle, retention, timeout),
+    )
     with _Partitioned(engine):
-        with begin.comm.reporting_errors():
-            state = _state_of(engine, client_state, exclude_frozen_parameters, allow_pickle)
-        return begin_take(begin.view, begin.comm, state, begin.name, begin.options)
+        return save.begin(
+            partial(_state_of, engine, client_state, exclude_frozen_parameters, allow_pickle)
+        )
 
 
 def load_checkpoint(
@@ -157,12 +170,13 @@ def load_checkpoint(
         MismatchError: The engine does not fit the snapshot; nothing was loaded.
         DamagedError: Stored bytes are missing or damaged.
     """
-    _check_supported(engine)
+    check_supported(engine)
     comm = join(None, timeout, f"loading from {os.fspath(load_dir)!r}")
     with_states = load_optimizer_states and not load_module_only
     with_scheduler = load_lr_scheduler_states and not load_module_only
     with comm:
-        path = _agreed_path(comm, load_dir, tag)
+        find = partial(_newest, load_dir) if tag is None else partial(_path, load_dir, tag)
+        path = agreed(comm, find)
         if path is None:
             return None, {}
         stored = _read(path, with_states=with_states, allow_pickle=allow_pickle)
@@ -203,125 +217,55 @@ def check_with(engine: Any, path: StrPath, *, allow_pickle: bool = False) -> Non
 
 
 def take_with(
-    engine: Any,
-    path: StrPath,
-    others: Mapping[str, Stateful],
-    options: TakeOptions,
-    *,
-    exclude_frozen_parameters: bool = False,
+    engine: Any, save: Save, others: Mapping[str, Stateful], *, allow_pickle: bool = False
 ) -> Snapshot:
     """Take a snapshot of an engine and of other values, for trainers that have an engine.
 
     :func:`load_checkpoint` loads the engine's part.
 
     Args:
-        engine: The engine.
-        path: The path of the snapshot.
+        engine: The engine, which :func:`check_supported` has seen.
+        save: The save.
         others: Key → a value; none of the keys is one of the engine's.
-        options: How to take it.
-        exclude_frozen_parameters: As for :func:`save_checkpoint`.
+        allow_pickle: Store values that have no safe encoding by pickle.
     """
-    begin = _Beginning(engine, os.fspath(path), options, None)
     with _Partitioned(engine):
-
-        def state() -> _WithOthers:
-            of_engine = _state_of(engine, None, exclude_frozen_parameters, options.allow_pickle)
-            return _WithOthers(of_engine, LiveState(others))
-
-        return begin.take(state)
+        return save.take(lambda: WithOthers(_state_of(engine, None, False, allow_pickle), others))
 
 
-class _WithOthers:
-    """The state of an engine, which its ranks divide, and other values of each rank."""
-
-    def __init__(self, of_engine: DividedLeaves, others: LiveState) -> None:
-        self.values = others.values
-        self._of_engine = of_engine
-        self._others = others
-
-    def keys(self) -> list[str]:
-        return [*self._others.keys(), *self._of_engine.keys()]
-
-    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
-        others = self._others.capture(
-            [key for key in keys if key in self.values], chunk_size, allow_pickle=allow_pickle
-        )
-        of_engine = self._of_engine.capture(
-            [key for key in keys if key not in self.values], chunk_size, allow_pickle=allow_pickle
-        )
-        shift = len(others.leaves)
-        spans = [
-            span._replace(start=span.start + shift, stop=span.stop + shift)
-            for span in of_engine.spans
-        ]
-        return CapturedState(
-            [*others.leaves, *of_engine.leaves], [*others.spans, *spans], chunk_size
-        )
+def _tag_of(engine: Any) -> str:
+    return f"global_step{engine.global_steps}"
 
 
-class _Beginning:
-    """What a save needs to begin: the ranks, the store, a name, options."""
-
-    def __init__(self, engine: Any, path: str, options: TakeOptions, timeout: float | None) -> None:
-        refuse_nested_take()
-        _check_supported(engine)
-        self.options = options
-        self.comm = join(None, timeout, f"the save of {path!r}")
-        self.view, self.name = find_view_together(path, None, None, self.comm)
-        self._full_name = self.view.full_name(self.name)
-        if self.comm.rank == 0:
-            forget_deleted(self.view, self._full_name)
-
-    def take(self, state: Callable[[], DividedLeaves | _WithOthers]) -> Snapshot:
-        """Take the snapshot."""
-        snapshot = take_from(self.view, self.comm, state, self.name, self.options)
-        if self.comm.rank == 0:
-            note_saved(self.view, self._full_name, snapshot.row.commit)
-        return snapshot
+def _path(folder: StrPath, name: str) -> str:
+    return f"{os.fspath(folder).rstrip('/')}/{name}"
 
 
-def _begin_tagged(
-    engine: Any,
-    save_dir: StrPath,
-    tag: str | None,
-    retention: Retention | None,
-    allow_pickle: bool,
-    timeout: float | None,
-) -> _Beginning:
-    options = TakeOptions(
+def _options(
+    engine: Any, allow_pickle: bool, retention: Retention | None, timeout: float | None
+) -> TakeOptions:
+    return TakeOptions(
         metadata={"step": engine.global_steps},
         overwrite=True,
         allow_pickle=allow_pickle,
         retention=retention,
+        timeout=timeout,
     )
-    path = _join(save_dir, tag or f"global_step{engine.global_steps}")
-    return _Beginning(engine, path, options, timeout)
 
 
-class _PathMessage(msgspec.Struct, array_like=True):
-    path: str | None
+def _newest(load_dir: StrPath) -> str | None:
+    """Return the path of the newest snapshot of a folder; None if there is none."""
+    last = Store(local_path(load_dir)).latest()
+    if last is None and (itself := snapshot_at(load_dir)) is not None:
+        folder, _, name = itself.path.rpartition("/")
+        raise StateError(
+            f"{os.fspath(load_dir)} is a snapshot, and no folder of snapshots; to load it, "
+            f"give load_checkpoint the folder {folder!r} and the tag {name!r}"
+        )
+    return None if last is None else last.path
 
 
-def _agreed_path(comm: Comm, load_dir: StrPath, tag: str | None) -> str | None:
-    """Return the path of the snapshot to load, as rank 0 sees it; None if there is none."""
-    path = None if tag is None else _join(load_dir, tag)
-    if tag is None and comm.rank == 0:
-        last = Store(local_path(load_dir)).latest()
-        path = None if last is None else last.path
-        if path is None and (itself := snapshot_at(load_dir)) is not None:
-            folder, _, name = itself.path.rpartition("/")
-            raise StateError(
-                f"{os.fspath(load_dir)} is a snapshot, and no folder of snapshots; to load it, "
-                f"give load_checkpoint the folder {folder!r} and the tag {name!r}"
-            )
-    return comm.broadcast_message(_PathMessage(path), _PathMessage).path
-
-
-def _join(folder: StrPath, name: str) -> str:
-    return f"{os.fspath(folder).rstrip('/')}/{name}"
-
-
-def _check_supported(engine: Any) -> None:
+def check_supported(engine: Any) -> None:
     """Check that the ranks divide nothing but the states of ZeRO.
 
     Raises:
@@ -379,35 +323,9 @@ class _Run(NamedTuple):
     def parts(self) -> Iterator[tuple[Region, torch.Tensor]]:
         """Yield the boxes that the elements fill, each with its memory."""
         position = 0
-        for box in _boxes(self.shape, self.start, self.start + self.memory.numel()):
+        for box in boxes_of_run(self.shape, self.start, self.start + self.memory.numel()):
             yield box, self.memory.narrow(0, position, box.numel).view(box.sizes)
             position += box.numel
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes that hold a run of row-major elements, in its order."""
-    if start >= stop:
-        return
-    if not shape:
-        yield Region((), ())
-        return
-    inner = torch.Size(shape[1:]).numel()
-    first, last = -(-start // inner), stop // inner
-    if first > last:  # within one row
-        yield from _rows_below(shape, last, start, stop)
-        return
-    yield from _rows_below(shape, first - 1, start, first * inner)
-    if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield Region((first, *zeros), (last - first, *shape[1:]))
-    yield from _rows_below(shape, last, last * inner, stop)
-
-
-def _rows_below(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes of a run within one row of the first axis."""
-    begin = row * torch.Size(shape[1:]).numel()
-    for box in _boxes(shape[1:], start - begin, stop - begin):
-        yield Region((row, *box.offsets), (1, *box.sizes))
 
 
 def _module_run(parameter: Any) -> _Run:
@@ -580,8 +498,7 @@ def _read(path: str, *, with_states: bool, allow_pickle: bool) -> _Stored:
     snapshot = snapshot_at(path)
     if snapshot is None:
         raise not_found_error(path)
-    if not {"model", "optimizer", "engine"} <= snapshot.contents.keys():
-        raise StateError(f"{path} was not saved by casnap.integrations.deepspeed")
+    check_saved_by(snapshot, __name__, ("model", "engine", *["optimizer"] * with_states))
     kept = snapshot.read_object("engine", allow_pickle=allow_pickle)
     if not with_states:
         return _Stored(snapshot, kept, [], [])

@@ -22,8 +22,10 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.snapshot import Snapshot
 from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards
+from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe_shards
 from casnap.storage.snapshots.contents import Entries
+from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 
 Part: TypeAlias = tuple[Region, torch.Tensor]
 """A box of a tensor, and the memory of its elements, of the same shape."""
@@ -35,6 +37,65 @@ def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> I
     if held:
         boxes, tensors = zip(*held, strict=True)
         yield describe_shards(path, Shards(shape, boxes, tensors, tensors[0]))
+
+
+def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
+    """Yield the boxes that hold a run of row-major elements, in its order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    inner = torch.Size(shape[1:]).numel()
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # within one row
+        yield from _within_row(shape, last, start, stop)
+        return
+    yield from _within_row(shape, first - 1, start, first * inner)
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Region((first, *zeros), (last - first, *shape[1:]))
+    yield from _within_row(shape, last, last * inner, stop)
+
+
+def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
+    """Yield the boxes of a run within one row of the first axis."""
+    begin = row * torch.Size(shape[1:]).numel()
+    for box in boxes_of_run(shape[1:], start - begin, stop - begin):
+        yield Region((row, *box.offsets), (1, *box.sizes))
+
+
+class WithOthers:
+    """A state that ranks divide, and other values that each rank has: one input of a take.
+
+    Args:
+        divided: What of it this rank stores.
+        others: Key → a value; none of the keys is one of the state's.
+    """
+
+    def __init__(self, divided: DividedLeaves, others: Mapping[str, Stateful]) -> None:
+        self._divided = divided
+        self._others = LiveState(others)
+        self.values = self._others.values
+
+    def keys(self) -> list[str]:
+        """Return the keys."""
+        return [*self._others.keys(), *self._divided.keys()]
+
+    def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
+        """Capture what is below the keys."""
+        others = self._others.capture(
+            [key for key in keys if key in self.values], chunk_size, allow_pickle=allow_pickle
+        )
+        divided = self._divided.capture(
+            [key for key in keys if key not in self.values], chunk_size, allow_pickle=allow_pickle
+        )
+        shift = len(others.leaves)
+        spans = [
+            span._replace(start=span.start + shift, stop=span.stop + shift)
+            for span in divided.spans
+        ]
+        return CapturedState([*others.leaves, *divided.leaves], [*others.spans, *spans], chunk_size)
 
 
 class Target(NamedTuple):

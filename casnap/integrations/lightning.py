@@ -26,16 +26,21 @@ import torch
 
 from casnap.backends.places import exists, is_file, is_folder, is_link, is_taken
 from casnap.errors import StateError, UnsupportedTypeError
+from casnap.format.names import key_of
+from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import (
+    Save,
+    StrPath,
+    Value,
     check_version,
     not_found_error,
     snapshot_at,
-    take_alone,
-    values_of,
 )
+from casnap.ranks.comm import SingleProcess
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import is_within_call
 from casnap.snapshot import Snapshot
+from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
 check_version("lightning", "2.6", "2.7")
@@ -47,7 +52,6 @@ from lightning.pytorch.core import saving  # noqa: E402
 
 __all__ = ["CasnapCheckpointIO"]
 
-StrPath = str | os.PathLike[str]
 _log = logging.getLogger("casnap")
 # Names of what the tuner saves beside the run, loads again and removes: in a folder that the user
 # has not named, where no store is to be made.
@@ -158,7 +162,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
 
         def wait() -> Snapshot:
             try:
-                snapshot = pending()
+                snapshot = pending if isinstance(pending, Snapshot) else pending.wait()
             except BaseException:
                 put_back()
                 raise
@@ -167,15 +171,16 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             return snapshot
 
         try:
-            pending = take_alone(
+            save = Save(
                 path,
-                checkpoint,
                 TakeOptions(
                     metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._pickles
                 ),
+                comm=SingleProcess,
                 storage_options=options or self._storage_options,
-                later=self._async_save,
             )
+            state = LiveState({key: Value(value) for key, value in checkpoint.items()})
+            pending = (save.begin if self._async_save else save.take)(lambda: state)
         except BaseException:
             put_back()
             raise
@@ -214,7 +219,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                 return self._load_file(path, map_location, weights_only)
             raise not_found_error(path, "a file")
         allow_pickle = self._allow_pickle or weights_only is False
-        return _move_to(values_of(snapshot, allow_pickle=allow_pickle), map_location)
+        return _move_to(_values_of(snapshot, allow_pickle=allow_pickle), map_location)
 
     def _load_file(
         self, path: StrPath, map_location: Any, weights_only: bool | None
@@ -251,7 +256,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             return
         snapshot = snapshot_at(path, self._storage_options)
         if snapshot is not None:
-            snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
+            forget(snapshot)
         # A file, or what Lightning's sharded strategies have put beside the snapshot.
         if snapshot is None or "://" not in os.fspath(path):
             super().remove_checkpoint(path)
@@ -277,6 +282,12 @@ def _is_replaceable(place: Path) -> bool:
     return is_link(place) or (is_file(place) and zipfile.is_zipfile(place))
 
 
+def _values_of(snapshot: Snapshot, *, allow_pickle: bool) -> dict[str, Any]:
+    """Return a checkpoint as Lightning saved it, in new memory."""
+    keys = map(key_of, snapshot.contents.trees(0))
+    return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
+
+
 def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
     """Return a checkpoint with its tensors on a device."""
     if isinstance(map_location, str | torch.device):
@@ -298,7 +309,7 @@ def _load_any(path: Any, map_location: Any = None, weights_only: bool | None = N
     except (FileNotFoundError, IsADirectoryError):
         if not isinstance(path, str | os.PathLike) or (snapshot := snapshot_at(path)) is None:
             raise
-    checkpoint = values_of(snapshot, allow_pickle=weights_only is False)
+    checkpoint = _values_of(snapshot, allow_pickle=weights_only is False)
     if "pytorch-lightning_version" not in checkpoint:
         raise StateError(
             f"{snapshot.path} was saved by a sharded strategy, or not by Lightning; make the model "

@@ -16,7 +16,7 @@ which the snapshot keeps a copy; and at the end ``metadata.json``, without which
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -35,26 +35,24 @@ from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.integrations.dcp.plan import agreed_paths
 from casnap.integrations.divided import Target, leaf_of_parts, load_together
-from casnap.integrations.notices import put_notices
-from casnap.integrations.rotation import forget_deleted, note_saved
 from casnap.integrations.trainers import (
+    Notices,
+    Save,
+    check_saved_by,
     check_version,
-    check_whole,
     not_found_error,
     snapshot_at,
     step_in,
 )
-from casnap.pending import PendingSnapshot
+from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join, own_rank
-from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import Snapshot, begin_take, take_from
+from casnap.snapshot import Snapshot
 from casnap.state.flatten import containers_of, flatten
 from casnap.state.tensors import Leaf, allocate, describe
 from casnap.state.values import decode_value
 from casnap.take.capture import DividedLeaves
 from casnap.take.options import TakeOptions
-from casnap.view import find_view_together
 
 check_version("megatron-core", "0.16", "0.17", "megatron")
 
@@ -118,8 +116,8 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
         Raises:
             CasnapError: This rank or another one failed; nothing was committed.
         """
-        save = _Save(checkpoint_dir, self._allow_pickle, self._timeout)
-        self.snapshot = save.take(sharded_state_dict)
+        save, divided = self._begin(sharded_state_dict, checkpoint_dir)
+        self.snapshot = save.take(divided)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path
@@ -131,8 +129,8 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
         Returns:
             The request. Its finalization raises what went wrong in the background.
         """
-        save = _Save(checkpoint_dir, self._allow_pickle, self._timeout)
-        pending = save.begin(sharded_state_dict)
+        save, divided = self._begin(sharded_state_dict, checkpoint_dir)
+        pending = save.begin(divided)
         reader, writer = Pipe(duplex=False)
 
         def wait() -> Snapshot:
@@ -151,9 +149,27 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
             finally:
                 reader.close()
                 writer.close()
-            save.end(self.snapshot)
 
         return AsyncRequest(_wait_for_end, (reader, writer, os.getpid()), [finalize])
+
+    def _begin(
+        self, state: Mapping[str, Any], folder: str | Path
+    ) -> tuple[Save, Callable[[], DividedLeaves]]:
+        """Begin a save of this folder, and return it with what gives the state of this rank."""
+        leads, metadata = own_rank() == 0, dict[str, Any]()
+        if leads:
+            # What cannot be read safely, or at all, tells no step; the name of the folder may.
+            with suppress(OSError, CasnapError):
+                metadata |= step_in(decode_value("common", "object", _common_of(folder)))
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=True,
+            allow_pickle=self._allow_pickle,
+            timeout=self._timeout,
+        )
+        notices = Notices(_NOTICE, [".metadata"] if leads else [])
+        save = Save(os.path.realpath(folder), options, notices)
+        return save, lambda: _divided(state, folder, save.comm, allow_pickle=self._allow_pickle)
 
 
 def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
@@ -164,82 +180,46 @@ def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
         reader.recv_bytes()
 
 
-class _Save:
-    """One save: the ranks, the store, the name there."""
+def _common_of(checkpoint_dir: str | Path) -> bytes:
+    """Return the file of what is not sharded, which Megatron has written."""
+    return Path(checkpoint_dir, COMMON_STATE_FNAME).read_bytes()
 
-    def __init__(
-        self, checkpoint_dir: str | Path, allow_pickle: bool, timeout: float | None
-    ) -> None:
-        refuse_nested_take()
-        path = os.path.realpath(checkpoint_dir)
-        self._folder = Path(path)
-        self._comm = join(None, timeout, f"the save of {path!r}")
-        self._view, self._name = find_view_together(path, None, None, self._comm)
-        self._full_name = self._view.full_name(self._name)
-        self._leads = self._comm.rank == 0
-        self._allow_pickle = allow_pickle
-        if self._leads:
-            forget_deleted(self._view, self._full_name)
 
-    def take(self, state: Mapping[str, Any]) -> Snapshot:
-        """Take the snapshot."""
-        snapshot = take_from(
-            self._view, self._comm, lambda: self._leaves(state), self._name, self._options()
-        )
-        self.end(snapshot)
-        return snapshot
+def _divided(
+    state: Mapping[str, Any], checkpoint_dir: str | Path, comm: Comm, *, allow_pickle: bool
+) -> DividedLeaves:
+    """Return what this rank stores: what it has the main replica of."""
+    shards: dict[ObjectPath, list[Any]] = {}
+    for shard in nested_values(state):
+        if is_main_replica(shard.replica_id):
+            shards.setdefault(_path_of(shard), []).append(shard)
+    paths = agreed_paths(comm, dict.fromkeys(shards))
+    leaves: dict[str, list[Leaf]] = {key: [] for key in _KEYS}
+    if comm.rank == 0:
+        containers = containers_above(paths)
+        for key in ("tensors", "objects"):
+            leaves[key] += containers.get(key) or containers_of({}, key)
+        leaves["common"] += flatten(_common_of(checkpoint_dir), "common")
+    with torch.no_grad(), without_torch_modes():
+        for object_path, group in shards.items():
+            leaves[str(object_path[0])] += _leaves_of(
+                casnap_path(object_path), group, allow_pickle=allow_pickle
+            )
+    return DividedLeaves(leaves)
 
-    def begin(self, state: Mapping[str, Any]) -> PendingSnapshot:
-        """Copy the state, and take the snapshot in the background."""
-        with self._comm.reporting_errors():
-            leaves = self._leaves(state)
-        return begin_take(self._view, self._comm, leaves, self._name, self._options())
 
-    def end(self, snapshot: Snapshot) -> None:
-        """Note what was saved, once it is durable."""
-        if self._leads:
-            put_notices(snapshot, _NOTICE, ".metadata")
-            note_saved(self._view, self._full_name, snapshot.row.commit)
-
-    def _options(self) -> TakeOptions:
-        metadata: dict[str, Any] = {}
-        if self._leads:
-            # What cannot be read safely, or at all, tells no step; the name of the folder may.
-            with suppress(OSError, CasnapError):
-                data = (self._folder / COMMON_STATE_FNAME).read_bytes()
-                metadata |= step_in(decode_value("common", "object", data))
-        return TakeOptions(metadata=metadata, overwrite=True, allow_pickle=self._allow_pickle)
-
-    def _leaves(self, state: Mapping[str, Any]) -> DividedLeaves:
-        """Return what this rank stores: what it has the main replica of."""
-        shards: dict[ObjectPath, list[Any]] = {}
-        for shard in nested_values(state):
-            if is_main_replica(shard.replica_id):
-                shards.setdefault(_path_of(shard), []).append(shard)
-        paths = agreed_paths(self._comm, dict.fromkeys(shards))
-        leaves: dict[str, list[Leaf]] = {key: [] for key in _KEYS}
-        if self._leads:
-            containers = containers_above(paths)
-            for key in ("tensors", "objects"):
-                leaves[key] += containers.get(key) or containers_of({}, key)
-            leaves["common"] += flatten((self._folder / COMMON_STATE_FNAME).read_bytes(), "common")
-        with torch.no_grad(), without_torch_modes():
-            for object_path, group in shards.items():
-                leaves[str(object_path[0])] += self._leaves_of(casnap_path(object_path), group)
-        return DividedLeaves(leaves)
-
-    def _leaves_of(self, path: str, shards: list[Any]) -> list[Leaf]:
-        first = shards[0]
-        if isinstance(first, ShardedObject):
-            if len(shards) > 1:
-                raise StateError(f"{path} is the key of {len(shards)} objects of this rank")
-            return list(flatten(first.data, path, allow_pickle=self._allow_pickle))
-        shape = tuple(first.global_shape)
-        if 0 in shape:
-            # One rank stores it.
-            is_first = not any(first.global_offset)
-            return [describe(path, first.data.detach().new_empty(shape))] if is_first else []
-        return list(leaf_of_parts(path, shape, [_part(path, shard) for shard in shards]))
+def _leaves_of(path: str, shards: list[Any], *, allow_pickle: bool) -> list[Leaf]:
+    first = shards[0]
+    if isinstance(first, ShardedObject):
+        if len(shards) > 1:
+            raise StateError(f"{path} is the key of {len(shards)} objects of this rank")
+        return list(flatten(first.data, path, allow_pickle=allow_pickle))
+    shape = tuple(first.global_shape)
+    if 0 in shape:
+        # One rank stores it.
+        is_first = not any(first.global_offset)
+        return [describe(path, first.data.detach().new_empty(shape))] if is_first else []
+    return list(leaf_of_parts(path, shape, [_part(path, shard) for shard in shards]))
 
 
 def _path_of(shard: Any) -> ObjectPath:
@@ -378,10 +358,7 @@ def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
     snapshot = snapshot_at(checkpoint_dir)
     if snapshot is None:
         raise not_found_error(checkpoint_dir)
-    for key in _KEYS:
-        check_whole(snapshot, key)
-    if not snapshot.contents.keys() >= set(_KEYS):
-        raise StateError(f"{snapshot.path} was not saved by casnap.integrations.megatron")
+    check_saved_by(snapshot, __name__, _KEYS)
     return snapshot
 
 

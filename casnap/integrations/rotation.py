@@ -24,11 +24,12 @@ from casnap.integrations.notices import is_notice
 from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
+from casnap.snapshot import Snapshot
 from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import marked_commit
 from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
 from casnap.storage.snapshots.table import Table, snapshots_in
-from casnap.view import View, find_view
+from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")
 # One of these stands beside what an adapter has saved.
@@ -182,6 +183,38 @@ class _DeletedChange(PruneChange):
         ]
 
 
+class _ReleaseChange(PruneChange):
+    """The change of a table that removes one snapshot, if it is still of that commit."""
+
+    def __init__(self, name: str, commit: bytes) -> None:
+        super().__init__()
+        self._name = name
+        self._commit = commit
+
+    @override
+    def judge(self, table: Table) -> list[Verdict]:
+        """Return the verdict on it."""
+        row = table.get(self._name)
+        is_it = row is not None and row.commit == self._commit
+        return [Verdict(self._name, row, tuple(holds_of(row)))] if is_it and row else []
+
+
+def forget(snapshot: Snapshot) -> bool:
+    """Forget a snapshot that a trainer lets go, unless it is tagged, or not mirrored yet.
+
+    If its folder goes too, a later save looks again.
+
+    Returns:
+        Whether it is gone.
+    """
+    view = view_of(snapshot.store)
+    verdicts = prune(
+        view.repository, _ReleaseChange(snapshot.contents.name, snapshot.contents.row.commit)
+    )
+    view.free_later([verdict.row for verdict in verdicts if not verdict.kept])
+    return not any(verdict.kept for verdict in verdicts)
+
+
 def forget_deleted(view: View, name: str) -> None:
     """Forget the snapshots beside a new one whose folders were deleted.
 
@@ -194,13 +227,6 @@ def forget_deleted(view: View, name: str) -> None:
             if any(not verdict.kept for verdict in view.read(change.judge)):
                 verdicts = prune(view.repository, change)
                 view.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
-
-
-def forget_deleted_beside(path: str | os.PathLike[str]) -> None:
-    """Forget snapshots as :func:`forget_deleted` does, beside one that is taken at a path."""
-    with suppress(OSError, CasnapError):
-        view, name = find_view(path, None, create=False)
-        forget_deleted(view, view.full_name(name))
 
 
 def note_saved(view: View, name: str, commit: bytes) -> None:

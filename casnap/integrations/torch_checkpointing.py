@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,22 +23,26 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from casnap.errors import StateError
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of
 from casnap.integrations.trainers import (
+    Save,
     Value,
     check_fit,
     check_version,
-    empty_here,
     load_own,
     snapshot_at,
     step_in,
-    unfit_parts,
 )
 from casnap.ranks.joining import own_rank
+from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
+from casnap.state.containers import live_components
 from casnap.storage.places.other_formats import check_no_other_form
 from casnap.storage.snapshots.retention import Retention
+from casnap.take.capture import LiveState
+from casnap.take.options import TakeOptions
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
 
@@ -117,19 +121,18 @@ class CasnapCheckpointManager(CheckpointManager):
         check_no_other_form(Path(local_path(checkpoint_id)), "torch_checkpointing")
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
-        options: dict[str, Any] = {
-            "metadata": step_in({key: item.value for key, item in items.items()}),
-            "overwrite": True,
-            "allow_pickle": self._allow_pickle,
-            "retention": self._retention,
-            "timeout": self._config.save.wait_timeout_secs,
-        }
-        if not self._is_async:
-            Snapshot.take(checkpoint_id, state, **options)
-            return None
-        self._saving = self._thread.submit(
-            Snapshot.async_take(checkpoint_id, state, **options).wait
+        options = TakeOptions(
+            metadata=step_in({key: item.value for key, item in items.items()}),
+            overwrite=True,
+            allow_pickle=self._allow_pickle,
+            retention=self._retention,
+            timeout=self._config.save.wait_timeout_secs,
         )
+        save = Save(checkpoint_id, options)
+        if not self._is_async:
+            save.take(lambda: LiveState(state))
+            return None
+        self._saving = self._thread.submit(save.begin(lambda: LiveState(state)).wait)
         return self._saving
 
     def load(
@@ -289,13 +292,60 @@ def _check_fits(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool)
     with snapshot.contents.reading():
         stored = dict(snapshot.contents.entries(own_rank()))
     wanted = [(item.template, component_of(key)) for key, item in items.items()]
-    check_fit(snapshot, [text for pair in wanted for text in unfit_parts(*pair, stored)])
-    empty = [path for pair in wanted for path in empty_here(*pair, stored)]
+    check_fit(snapshot, [text for pair in wanted for text in _unfit_parts(*pair, stored)])
+    empty = [path for pair in wanted for path in _empty_here(*pair, stored)]
     if strict and empty:
         raise RuntimeError(
             f"{snapshot.path} has values of {', '.join(empty)}, which into= has empty, so they "
             "would not be loaded; give None in its place to load all, or a dict with its keys"
         )
+
+
+def _unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield what of a value to fill does not fit what is stored.
+
+    What is not stored is left out, as is what None stands for.
+
+    Args:
+        wanted: Tensors, plain values, and dicts, lists and tuples of those.
+        path: Its path.
+        stored: The entries of the snapshot, by path.
+    """
+    entry = stored.get(path)
+    if entry is None or wanted is None:
+        return
+    is_sequence = isinstance(wanted, list | tuple)
+    if isinstance(wanted, torch.Tensor):
+        # A tensor that consists of others is a container there.
+        if not isinstance(entry, ContainerEntry) and (
+            reason := why_unfit(entry, tuple(wanted.shape), wanted)
+        ):
+            yield f"{path}: {reason}"
+    elif isinstance(wanted, Mapping) or is_sequence:
+        if isinstance(entry, TensorEntry):
+            yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
+        for component, inner in _elements(wanted):
+            yield from _unfit_parts(inner, f"{path}/{component}", stored)
+    elif isinstance(entry, TensorEntry) and isinstance(wanted, str | bytes | int | float):
+        yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
+
+
+def _empty_here(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield the paths of dicts of a value to fill that are empty, but not in the snapshot."""
+    entry = stored.get(path)
+    if not isinstance(entry, ContainerEntry) or not isinstance(wanted, Mapping | list | tuple):
+        return
+    if isinstance(wanted, Mapping) and not wanted and entry.count:
+        yield path
+    for component, inner in _elements(wanted):
+        yield from _empty_here(inner, f"{path}/{component}", stored)
+
+
+def _elements(value: Mapping[Any, Any] | Sequence[Any]) -> Iterable[tuple[str, Any]]:
+    """Return the elements of a dict, list or tuple by their path components."""
+    if isinstance(value, Mapping):
+        return zip(live_components(value), value.values(), strict=True)
+    return zip(map(str, range(len(value))), value, strict=True)
 
 
 def _check_whole(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool) -> None:

@@ -24,20 +24,24 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
+from casnap.backends.places import is_file
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
-from casnap.integrations.trainers import check_version, snapshot_at
+from casnap.integrations.notices import is_notice
+from casnap.integrations.rotation import forget
+from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
+from casnap.ranks.joining import join
 from casnap.runtime.environment import local_path
 from casnap.storage.places.other_formats import hint_in
 
 check_version("torchtitan", "0.3", "0.4")
 
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager  # noqa: E402
-from torchtitan.tools import filesystem  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
 __all__ = ["CasnapCheckpointManager"]
 
 _log = logging.getLogger("casnap")
+_PREFIX = "step-"
 
 
 class CasnapCheckpointManager(CheckpointManager):
@@ -128,32 +132,30 @@ class CasnapCheckpointManager(CheckpointManager):
 
     def _find_load_step(self, folder: str = "") -> int:
         folder = folder or self.folder
-        load_step: int = super()._find_load_step(folder)
-        for step, path in reversed(self._steps(folder)):
-            if step > load_step and snapshot_at(path) is not None:
-                return step
-        if load_step == -1 and "://" not in folder and (hint := hint_in(Path(folder))):
+        if "://" in folder:
+            own_step: int = super()._find_load_step(folder)
+            return own_step
+        checkpoints = Checkpoints(folder, _PREFIX, _is_own)
+        with join(None, None, f"looking for the last step in {folder}") as comm:
+            last = checkpoints.last(comm)
+        if last is None and (hint := hint_in(Path(folder))):
             _log.warning("%s", hint)
-        return load_step
+        step = None if last is None else checkpoints.number(last)
+        return -1 if step is None else step
 
     def _purge_stale_checkpoints(self) -> None:
-        if not self._should_purge():
-            return
-        for _, path in self._steps(self.folder)[: -self.keep_latest_k]:
-            snapshot = snapshot_at(path)
-            if snapshot is not None:
-                snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
-            if filesystem.exists(path):
-                self.purge_queue.put(path)
+        if "://" in self.folder:
+            super()._purge_stale_checkpoints()
+        elif self._should_purge():
+            checkpoints = Checkpoints(self.folder, _PREFIX, _is_own)
+            for path in checkpoints.paths()[: -self.keep_latest_k]:
+                snapshot = snapshot_at(path)
+                if snapshot is None or forget(snapshot):
+                    self.purge_queue.put(os.fspath(path))
 
-    @staticmethod
-    def _steps(folder: str) -> list[tuple[int, str]]:
-        """Return step and path of all folders of checkpoints, the first step first."""
-        if not filesystem.isdir(folder):
-            return []
-        matches = ((re.search(r"step-(\d+)", name), name) for name in filesystem.listdir(folder))
-        return sorted(
-            (int(match[1]), os.fspath(filesystem.join(folder, name)))
-            for match, name in matches
-            if match
-        )
+
+def _is_own(path: Path) -> bool:
+    """Whether torchtitan itself has written a whole checkpoint, as it tells that."""
+    metadata = path / ".metadata"
+    is_of_dcp = is_file(metadata) and not is_notice(metadata)
+    return is_of_dcp or is_file(path / "model.safetensors.index.json")

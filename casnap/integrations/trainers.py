@@ -1,31 +1,41 @@
-"""Code that the integrations of trainers share: version checks, plain values."""
+"""What all trainers do with checkpoints: save, find the last one, let old ones go, load, refuse.
+
+An adapter says how its framework calls a checkpoint, and what of a state is whose. The rest is
+here: a :class:`Save` takes the snapshot, and has the process know its folder (``rotation.py``);
+:class:`Checkpoints` finds and prunes those that are numbered; and the errors have one form.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
+import msgspec
 
-from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry
-from casnap.format.names import component_of, key_of
-from casnap.ranks.comm import SingleProcess
-from casnap.ranks.joining import own_rank
-from casnap.restore.targets import why_unfit
+from casnap.backends.places import is_folder, paths_in
+from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError, StateError
+from casnap.format.names import component_of
+from casnap.integrations.notices import put_notices
+from casnap.integrations.rotation import forget, forget_deleted, note_saved
+from casnap.pending import PendingSnapshot
+from casnap.ranks.comm import Comm
+from casnap.ranks.joining import join, own_rank
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
-from casnap.state.containers import live_components
 from casnap.state.stateful import Stateful
 from casnap.storage.places.other_formats import hint_at, hint_in
-from casnap.take.capture import LiveState
+from casnap.take.capture import StateSource
 from casnap.take.options import TakeOptions
-from casnap.view import find_view
+from casnap.view import find_view_together
+
+StrPath: TypeAlias = str | os.PathLike[str]
+_log = logging.getLogger("casnap")
 
 
 def check_version(package: str, minimum: str, limit: str, extra: str | None = None) -> None:
@@ -78,39 +88,82 @@ class Value(NamedTuple):
         raise TypeError("a plain value cannot be restored in place; read it instead")
 
 
-def take_alone(
-    path: str | os.PathLike[str],
-    values: Mapping[str, Any],
-    options: TakeOptions,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    later: bool = False,
-) -> Callable[[], Snapshot]:
-    """Take a snapshot of this process alone, on any rank.
+# --- saving -----------------------------------------------------------------------------------
+
+
+class Notices(NamedTuple):
+    """Files of another library's names, which this rank puts beside a snapshot.
+
+    Attributes:
+        subject: What they say, as for :func:`casnap.integrations.notices.notice`.
+        names: Their names.
+    """
+
+    subject: str
+    names: Sequence[str]
+
+
+class Save:
+    """One save of a checkpoint, by all ranks that make it together.
+
+    Snapshots beside it whose folders this process saw go are forgotten first.
 
     Args:
-        path: The path of the snapshot.
-        values: Key → a value of any type.
+        path: The path of the snapshot, or its name in ``store``.
         options: How to take it.
+        notices: What this rank puts beside the snapshot, once that is durable.
+        comm: The ranks; by default the whole world.
+        store: The :class:`casnap.Store`, if one was given.
         storage_options: How to reach a remote store.
-        later: Return once the values may change, and store them in the background.
-
-    Returns:
-        What waits for the snapshot, and returns it.
+        advice: What a caller is told who saves within another call of casnap.
     """
-    refuse_nested_take()
-    view, name = find_view(path, storage_options, create=True)
-    app_state = {key: Value(value) for key, value in values.items()}
-    if later:
-        return begin_take(view, SingleProcess(), LiveState(app_state), name, options).wait
-    snapshot = take_from(view, SingleProcess(), lambda: LiveState(app_state), name, options)
-    return lambda: snapshot
 
+    def __init__(
+        self,
+        path: StrPath,
+        options: TakeOptions,
+        notices: Notices | None = None,
+        *,
+        comm: Callable[[], Comm] | None = None,
+        store: object = None,
+        storage_options: Mapping[str, Any] | None = None,
+        advice: str = "",
+    ) -> None:
+        refuse_nested_take(advice)
+        self._options = options
+        self._notices = notices
+        operation = f"the save of {os.fspath(path)!r}"
+        self._comm = join(None, options.timeout, operation) if comm is None else comm()
+        self._view, self._name = find_view_together(path, storage_options, store, self._comm)
+        self._full_name = self._view.full_name(self._name)
+        if self._comm.rank == 0:
+            forget_deleted(self._view, self._full_name)
 
-def values_of(snapshot: Snapshot, *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Return what a process took alone, in new memory."""
-    keys = map(key_of, snapshot.contents.trees(0))
-    return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
+    @property
+    def comm(self) -> Comm:
+        """The ranks."""
+        return self._comm
+
+    def take(self, source: Callable[[], StateSource]) -> Snapshot:
+        """Take the snapshot of what ``source`` returns; it is durable when this returns."""
+        snapshot = take_from(self._view, self._comm, source, self._name, self._options)
+        self._note(snapshot)
+        return snapshot
+
+    def begin(self, source: Callable[[], StateSource]) -> PendingSnapshot:
+        """Copy what ``source`` returns, and take the snapshot in the background."""
+        with self._comm.reporting_errors():
+            state = source()
+        return begin_take(
+            self._view, self._comm, state, self._name, self._options, on_stored=self._note
+        )
+
+    def _note(self, snapshot: Snapshot) -> None:
+        """See to the folder of the snapshot, which is durable."""
+        if self._notices is not None:
+            put_notices(snapshot, self._notices.subject, *self._notices.names)
+        if self._comm.rank == 0:
+            note_saved(self._view, self._full_name, snapshot.row.commit)
 
 
 def step_in(state: object) -> dict[str, int]:
@@ -126,69 +179,10 @@ def step_in(state: object) -> dict[str, int]:
     return {}
 
 
-def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
-    """Check that nothing was found that does not fit a snapshot, before anything is loaded.
-
-    Raises:
-        MismatchError: Something was; the one error names it all.
-    """
-    if problems:
-        raise MismatchError(
-            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
-            + "; ".join(problems)
-        )
+# --- which checkpoints there are --------------------------------------------------------------
 
 
-def unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield what of a value to fill does not fit what is stored.
-
-    What is not stored is left out, as is what None stands for.
-
-    Args:
-        wanted: Tensors, plain values, and dicts, lists and tuples of those.
-        path: Its path.
-        stored: The entries of the snapshot, by path.
-    """
-    entry = stored.get(path)
-    if entry is None or wanted is None:
-        return
-    is_sequence = isinstance(wanted, list | tuple)
-    if isinstance(wanted, torch.Tensor):
-        # A tensor that consists of others is a container there.
-        if not isinstance(entry, ContainerEntry) and (
-            reason := why_unfit(entry, tuple(wanted.shape), wanted)
-        ):
-            yield f"{path}: {reason}"
-    elif isinstance(wanted, Mapping) or is_sequence:
-        if isinstance(entry, TensorEntry):
-            yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
-        for component, inner in _elements(wanted):
-            yield from unfit_parts(inner, f"{path}/{component}", stored)
-    elif isinstance(entry, TensorEntry) and isinstance(wanted, str | bytes | int | float):
-        yield f"{path}: {type(wanted).__name__} here, a tensor in the snapshot"
-
-
-def empty_here(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield the paths of dicts of a value to fill that are empty, but not in the snapshot."""
-    entry = stored.get(path)
-    if not isinstance(entry, ContainerEntry) or not isinstance(wanted, Mapping | list | tuple):
-        return
-    if isinstance(wanted, Mapping) and not wanted and entry.count:
-        yield path
-    for component, inner in _elements(wanted):
-        yield from empty_here(inner, f"{path}/{component}", stored)
-
-
-def _elements(value: Mapping[Any, Any] | Sequence[Any]) -> Iterable[tuple[str, Any]]:
-    """Return the elements of a dict, list or tuple by their path components."""
-    if isinstance(value, Mapping):
-        return zip(live_components(value), value.values(), strict=True)
-    return zip(map(str, range(len(value))), value, strict=True)
-
-
-def snapshot_at(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> Snapshot | None:
+def snapshot_at(path: StrPath, storage_options: Mapping[str, Any] | None = None) -> Snapshot | None:
     """Return the snapshot at a path; None if there is none. Symbolic links are followed."""
     path = os.fspath(path)
     try:
@@ -200,7 +194,69 @@ def snapshot_at(
         return None
 
 
-def not_found_error(path: str | os.PathLike[str], others: str = "") -> SnapshotNotFoundError:
+class Checkpoints:
+    """The checkpoints of a run that are called ``<prefix><number>``, in a folder of this machine.
+
+    Args:
+        folder: The folder.
+        prefix: How their names begin.
+        is_own: Whether the trainer itself has written a whole checkpoint, as files.
+    """
+
+    def __init__(self, folder: StrPath, prefix: str, is_own: Callable[[Path], bool]) -> None:
+        self._folder = Path(local_path(folder))
+        self._prefix = prefix
+        self._is_own = is_own
+
+    def paths(self) -> list[Path]:
+        """Return the folders that are called so, whole or not, by their numbers."""
+        numbered = [path for path in paths_in(self._folder) if self.number(path) is not None]
+        return sorted(filter(is_folder, numbered), key=lambda path: self.number(path) or 0)
+
+    def number(self, path: StrPath) -> int | None:
+        """Return the number of a checkpoint; None if it has another name."""
+        match = re.fullmatch(rf"{re.escape(self._prefix)}(\d+)", Path(path).name)
+        return None if match is None else int(match[1])
+
+    def last(self, comm: Comm) -> str | None:
+        """Return the last one that a run can go on with, as rank 0 sees it; None if there is none.
+
+        One whose save was cut off, whose snapshot is gone or was thinned is passed over.
+        """
+        return agreed(comm, self._find_last)
+
+    def _find_last(self) -> str | None:
+        for path in reversed(self.paths()):
+            snapshot = snapshot_at(path)
+            if self._is_own(path) or (snapshot is not None and not snapshot.thinned):
+                return str(path)
+            why = "its save was cut off, or its snapshot is gone"
+            if snapshot is not None:
+                why = f"its snapshot was thinned, and has lost {', '.join(snapshot.thinned)}"
+            _log.warning("%s is passed over: %s", path, why)
+        return None
+
+    def forget_oldest(self, keep: int) -> None:
+        """Forget the oldest snapshots beyond a number; what the trainer has written stays."""
+        snapshots = [
+            s for path in self.paths() if not self._is_own(path) if (s := snapshot_at(path))
+        ]
+        for snapshot in snapshots[: -max(keep, 1)]:
+            forget(snapshot)
+
+
+class _Path(msgspec.Struct, array_like=True):
+    path: str | None
+
+
+def agreed(comm: Comm, find: Callable[[], str | None]) -> str | None:
+    """Return what rank 0 finds: on a network's file system, ranks may see other folders."""
+    with comm.reporting_errors():
+        found = find() if comm.rank == 0 else None
+        return comm.broadcast_message(_Path(found), _Path).path
+
+
+def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:
     """Return the error for a place with no checkpoint; it says what of another form is there.
 
     Args:
@@ -218,6 +274,50 @@ def not_found_error(path: str | os.PathLike[str], others: str = "") -> SnapshotN
         else f"snapshot at {text}"
     )
     return SnapshotNotFoundError(f"there is no {what}{hint}")
+
+
+def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:
+    """Return the error for a place with a snapshot, and a checkpoint that a trainer wrote later.
+
+    Args:
+        path: The path of both.
+        whose: Who has written the other one: "the Trainer itself".
+        mend: How that one is removed.
+    """
+    return StateError(
+        f"{os.fspath(path)} holds a snapshot of casnap, and a checkpoint that {whose} has written "
+        f"there later: {mend}, or remove the snapshot by `casnap rm`, and the one that is left is "
+        "loaded"
+    )
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+
+def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> None:
+    """Check that a snapshot is one of an integration, and has not lost a key.
+
+    Raises:
+        StateError: It has not the keys that this integration saves.
+        EntryNotFoundError: It was thinned, and lacks one.
+    """
+    for key in keys:
+        check_whole(snapshot, key)
+    if not snapshot.contents.keys() >= set(keys):
+        raise StateError(f"{snapshot.path} was not saved by {module}")
+
+
+def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
+    """Check that nothing was found that does not fit a snapshot, before anything is loaded.
+
+    Raises:
+        MismatchError: Something was; the one error names it all.
+    """
+    if problems:
+        raise MismatchError(
+            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
+            + "; ".join(problems)
+        )
 
 
 def check_whole(snapshot: Snapshot, key: str) -> None:

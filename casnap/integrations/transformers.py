@@ -12,25 +12,31 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from casnap.backends.places import exists, is_file, is_folder, matching, paths_in
+from casnap.backends.places import exists, is_file, is_folder, is_taken, matching, paths_in
 from casnap.errors import SnapshotNotFoundError, StateError
-from casnap.format.names import MARKER, folder_of
-from casnap.integrations.notices import is_notice, put_notices, put_whole
+from casnap.format.names import MARKER
+from casnap.integrations import with_deepspeed
+from casnap.integrations.notices import is_notice, put_whole
+from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import (
+    Checkpoints,
+    Notices,
     Value,
+    both_there_error,
+    check_saved_by,
     check_version,
     check_whole,
     load_own,
     snapshot_at,
 )
-from casnap.ranks.joining import own_rank
+from casnap.ranks.joining import join, own_rank
 from casnap.runtime.environment import local_path
-from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 from casnap.storage.places.other_formats import hint_at
 from casnap.take.options import TakeOptions
@@ -116,7 +122,13 @@ class CasnapTrainerMixin(_Base):
         """
         self._check_supported()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_whole(self.args.output_dir) or True
+            checkpoints = Checkpoints(
+                self.args.output_dir,
+                f"{PREFIX_CHECKPOINT_DIR}-",
+                lambda path: bool(_weights_in(path)),
+            )
+            with join(None, None, f"looking for the last of {self.args.output_dir}") as comm:
+                resume_from_checkpoint = checkpoints.last(comm) or True
         elif isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = local_path(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kw)
@@ -159,27 +171,24 @@ class CasnapTrainerMixin(_Base):
             state["rng"] = RNGState()
         with TemporaryDirectory(prefix="casnap-") as staged:
             files = self._put_files(folder, Path(staged)) if self.args.should_save else {}
-            snapshot = self._take(folder.absolute(), state | {"files": Value(files)})
+            with_deepspeed.take(
+                self._engine,
+                state | {"files": Value(files)},
+                folder.absolute(),
+                TakeOptions(overwrite=True, metadata=self._casnap_metadata()),
+                Notices(_NOTICE, self._notices(folder) if self.args.should_save else []),
+            )
             if self.args.should_save:
-                self._put_weights(snapshot, folder, Path(staged))
-                self._rotate(run_dir, snapshot)
-
-    def _take(self, path: Path, state: dict[str, Stateful]) -> Snapshot:
-        metadata = self._casnap_metadata()
-        if self._engine is None:
-            return Snapshot.take(path, state, overwrite=True, metadata=metadata)
-        from casnap.integrations.deepspeed import take_with
-
-        return take_with(self._engine, path, state, TakeOptions(overwrite=True, metadata=metadata))
+                if self._has_adapter:
+                    self._put_adapter(folder, Path(staged))
+                self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
         """Return them, but for what the engine of DeepSpeed has."""
-        if self._engine is None:
-            return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-        from accelerate.utils import DeepSpeedSchedulerWrapper
-
-        is_of_engine = isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
-        return {} if is_of_engine else {"scheduler": self.lr_scheduler}
+        state = {"optimizer": self.optimizer} if self._engine is None else {}
+        for scheduler in with_deepspeed.not_of_engine(self._engine, [self.lr_scheduler]):
+            state["scheduler"] = scheduler
+        return state
 
     def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
@@ -200,17 +209,17 @@ class CasnapTrainerMixin(_Base):
         files = (path for path in paths_in(folder) if is_file(path))
         return {p.name: p.read_bytes() for p in files if p.name not in (MARKER, _UNFINISHED)}
 
-    def _put_weights(self, snapshot: Snapshot, folder: Path, staged: Path) -> None:
-        """Put the adapter beside the snapshot, whole, for the tools of PEFT; without, a notice."""
-        if not self._has_adapter:
-            names = [WEIGHTS_NAME]
-            if self._engine is not None and not matching(folder, "global_step*"):
-                # The Trainer looks for such a name before it has the engine load anything.
-                names.append(f"global_step{self.state.global_step}")
-            put_notices(snapshot, _NOTICE, *names)
-            return
-        if not self.args.save_only_model:
-            put_notices(snapshot, _NOTICE, *_STATE)
+    def _notices(self, folder: Path) -> list[str]:
+        """Return the names of the files that a Trainer without casnap would load."""
+        if self._has_adapter:
+            return [] if self.args.save_only_model else list(_STATE)
+        if self._engine is None or matching(folder, "global_step*"):
+            return [WEIGHTS_NAME]
+        # The Trainer looks for such a name before it has the engine load anything.
+        return [WEIGHTS_NAME, f"global_step{self.state.global_step}"]
+
+    def _put_adapter(self, folder: Path, staged: Path) -> None:
+        """Put the adapter beside the snapshot, whole, for the tools of PEFT."""
         for path in sorted(staged.rglob("*")):
             if path.name in _ADAPTER:
                 put_whole(folder / path.relative_to(staged), path)
@@ -227,19 +236,17 @@ class CasnapTrainerMixin(_Base):
 
         return isinstance(model, PeftModel)
 
-    def _rotate(self, run_dir: str, snapshot: Snapshot) -> None:
-        before = set(matching(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*"))
+    def _rotate(self, run_dir: str) -> None:
+        before = matching(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
         rotate_checkpoints(
             output_dir=run_dir,
             save_total_limit=self.args.save_total_limit,
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=True,
         )
-        prefix = folder_of(snapshot.name)
-        for folder in before - set(paths_in(run_dir)):
-            name = f"{prefix}/{folder.name}".lstrip("/")
-            if name in snapshot.store:
-                snapshot.store.delete(name)
+        for folder in before:
+            if not is_taken(folder) and (snapshot := snapshot_at(folder)) is not None:
+                forget(snapshot)
 
     def _casnap_metadata(self) -> dict[str, Any]:
         """Return what `casnap ls` is to show: the step, and the last numbers that were logged."""
@@ -291,17 +298,10 @@ class CasnapTrainerMixin(_Base):
             return
         state = Path(resume_from_checkpoint, _STATE[0])
         if exists(state) and not is_notice(state):
-            raise StateError(
-                f"{resume_from_checkpoint} holds a snapshot of casnap, and a checkpoint that the "
-                f"Trainer itself has written there later: remove {state}, or the snapshot by "
-                f"`casnap rm`, and the one that is left is loaded"
-            )
+            raise both_there_error(resume_from_checkpoint, "the Trainer itself", f"remove {state}")
+        check_saved_by(snapshot, __name__, ["files"])
         if own_rank() == 0:
-            # A snapshot that was copied here, or whose files were cut off, brings them along.
-            Path(resume_from_checkpoint).mkdir(parents=True, exist_ok=True)
-            for name, data in snapshot.read_object("0/files").items():
-                if Path(name).name not in (*_MODEL, *_ADAPTER):
-                    Path(resume_from_checkpoint, Path(name).name).write_bytes(data)
+            _put_back(snapshot.read_object("0/files"), Path(resume_from_checkpoint))
         snapshot.restore({"model": self._plain_model() if model is None else model})
 
     def _load_best_model(self) -> None:
@@ -335,15 +335,27 @@ class CasnapTrainerMixin(_Base):
             _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
 
 
+def _put_back(files: Mapping[str, bytes], folder: Path) -> None:
+    """Put the small files of a snapshot where the Trainer looks for them.
+
+    They are missing where it was copied from elsewhere, or where a save was cut off before them.
+    A folder that has them all may be one that this user can only read.
+    """
+    for name, data in files.items():
+        path = folder / Path(name).name
+        if path.name not in (*_MODEL, *_ADAPTER) and not (
+            is_file(path) and path.read_bytes() == data
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+
 def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: Any) -> Any:
     """Load a checkpoint into an engine of DeepSpeed: a snapshot, or one of DeepSpeed's own."""
     snapshot = snapshot_at(load_dir)
     if snapshot is None:
         return load(load_dir, *args, **options)
-    from casnap.integrations.deepspeed import load_checkpoint
-
-    folder, _, name = snapshot.path.rpartition("/")
-    return load_checkpoint(engine, folder, name)
+    return with_deepspeed.load(engine, snapshot)
 
 
 def _weights_in(folder: Path) -> list[Path]:
@@ -352,17 +364,3 @@ def _weights_in(folder: Path) -> list[Path]:
     for inner in filter(is_folder, paths_in(folder)):
         files += matching(inner, "adapter_model.*")
     return [path for path in files if path.name != "training_args.bin" and not is_notice(path)]
-
-
-def _last_whole(output_dir: str) -> str | None:
-    """Return the last checkpoint that is whole; None if there is none."""
-    numbered = [
-        (int(path.name.rpartition("-")[2]), path)
-        for path in matching(output_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.name.rpartition("-")[2].isdecimal() and is_folder(path)
-    ]
-    for _, path in sorted(numbered, reverse=True):
-        if snapshot_at(path) is not None or _weights_in(path):
-            return str(path)
-        _log.warning("%s is passed over: its save was cut off, or its snapshot is gone", path)
-    return None

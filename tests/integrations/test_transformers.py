@@ -313,7 +313,6 @@ def test_a_plain_trainer_does_not_go_on_with_a_fresh_optimizer(tmp_path: Path) -
 
 def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) -> None:
     """Killed right before and right after the commit."""
-    import casnap
 
     def train(name: str, *, resume: bool = False, **arguments: Any) -> None:
         run(
@@ -321,19 +320,19 @@ def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) ->
         )
 
     def killed(name: str, when: str) -> None:
-        from casnap.integrations import transformers
+        from casnap.integrations import with_deepspeed
 
-        taken = casnap.Snapshot.take
+        taken = with_deepspeed.take
 
-        def take(path: Path, *args: Any, **kwargs: Any) -> Any:
+        def take(engine: Any, state: Any, path: Path, *args: Any) -> Any:
             if path.name == "checkpoint-6" and when == "before":
                 kill()
-            result = taken(path, *args, **kwargs)
+            result = taken(engine, state, path, *args)
             if path.name == "checkpoint-6":
                 kill()
             return result
 
-        transformers.Snapshot.take = take  # type: ignore[method-assign]
+        with_deepspeed.take = take
         train(name)
 
     def weights(name: str) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -23,15 +24,12 @@ from casnap.files.dcp_names import DCP_VERSION
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
-from casnap.integrations.notices import put_notices
-from casnap.integrations.rotation import forget_deleted, note_saved
+from casnap.integrations.trainers import Notices, Save
 from casnap.ranks.joining import join_ranks, own_rank
-from casnap.runtime.nesting import refuse_nested_take
-from casnap.snapshot import Snapshot, take_from
+from casnap.snapshot import Snapshot
 from casnap.storage.snapshots.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
-from casnap.view import find_view_together
 
 _NOTICE = (
     "This is a snapshot of casnap; .metadata and *.distcp only stand there for code that looks for "
@@ -45,7 +43,7 @@ _WITH_LIGHTNING = (
 )
 
 
-class _Save:
+class _SaveState:
     """One save of a writer.
 
     Attributes:
@@ -114,11 +112,11 @@ class CasnapWriter(KeptStager, StorageWriter):
         vars(self).update(state, _own=threading.local())
 
     @property
-    def _save(self) -> _Save:
+    def _save(self) -> _SaveState:
         """The save of this thread: ``dcp.async_save`` may have several under way, each in one."""
         if not hasattr(self._own, "save"):
-            self._own.save = _Save(self._place)
-        save: _Save = self._own.save
+            self._own.save = _SaveState(self._place)
+        save: _SaveState = self._own.save
         return save
 
     # --- what DCP calls, in this order ---
@@ -126,7 +124,7 @@ class CasnapWriter(KeptStager, StorageWriter):
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another save, of another name if there is one."""
         place = self._place = self._place.at(checkpoint_id)
-        self._own.save = _Save(place)
+        self._own.save = _SaveState(place)
 
     def storage_meta(self) -> StorageMeta:
         """Return the place of the checkpoint."""
@@ -174,36 +172,30 @@ class CasnapWriter(KeptStager, StorageWriter):
             self._take(ranks, plan, planner)
         finally:
             self._give_back(getattr(planner, "state_dict", {}).values())
-        if self._has_files:
-            assert self._save.snapshot is not None
-            number = ranks.index(own_rank())
-            names = [f"__{number}_0.distcp", *([".metadata"] if number == 0 else [])]
-            put_notices(self._save.snapshot, _NOTICE, *names)
         future: Future[list[WriteResult]] = Future()
         # DCP would gather results of all ranks, only to give them to finish().
         future.set_result([])
         return future
 
     def _take(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
-        refuse_nested_take(_WITH_LIGHTNING)
         place = self._save.place
         path, store, storage_options = place
         assert path is not None
-        comm = join_ranks(ranks, self._timeout, f"the dcp.save of {place.id!r}")
-        view, name = find_view_together(path, storage_options, store, comm)
-        options, leads, full = self._options, comm.rank == 0, view.full_name(name)
-        if leads:
-            forget_deleted(view, full)
-        snapshot = take_from(
-            view,
-            comm,
-            lambda: planned(comm, plan, planner, allow_pickle=options.allow_pickle),
-            name,
-            options,
+        number = ranks.index(own_rank())
+        names = [f"__{number}_0.distcp", *([".metadata"] if number == 0 else [])]
+        save = Save(
+            path,
+            self._options,
+            Notices(_NOTICE, names if self._has_files else []),
+            comm=partial(join_ranks, ranks, self._timeout, f"the dcp.save of {place.id!r}"),
+            store=store,
+            storage_options=storage_options,
+            advice=_WITH_LIGHTNING,
         )
-        if leads:
-            note_saved(view, full, snapshot.row.commit)
-        self.snapshot = self._save.snapshot = snapshot
+        allow_pickle = self._options.allow_pickle
+        self.snapshot = self._save.snapshot = save.take(
+            lambda: planned(save.comm, plan, planner, allow_pickle=allow_pickle)
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that ``dcp.save`` returns. The snapshot is there already."""

@@ -1,0 +1,70 @@
+"""Trainers that may have an engine of DeepSpeed: what is the engine's is saved and loaded with it.
+
+This module is imported without DeepSpeed too; ``deepspeed.py`` is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from casnap.integrations.trainers import Notices, Save, StrPath
+from casnap.snapshot import Snapshot
+from casnap.state.stateful import Stateful
+from casnap.take.capture import LiveState
+from casnap.take.options import TakeOptions
+
+KEYS = ("model", "optimizer", "engine")
+"""The keys of what an engine has."""
+
+
+def take(
+    engine: Any,
+    state: Mapping[str, Stateful],
+    path: StrPath,
+    options: TakeOptions,
+    notices: Notices,
+) -> Snapshot:
+    """Take a snapshot of a state, and of an engine if there is one. All ranks call it.
+
+    Raises:
+        StateError: The engine splits the model in a way that is not supported.
+    """
+    if engine is None:
+        return Save(path, options, notices).take(lambda: LiveState(state))
+    from casnap.integrations.deepspeed import check_supported, take_with
+
+    check_supported(engine)
+    save = Save(path, options, notices)
+    return take_with(engine, save, state, allow_pickle=options.allow_pickle)
+
+
+def check(engine: Any, snapshot: Snapshot, *, allow_pickle: bool = False) -> None:
+    """Check that a snapshot fits an engine, if there is one, before other values are loaded.
+
+    Raises:
+        MismatchError: It does not.
+    """
+    if engine is not None:
+        from casnap.integrations.deepspeed import check_with
+
+        check_with(engine, snapshot.path, allow_pickle=allow_pickle)
+
+
+def load(
+    engine: Any, snapshot: Snapshot, *, allow_pickle: bool = False
+) -> tuple[str | None, dict[str, Any]]:
+    """Load the engine's part of a snapshot, and return what DeepSpeed returns of a load."""
+    from casnap.integrations.deepspeed import load_checkpoint
+
+    folder, _, name = snapshot.path.rpartition("/")
+    return load_checkpoint(engine, folder, name, allow_pickle=allow_pickle)
+
+
+def not_of_engine(engine: Any, schedulers: Iterable[Any]) -> list[Any]:
+    """Return the schedulers that an engine does not keep itself; all, if there is none."""
+    if engine is None:
+        return list(schedulers)
+    from accelerate.utils import DeepSpeedSchedulerWrapper  # there only beside DeepSpeed
+
+    return [each for each in schedulers if not isinstance(each, DeepSpeedSchedulerWrapper)]
