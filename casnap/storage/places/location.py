@@ -21,6 +21,7 @@ from casnap.backends.places import as_written, exists, is_folder, is_link, statu
 from casnap.backends.system_errors import is_of_the_place
 from casnap.backends.uris import Uri, joined, store_uri
 from casnap.errors import (
+    PLACE_ERRORS,
     BackendError,
     CasnapError,
     InvalidNameError,
@@ -177,12 +178,16 @@ def _named(backend: Backend, name: str) -> Location:
     """
     if backend.costly_requests:
         return Location(backend, name, None)
-    # A new store has its record before it has a root.
-    exists = has_object(backend, CONFIG_KEY)
-    if not exists and has_object(backend, root_key(0)):
+    try:
+        # A new store has its record before it has a root.
         exists = has_object(backend, CONFIG_KEY)
-        if not exists:
-            raise no_config_error(backend.uri)
+        if not exists and has_object(backend, root_key(0)):
+            exists = has_object(backend, CONFIG_KEY)
+            if not exists:
+                raise no_config_error(backend.uri)
+    except PLACE_ERRORS:
+        # Who opens it is told; a mirror may come back.
+        return Location(backend, name, None)
     return Location(backend, name, exists)
 
 
