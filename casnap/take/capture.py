@@ -158,7 +158,7 @@ class CapturedState:
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
-            for first_cell, stop in (*a.plan.joined, *a.plan.runs)
+            for first_cell, stop in (*a.plan.joints, *a.plan.runs)
             for cell in range(first_cell, stop)
         )
         return sum(sizes) + sum(cells)

@@ -182,7 +182,7 @@ class Exchange:
     # --- the threads that hash ---
 
     def _without_parts(self, batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield what is hashed here; give away the parts, in their order, before all else.
+        """Yield what is hashed here; have the parts sent, in their order, before all else.
 
         So their memory is released on any error.
         """

@@ -135,7 +135,7 @@ def replies(
     claims: list[Claims], plans: Mapping[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
 ) -> list[Reply]:
     """Return the owner's reply to each rank."""
-    splits = any(rank.joined for plan in plans.values() for rank in plan.values())
+    splits = any(rank.joints for plan in plans.values() for rank in plan.values())
     return [
         Reply(
             [plans[claim.key].get(rank, RankPlan()) for claim in of_rank.sharded],
@@ -218,14 +218,14 @@ def plan_sharded(
         _check_shard_replicas(path, holders)
         itemsize = itemsize_of(entry)
         boxes = [(rank, box) for rank, claim in holders for box in claim.boxes]
-        turn = int.from_bytes(key[8:], "big")
+        tiebreak = int.from_bytes(key[8:], "big")
         plans[key] = plan_tensor(
             entry.shape,
             itemsize,
             chunk_size,
             boxes,
             name=path,
-            turn=turn,
+            tiebreak=tiebreak,
             loads=loads,
             hosts=hosts,
         )

@@ -5,7 +5,8 @@ computes its own share (:func:`replicated_runs`). A sharded tensor is planned by
 boxes that each rank holds (:func:`plan_tensor`).
 
 A cell that lies whole in a box is hashed by a rank that holds the box. Cells that shard edges cut
-are put together by one rank, a few at a time: ranks send it the part of them that each box holds.
+are put together by one rank: ranks send it the part of them that each box holds. It takes a few of
+them at a time, a *joint*.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class RankPlan(Struct, array_like=True):
     Attributes:
         runs: Whole cells to hash, from one number to another, in order; each run lies in a single
             box that the rank holds.
-        sends: The parts that this rank gives, in the order of cells.
-        joined: The runs of cells that it puts together, each as a whole, and hashes, in order.
-        givers: For each of these runs the ranks that give parts of it.
+        sends: The parts that this rank sends, in the order of cells.
+        joints: The runs of cells that it puts together, each as a whole, and hashes, in order.
+        senders: For each of these runs the ranks that send parts of it.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     sends: list[SentPart] = field(default_factory=list)
-    joined: list[tuple[int, int]] = field(default_factory=list)
-    givers: list[list[int]] = field(default_factory=list)
+    joints: list[tuple[int, int]] = field(default_factory=list)
+    senders: list[list[int]] = field(default_factory=list)
 
 
 def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
@@ -84,7 +85,7 @@ def plan_tensor(
     holders: Iterable[tuple[int, Region]],
     *,
     name: str = "a sharded tensor",
-    turn: int = 0,
+    tiebreak: int = 0,
     loads: defaultdict[int, int] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> dict[int, RankPlan]:
@@ -97,8 +98,8 @@ def plan_tensor(
         holders: Pairs of a rank and a box that it holds. A rank may hold several boxes; boxes may
             be equal, or be empty.
         name: The name of the tensor, for messages.
-        turn: Any number, such as a hash of the name. It chooses among ranks that could do the same
-            equally well; 0 chooses the lowest.
+        tiebreak: Any number, such as a hash of the name. It chooses among ranks that could do the
+            same equally well; 0 chooses the lowest.
         loads: The bytes that each rank has been given to hash by other plans; those of this plan
             are added. A cell goes to its holder with the lowest load; of equal ones, to the holder
             of the largest part.
@@ -116,7 +117,7 @@ def plan_tensor(
         return {}
     tiles = _disjoint_boxes(shape, _distinct_boxes(shape, holders, name), name)
     loads = defaultdict(int) if loads is None else loads
-    return dict(_TensorPlan(grid, tiles, turn, loads, hosts).ranks)
+    return dict(_TensorPlan(grid, tiles, tiebreak, loads, hosts).ranks)
 
 
 # --- cells and bytes --------------------------------------------------------------------------
@@ -186,8 +187,8 @@ class _CellRuns:
 # --- one tensor -------------------------------------------------------------------------------
 
 
-def _rotated(ranks: Sequence[int], turn: int) -> list[int]:
-    shift = turn % len(ranks)
+def _rotated(ranks: Sequence[int], tiebreak: int) -> list[int]:
+    shift = tiebreak % len(ranks)
     return [*ranks[shift:], *ranks[:shift]]
 
 
@@ -204,7 +205,7 @@ class _TensorPlan:
     Args:
         grid: Its grid.
         tiles: Boxes that hold each element once, and the ranks that hold each box.
-        turn: As for :func:`plan_tensor`.
+        tiebreak: As for :func:`plan_tensor`.
         loads: The same.
         hosts: The same.
 
@@ -216,24 +217,24 @@ class _TensorPlan:
         self,
         grid: Grid,
         tiles: list[tuple[Region, list[int]]],
-        turn: int,
+        tiebreak: int,
         loads: defaultdict[int, int],
         hosts: Sequence[int] | None,
     ) -> None:
         self.ranks: defaultdict[int, RankPlan] = defaultdict(RankPlan)
         self._grid, self._cells = grid, _CellBytes(grid)
         self._tiles = tiles
-        self._turn = turn
+        self._tiebreak = tiebreak
         self._loads = loads
         self._hosts = hosts
         self._sent: defaultdict[int, int] = defaultdict(int)
-        spans = _spans(
+        covered_runs = _covered_runs(
             sorted((*run, i) for i, (box, _) in enumerate(tiles) for run in grid.runs_covering(box))
         )
-        self._share_out(span for span in spans if len(span[2]) == 1)
-        for span in spans:
-            if len(span[2]) > 1:
-                self._plan_cut_cells(*span)
+        self._share_out(run for run in covered_runs if len(run[2]) == 1)
+        for run in covered_runs:
+            if len(run[2]) > 1:
+                self._plan_cut_cells(*run)
 
     def _share_out(self, covered: Iterable[CoveredRun]) -> None:
         """Share out the cells that lie whole in a box among the ranks that hold the box."""
@@ -241,7 +242,7 @@ class _TensorPlan:
         for first_cell, stop, (box,) in covered:
             by_box[box].append((first_cell, stop))
         for number, (box, runs) in enumerate(by_box.items()):
-            ranks = _rotated(self._tiles[box][1], self._turn + number)
+            ranks = _rotated(self._tiles[box][1], self._tiebreak + number)
             if len(ranks) == 1:
                 self.ranks[ranks[0]].runs += runs
                 continue
@@ -271,48 +272,48 @@ class _TensorPlan:
 
     def _plan_joint(self, first_cell: int, stop: int, parts: list[_Held]) -> None:
         """Plan which rank puts some cells together, from which parts."""
-        bytes_by_rank: defaultdict[int, int] = defaultdict(int)
+        elements_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
             for rank in ranks:
-                bytes_by_rank[rank] += region.numel
-        owner = self._joiner(bytes_by_rank, self._nbytes(first_cell, stop))
-        givers = set[int]()
+                elements_by_rank[rank] += region.numel
+        joiner = self._joiner(elements_by_rank, self._nbytes(first_cell, stop))
+        senders = set[int]()
         for region, ranks in parts:
-            source = owner
-            if owner not in ranks:
-                near = self._near(ranks, owner)
-                source = min(_rotated(near, self._turn), key=self._sent.__getitem__)
-                self._sent[source] += region.numel
-            self.ranks[source].sends.append(SentPart(first_cell, owner, region))
-            givers.add(source)
-        self.ranks[owner].joined.append((first_cell, stop))
-        self.ranks[owner].givers.append(sorted(givers))
+            sender = joiner
+            if joiner not in ranks:
+                near = self._near(ranks, joiner)
+                sender = min(_rotated(near, self._tiebreak), key=self._sent.__getitem__)
+                self._sent[sender] += region.numel
+            self.ranks[sender].sends.append(SentPart(first_cell, joiner, region))
+            senders.add(sender)
+        self.ranks[joiner].joints.append((first_cell, stop))
+        self.ranks[joiner].senders.append(sorted(senders))
 
-    def _near(self, ranks: list[int], owner: int) -> list[int]:
+    def _near(self, ranks: list[int], joiner: int) -> list[int]:
         """Return those of some ranks that are on the host of another one; all if none are."""
         if self._hosts is None or len(ranks) == 1:
             return ranks
-        return [r for r in ranks if self._hosts[r] == self._hosts[owner]] or ranks
+        return [r for r in ranks if self._hosts[r] == self._hosts[joiner]] or ranks
 
-    def _joiner(self, bytes_by_rank: dict[int, int], nbytes: int) -> int:
+    def _joiner(self, elements_by_rank: dict[int, int], nbytes: int) -> int:
         """Choose the rank that puts some cells together.
 
         Args:
-            bytes_by_rank: Rank → how many elements of the cells it holds.
+            elements_by_rank: Rank → how many elements of the cells it holds.
             nbytes: The bytes of the cells.
         """
-        best = min((self._loads[rank], -n) for rank, n in bytes_by_rank.items())
+        best = min((self._loads[rank], -n) for rank, n in elements_by_rank.items())
         equal = [
             rank
-            for rank in sorted(bytes_by_rank)
-            if (self._loads[rank], -bytes_by_rank[rank]) == best
+            for rank in sorted(elements_by_rank)
+            if (self._loads[rank], -elements_by_rank[rank]) == best
         ]
-        joiner = _rotated(equal, self._turn)[0]
+        joiner = _rotated(equal, self._tiebreak)[0]
         self._loads[joiner] += nbytes
         return joiner
 
 
-def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
+def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
     """Return disjoint runs that cover the same, each with the numbers of the runs that cover it.
 
     Args:
@@ -324,13 +325,13 @@ def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
         [(stop, False, i) for _, stop, i in runs]
         + [(first_cell, True, i) for first_cell, _, i in runs]
     )
-    spans: list[CoveredRun] = []
+    covered_runs: list[CoveredRun] = []
     covering: set[int] = set()
     for (at, begins, i), (until, _, _) in pairwise(edges):
         (covering.add if begins else covering.remove)(i)
         if covering and at < until:
-            spans.append((at, until, tuple(sorted(covering))))
-    return spans
+            covered_runs.append((at, until, tuple(sorted(covering))))
+    return covered_runs
 
 
 # --- the boxes that ranks hold of a tensor ------------------------------------------------------

@@ -3,10 +3,10 @@
 So the chunks of a tensor do not depend on its sharding. A few cells that are cut alike are put
 together at once, as the planner decided; together they are a *joint*.
 
-All ranks give their parts in one order of joints. Each rank opens its joints in that order, as it
+All ranks send their parts in one order of joints. Each rank opens its joints in that order, as it
 has room, and tells the ranks that have parts of them; nothing is sent for a joint that is not open.
 So memory is bounded, and some rank can always go on: the first joint that is not whole is open, and
-each rank that has a part of it has given away all parts that come before.
+each rank that has a part of it has sent all parts that come before.
 
 The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; for
 other ranks the bytes are part of the message.
@@ -58,7 +58,7 @@ class _JointPlace(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Part(msgspec.Struct, array_like=True, gc=False):
-    """A part that is given.
+    """A part that is sent.
 
     Attributes:
         key: The key of the leaf.
@@ -78,7 +78,7 @@ class _Message(msgspec.Struct, array_like=True):
     """What goes before the bytes of parts.
 
     Attributes:
-        is_last: Whether the sender will give no more parts.
+        is_last: Whether the sender will send no more parts.
         open_places: The joints that the sender takes parts of from now on, in order, if the
             receiver has parts of them.
         parts: The parts, in order.
@@ -111,7 +111,7 @@ class _Joint:
 
 
 class SplitCells:
-    """The parts that this rank gives, and the cells that it puts together.
+    """The parts that this rank sends, and the cells that it puts together.
 
     All but :meth:`add` and :meth:`drop` is called by the thread that talks.
 
@@ -141,7 +141,7 @@ class SplitCells:
         self._outbox: list[deque[Piece]] = [deque() for _ in range(self._size)]
         self._waiting_bytes = 0
         self._last = False
-        # Of each rank: whether it has said that it will give no more; the joints that it takes
+        # Of each rank: whether it has said that it will send no more; the joints that it takes
         # parts of from this rank, in order.
         self._lasts = [False] * self._size
         self._places: list[deque[_JointPlace]] = [deque() for _ in range(self._size)]
@@ -160,9 +160,9 @@ class SplitCells:
         self._ring = Ring(len(self._room))
 
     def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
-        """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the givers."""
+        """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the senders."""
         for i, (grid, plan) in self._assigned.items():
-            for (first_cell, stop), ranks in zip(plan.joined, plan.givers, strict=True):
+            for (first_cell, stop), ranks in zip(plan.joints, plan.senders, strict=True):
                 yield (
                     i,
                     first_cell,
@@ -173,7 +173,7 @@ class SplitCells:
     # --- threads that hash ---
 
     def add(self, piece: Piece) -> None:
-        """Add a part that is to be given; parts come in the order of joints."""
+        """Add a part that is to be sent; parts come in the order of joints."""
         assert piece.part is not None
         with self._lock:
             self._outbox[piece.part.to].append(piece)
@@ -181,11 +181,11 @@ class SplitCells:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more parts should be added until some have been given."""
+        """Whether no more parts should be added until some have been sent."""
         return self._waiting_bytes > _WINDOW_BYTES
 
     def drop(self) -> None:
-        """Give back the memory of parts that will not be given any more."""
+        """Give back the memory of parts that will not be sent any more."""
         with self._lock:
             pieces = [piece for box in self._outbox for piece in box]
             for box in self._outbox:
@@ -197,7 +197,7 @@ class SplitCells:
         """Note that no more parts will be added."""
         self._last = True
 
-    # --- giving ---
+    # --- sending ---
 
     @property
     def has_news(self) -> bool:
@@ -211,7 +211,7 @@ class SplitCells:
         if not box:
             return None
         joint = self._keys[box[0].leaf], box[0].first_cell
-        # All parts of the joints before that one have been given.
+        # All parts of the joints before that one have been sent.
         while places and (places[0].key, places[0].first_cell) != joint:
             places.popleft()
         return places[0] if places else None
@@ -271,7 +271,7 @@ class SplitCells:
     # --- receiving ---
 
     def receive(self, messages: Sequence[memoryview]) -> tuple[list[Piece], bool]:
-        """Take in what all ranks gave.
+        """Take in what all ranks have sent.
 
         Returns:
             The cells that are whole now, and whether there will be no more.
@@ -303,7 +303,7 @@ class SplitCells:
         """Open this rank's next joints, as far as there is room; return what to tell each rank."""
         new_joints: list[list[_JointPlace]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
-            leaf, first_cell, sizes, givers = self._next
+            leaf, first_cell, sizes, senders = self._next
             nbytes = sum(sizes)
             with self._lock:
                 self._bytes_in_use += nbytes
@@ -313,7 +313,7 @@ class SplitCells:
                 self._keys[leaf], first_cell, first_cell + len(sizes), -1 if at is None else at
             )
             self._open[place.key, first_cell] = _Joint(leaf, place, sizes, view)
-            for rank in givers:
+            for rank in senders:
                 new_joints[rank].append(place)
             self._next = next(self._to_open, None)
         return new_joints

@@ -97,7 +97,7 @@ class Ranks:
                 for i in range(first, stop):
                     cells[i].append((rank, self.bytes_of(rank, self.grid.region(i))))
         for rank, todo in plan.items():
-            for first, stop in todo.joined:
+            for first, stop in todo.joints:
                 found = parts.pop((first, rank))
                 whole = self.grid.region(first, stop)
                 assert sum(part.numel for part in found) == whole.numel
@@ -132,10 +132,10 @@ def assert_right(plan, ranks):
             send.first_cell for send in todo.sends
         )
         assert todo.runs == sorted(todo.runs)
-        assert todo.joined == sorted(todo.joined)
-        for (first, _), givers in zip(todo.joined, todo.givers, strict=True):
+        assert todo.joints == sorted(todo.joints)
+        for (first, _), senders in zip(todo.joints, todo.senders, strict=True):
             sent = {(s.first_cell, s.to, giver) for giver in plan for s in plan[giver].sends}
-            assert givers == [r for r in sorted(plan) if (first, rank, r) in sent]
+            assert senders == [r for r in sorted(plan) if (first, rank, r) in sent]
 
 
 # --- sharded tensors --------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def assert_right(plan, ranks):
 @given(held_tensors(), itemsizes, chunk_sizes, turns)
 def test_every_cell_is_hashed_once_from_what_its_ranks_hold(tensor, itemsize, chunk_size, turn):
     shape, holders = tensor
-    plan = plan_tensor(shape, itemsize, chunk_size, holders, turn=turn)
+    plan = plan_tensor(shape, itemsize, chunk_size, holders, tiebreak=turn)
     assert_right(plan, Ranks(shape, itemsize, chunk_size, holders))
 
 
@@ -153,7 +153,7 @@ def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
     shape, holders = tensor
     grid = grid_of(shape, itemsize, chunk_size)
     for rank, todo in plan_tensor(shape, itemsize, chunk_size, holders).items():
-        for first, stop in todo.joined:
+        for first, stop in todo.joints:
             whole = grid.region(first, stop)
             held = sum(
                 common.numel
@@ -191,8 +191,8 @@ def test_replicas_share_evenly(turn):
     # Ranks 0 to 4 hold the first half, 5 to 9 the second: 500 cells each.
     shape = (8000, 16)
     holders = [(r, Region((4000 * (r // 5), 0), (4000, 16))) for r in range(10)]
-    plan = plan_tensor(shape, 4, 512, holders, turn=turn)
-    assert not any(todo.joined or todo.sends for todo in plan.values())
+    plan = plan_tensor(shape, 4, 512, holders, tiebreak=turn)
+    assert not any(todo.joints or todo.sends for todo in plan.values())
     hashed = [sum(b - a for a, b in plan[r].runs) for r in range(10)]
     assert hashed == [100] * 10
     assert all(len(todo.runs) == 1 for todo in plan.values())
@@ -202,7 +202,9 @@ def test_turns_spread_what_one_rank_must_do():
     # Of a tensor smaller than a cell, one rank puts all together; not always the same one.
     holders = [(r, Region((r * 4,), (4,))) for r in range(8)]
     owners = [
-        next(r for r, todo in plan_tensor((32,), 4, 4096, holders, turn=t).items() if todo.joined)
+        next(
+            r for r, todo in plan_tensor((32,), 4, 4096, holders, tiebreak=t).items() if todo.joints
+        )
         for t in range(8)
     ]
     assert owners == list(range(8))
@@ -213,7 +215,7 @@ def test_sends_of_replicas_are_spread():
     holders = [(0, Region((4 * i, 0), (3, 4))) for i in range(30)]
     holders += [(r, Region((4 * i + 3, 0), (1, 4))) for i in range(30) for r in (1, 2, 3)]
     plan = plan_tensor((120, 4), 4, 64, holders)
-    assert sorted(len(plan[r].joined) for r in range(4)) == [7, 7, 8, 8]
+    assert sorted(len(plan[r].joints) for r in range(4)) == [7, 7, 8, 8]
     assert max(sum(s.to != r for s in plan[r].sends) for r in (1, 2, 3)) <= 3
 
 
@@ -221,7 +223,7 @@ def test_parts_come_from_the_same_host_if_they_can():
     # Two hosts of two ranks each hold a replica; each rank has half of the columns.
     holders = [(r, Region((0, 4 * (r % 2)), (160, 4))) for r in range(4)]
     plan = plan_tensor((160, 8), 4, 64, holders, hosts=[7, 7, 9, 9])
-    assert all(todo.joined for todo in plan.values())
+    assert all(todo.joints for todo in plan.values())
     assert all(sent.to // 2 == r // 2 for r, todo in plan.items() for sent in todo.sends)
 
 
@@ -229,7 +231,7 @@ def test_who_has_much_to_hash_already_gets_no_cells_of_others():
     loads = defaultdict(int, {0: 10_000})
     holders = [(r, Region((25 * r, 0), (25, 4))) for r in range(4)]
     plan = plan_tensor((100, 4), 4, 256, holders, loads=loads)  # 16 rows a cell
-    cells = {r: len(p.joined) for r, p in plan.items()}
+    cells = {r: len(p.joints) for r, p in plan.items()}
     assert cells[0] == 0
     assert sum(cells.values()) == 3
     assert loads[0] == 10_000 + 256
@@ -243,7 +245,7 @@ def test_ranks_that_hold_columns_put_as_much_together(columns):
     loads = defaultdict(int)
     for _ in range(5):
         plan = plan_tensor(shape, 4, 1 << 20, holders, loads=loads)
-        joined = [run for todo in plan.values() for run in todo.joined]
+        joined = [run for todo in plan.values() for run in todo.joints]
         assert max(stop - first for first, stop in joined) == 4
         assert len(joined) < 24
         for r, todo in plan.items():
@@ -258,7 +260,7 @@ def test_a_copy_of_many_slices_is_one_run():
     assert plan[0].runs == [(0, 2000)]
     halves = [(r, Region((0, 0, 8 * r), (1000, 32, 8))) for r in range(2)]
     joined = [
-        run for todo in plan_tensor((1000, 32, 16), 1, 256, halves).values() for run in todo.joined
+        run for todo in plan_tensor((1000, 32, 16), 1, 256, halves).values() for run in todo.joints
     ]
     assert sorted(joined) == [(2 * i, 2 * i + 2) for i in range(1000)]
 
