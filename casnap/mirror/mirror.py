@@ -317,14 +317,8 @@ class Mirror:
                 self._source, destination.store, new_name, row, self.how.retention
             )
             self._succession = succession
-            yield CopyJob(
-                name,
-                new_name,
-                row,
-                place=succession.place,
-                prune=succession.prune,
-                thin=succession.thin,
-            )
+            place, upkeep = succession.place, succession.upkeep
+            yield CopyJob(name, new_name, row, place=place, upkeep=upkeep)
 
     def _say_continued(self, destination: Destination, job: CopyJob) -> None:
         """Say that this store continues the run of another one, and what that replaced."""

@@ -18,10 +18,10 @@ from casnap.mirror.notes import (
     life_of,
 )
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.retention import Retention, RetentionChange
+from casnap.storage.snapshots.retention import Retention
+from casnap.storage.snapshots.run_upkeep import Upkeep, upkeep_of_run
 from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here, origin_of, run_of
 from casnap.storage.snapshots.table import Table
-from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.session import Session
 from casnap.transfer.copy_jobs import Placement, PlacementError
 
@@ -110,23 +110,16 @@ class Succession:
             "mirror='s3://bucket/ckpts//node1'"
         )
 
-    def prune(self, table: Table, replaced_rows: Mapping[str, Row], row: Row) -> dict[str, Row]:
-        """Return the copies of the run, in all its lives, that the retention lets go."""
-        if self.retention is None:
-            return {}
-        rows = copies_in(table, self.run)
-        remaining = {name: copy for name, copy in rows.items() if name not in replaced_rows}
-        change = RetentionChange(self.destination, self.retention, self.run, row.commit)
-        verdicts = change.judge_rows({**remaining, self.new_name: row}.items())
-        return {v.name: rows[v.name] for v in verdicts if not v.kept}
-
-    def thin(
-        self, table: Table, gone_rows: Mapping[str, Row], row: Row, session: Session
-    ) -> dict[str, Row]:
-        """Return the new rows of the copies of the run that the retention thins."""
-        rules = None if self.retention is None else self.retention.thin
-        if rules is None:
-            return {}
-        rows = {n: copy for n, copy in copies_in(table, self.run).items() if n not in gone_rows}
-        rows[self.new_name] = row
-        return thin_run(self.destination, rows.items(), rules, session, self.new_name)
+    def upkeep(
+        self, table: Table, replaced: Mapping[str, Row], row: Row, session: Session
+    ) -> Upkeep:
+        """Return what the commit of the copy does to the copies of the run, in all its lives."""
+        return upkeep_of_run(
+            table,
+            (self.new_name, row),
+            self.retention,
+            session,
+            replaced=replaced,
+            counts=lambda row: life_of(row) is not None,
+            strict=True,
+        )

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from casnap.errors import RankError
-from casnap.format.names import folder_of
 from casnap.format.records import Row, Stats, encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import replace_markers
-from casnap.storage.snapshots.retention import RetentionChange, unknown_metrics
-from casnap.storage.snapshots.runs import rows_of_run
+from casnap.storage.snapshots.run_upkeep import upkeep_of_run
 from casnap.storage.snapshots.table import Table
-from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.rank_parts import RankPart
 from casnap.storage.writing.session import Session
 from casnap.take.manifest import ManifestSummary
@@ -31,8 +28,6 @@ from casnap.take.options import TakeOptions
 from casnap.take.request import check_take
 
 _log = logging.getLogger("casnap")
-# The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
-_warned: set[str] = set()
 
 
 class TakeResult(msgspec.Struct, frozen=True):
@@ -117,13 +112,13 @@ class TakeCommit:
         digest = session.put_node(encode(summary.manifest))
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
-        released: dict[str, Row] = {}
-        dropped_rows: dict[str, Row] = {}
+        # The rows that go, and those, as they were, that lose some keys.
+        gone: dict[str, Row] = {}
+        thinned: dict[str, Row] = {}
 
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
-            nonlocal row, dropped_rows
+            nonlocal row, gone, thinned
             check_take(table, self.name, options, uri)
-            replaced_row = table.get(self.name)
             duration = time.monotonic() - self.started
             row = Row(
                 commit=session.commit_id,
@@ -135,66 +130,17 @@ class TakeCommit:
                 metadata=dict(options.metadata or {}),
                 notes=dict(self.notes),
             )
-            released.clear()
-            released.update(self._unkept(table, row))
-            if replaced_row is not None:
-                released[self.name] = replaced_row
-            dropped_rows = dict(released)
-            thinned = self._thinned(table, row, released, session)
-            released.update({n: r for n in thinned if (r := table.get(n)) is not None})
-            return {**dict.fromkeys(dropped_rows), **thinned, self.name: row}
+            upkeep = upkeep_of_run(table, (self.name, row), options.retention, session)
+            gone = _rows_in(table, [*upkeep.pruned, self.name])
+            thinned = _rows_in(table, upkeep.thinned)
+            return {**dict.fromkeys(gone), **upkeep.thinned, self.name: row}
 
         session.commit(change)
         assert row is not None
-        options.hooks.on_release(list(released.values()))
+        options.hooks.on_release([*gone.values(), *thinned.values()])
         options.hooks.on_commit()
-        replace_markers(self.store, self.name, row, dropped_rows)
+        replace_markers(self.store, self.name, row, gone)
         return TakeResult(row, dict(session.requests), options.hooks.count_freed())
-
-    def _unkept(self, table: Table, row: Row) -> dict[str, Row]:
-        """Return the snapshots of the run that are not kept once this one is in it.
-
-        An error is a warning only: the next take judges them again.
-        """
-        retention = self.options.retention
-        if retention is None:
-            return {}
-        run = folder_of(self.name)
-        judging = RetentionChange(self.store, retention, run, row.commit)
-        try:
-            verdicts = judging.judge(table, {self.name: row})
-        except Exception as e:  # noqa: BLE001
-            _log.warning(
-                "%s is taken, but its run is not pruned: %s: %s",
-                self.name,
-                type(e).__name__,
-                e,
-            )
-            return {}
-        store_id = self.store.config.store_id
-        unknown = unknown_metrics(retention, (v.row for v in verdicts))
-        if unknown and store_id not in _warned:
-            _warned.add(store_id)
-            _log.warning(
-                "%s: keep_best keeps every snapshot, since none has %r as a number in its "
-                "metadata; give it to the takes: metadata={%r: ...}",
-                self.name,
-                unknown[0],
-                unknown[0],
-            )
-        return {verdict.name: verdict.row for verdict in verdicts if not verdict.kept}
-
-    def _thinned(
-        self, table: Table, row: Row, dropped_rows: Mapping[str, Row], session: Session
-    ) -> dict[str, Row]:
-        """Return the new rows of the snapshots of the run that this one thins."""
-        rules = None if self.options.retention is None else self.options.retention.thin
-        if rules is None:
-            return {}
-        run = folder_of(self.name)
-        rows = rows_of_run(table, run)
-        rows = {n: r for n, r in rows.items() if n not in dropped_rows} | {self.name: row}
-        return thin_run(self.store, rows.items(), rules, session, self.name)
 
     # --- the other ranks ---
 
@@ -231,3 +177,7 @@ class TakeCommit:
             raise error_of_ranks(comm.operation, {0: instruction.error})
         assert instruction.result is not None
         return instruction.result
+
+
+def _rows_in(table: Table, names: Iterable[str]) -> dict[str, Row]:
+    return {name: row for name in names if (row := table.get(name)) is not None}

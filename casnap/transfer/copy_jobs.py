@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from casnap.errors import StoreError
 from casnap.format.records import Row
+from casnap.storage.snapshots.run_upkeep import Upkeep
 from casnap.storage.snapshots.runs import rows_of_run, run_of
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.hooks import CommitHooks
@@ -45,10 +46,8 @@ class CopyJob(NamedTuple):
         replaces: The commit ids of snapshots that it may replace there.
         place: Says otherwise how it is placed, given the table and the number of the next root. It
             raises :class:`PlacementError` to give up.
-        prune: Given the table, what the snapshot replaces, and its new row, returns what else goes
-            in the same commit.
-        thin: Given the same, with what goes as well, and the session, returns the new rows of
-            the snapshots that are thinned in the same commit.
+        upkeep: Given the table, what the snapshot replaces, its new row, and the session, returns
+            what else the same commit does to the run there.
     """
 
     name: str
@@ -56,8 +55,7 @@ class CopyJob(NamedTuple):
     row: Row
     replaces: frozenset[bytes] = frozenset()
     place: Callable[[Table, int], Placement] | None = None
-    prune: Callable[[Table, Mapping[str, Row], Row], Mapping[str, Row]] | None = None
-    thin: Callable[[Table, Mapping[str, Row], Row, Session], Mapping[str, Row]] | None = None
+    upkeep: Callable[[Table, Mapping[str, Row], Row, Session], Upkeep] | None = None
 
     def placement(self, table: Table, seq: int) -> Placement:
         """Return how it is placed in a table, for the root of a number."""

@@ -254,13 +254,11 @@ class SnapshotCopy:
                 notes=dict(sorted({**notes, **placement.notes}.items())),
             )
             self._gone = dict(placement.replaced)
-            if job.prune is not None:
-                self._gone |= job.prune(table, placement.replaced, row)
-            changes: dict[str, Row | None] = dict.fromkeys(self._gone)
-            if job.thin is not None:
-                changes |= job.thin(table, self._gone, row, session)
-            changes[job.new_name] = row
-            return changes
+            thinned: dict[str, Row] = {}
+            if job.upkeep is not None:
+                pruned, thinned = job.upkeep(table, placement.replaced, row, session)
+                self._gone |= pruned
+            return {**dict.fromkeys(self._gone), **thinned, job.new_name: row}
 
         def update_root(root: Root) -> Root:
             self._check_kept(session.store, root)

@@ -1,0 +1,98 @@
+"""What the commit that adds a snapshot does to its run: it prunes and thins what came before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from casnap.format.records import Row
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.retention import (
+    Retention,
+    RetentionChange,
+    Verdict,
+    unknown_metrics,
+)
+from casnap.storage.snapshots.runs import rows_of_run, run_of
+from casnap.storage.snapshots.table import Table
+from casnap.storage.snapshots.thinning import thin_run
+from casnap.storage.writing.session import Session
+
+_log = logging.getLogger("casnap")
+# The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
+_warned: set[str] = set()
+
+
+class Upkeep(NamedTuple):
+    """What a commit does to a run.
+
+    Attributes:
+        pruned: The rows that go, by name.
+        thinned: The new rows of the snapshots that lose some keys, by name.
+    """
+
+    pruned: dict[str, Row]
+    thinned: dict[str, Row]
+
+
+def upkeep_of_run(
+    table: Table,
+    added: tuple[str, Row],
+    retention: Retention | None,
+    session: Session,
+    *,
+    replaced: Collection[str] = (),
+    counts: Callable[[Row], bool] = lambda row: True,
+    strict: bool = False,
+) -> Upkeep:
+    """Return what the commit that adds a snapshot is to do to its run.
+
+    Args:
+        table: The table that the commit changes.
+        added: Name and row of the new snapshot, which stays as it is.
+        retention: Which snapshots to keep; None for all.
+        session: The session that commits. New manifests are stored there.
+        replaced: Names of snapshots that go in any case.
+        counts: Whether a snapshot is judged, and counts, at all.
+        strict: Whether an error of pruning is raised. By default it is a warning only: the next
+            commit judges the run again. An error of thinning always is one.
+    """
+    if retention is None:
+        return Upkeep({}, {})
+    name, row = added
+    store, run = session.store, run_of(name, row)
+    rows = {name: row}
+    pruned: dict[str, Row] = {}
+    try:
+        earlier = rows_of_run(table, run).items()
+        rows = {n: r for n, r in earlier if n not in replaced and counts(r)} | rows
+        judging = RetentionChange(store, retention, run, row.commit)
+        verdicts = judging.judge_rows(rows.items())
+        pruned = {verdict.name: rows[verdict.name] for verdict in verdicts if not verdict.kept}
+    except Exception as e:
+        if strict:
+            raise
+        text = "%s is taken, but its run is not pruned: %s: %s"
+        _log.warning(text, name, type(e).__name__, e)
+    else:
+        _warn_of_metric(store, name, retention, verdicts)
+    remaining = [item for item in rows.items() if item[0] not in pruned]
+    return Upkeep(pruned, thin_run(store, remaining, retention.thin, session, name))
+
+
+def _warn_of_metric(
+    store: Repository, name: str, retention: Retention, verdicts: Iterable[Verdict]
+) -> None:
+    """Log a warning, once for a store, if ``keep_best`` keeps all snapshots."""
+    unknown = unknown_metrics(retention, (verdict.row for verdict in verdicts))
+    store_id = store.config.store_id
+    if unknown and store_id not in _warned:
+        _warned.add(store_id)
+        _log.warning(
+            "%s: keep_best keeps every snapshot, since none has %r as a number in its "
+            "metadata; give it to the takes: metadata={%r: ...}",
+            name,
+            unknown[0],
+            unknown[0],
+        )
