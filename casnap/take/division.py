@@ -29,7 +29,7 @@ from casnap.state.tensors import Leaf
 from casnap.take.capture import Assignment, CapturedState, KeySpan, grid_of_leaf
 from casnap.take.options import TakeOptions
 from casnap.take.owners import (
-    KEY_BYTES,
+    ID_BYTES,
     Claims,
     OwnedTensor,
     Replica,
@@ -38,7 +38,7 @@ from casnap.take.owners import (
     check_replicated,
     compare_replicas,
     few_paths,
-    key_of_path,
+    id_of_path,
     owner_of,
     plan_sharded,
     replies,
@@ -67,8 +67,9 @@ class Division(NamedTuple):
 
     Attributes:
         scopes: The scope of each leaf of this rank.
-        keys: The key by which all ranks know each leaf: its path and, if it is sharded, the ranks
-            that hold it together. None are needed by a single process that shares nothing.
+        leaf_ids: The id by which all ranks know each leaf. It stands for its path and, if it is
+            sharded, for the ranks that hold it together. A single process that shares nothing needs
+            none.
         owned: The sharded tensors that this rank owns.
         assigned: Leaf → what this rank hashes of it, where other ranks hold it too.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
@@ -76,7 +77,7 @@ class Division(NamedTuple):
     """
 
     scopes: list[Scope]
-    keys: list[bytes]
+    leaf_ids: list[bytes]
     owned: dict[bytes, OwnedTensor]
     assigned: dict[int, Assignment]
     splits: bool
@@ -110,24 +111,24 @@ def divide(
     if comm.size == 1 and not state.sharded:
         return _of_one_process(state)
     declared = _declarations(app_state, options, comm.ranks)
-    scopes, keys = _scopes(state, declared), _keys(state)
+    scopes, leaf_ids = _scopes(state, declared), _leaf_ids(state)
     claimed: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
         if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.FROM_RANK_0):
-            claimed[owner_of(keys[i], comm.size)].append(i)
+            claimed[owner_of(leaf_ids[i], comm.size)].append(i)
     samples = _samples(state, scopes, declared, Sampler(seed, chunk_size))
     claims = comm.exchange_messages(
-        [_claims(state, scopes, keys, leaves, samples) for leaves in claimed], Claims
+        [_claims(state, scopes, leaf_ids, leaves, samples) for leaves in claimed], Claims
     )
     owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
     replicas = compare_replicas(claims)
-    paths_by_key = {
-        keys[i]: path
+    paths_by_id = {
+        leaf_ids[i]: path
         for i in claimed[comm.rank]
         if (path := state.leaves[i].path) not in declared.ddp_buffers
         and _matches(path, declared.replicated)
     }
-    check_replicated(claims, replicas, paths_by_key)
+    check_replicated(claims, replicas, paths_by_id)
     answers = comm.exchange_messages(replies(claims, plans, replicas), Reply)
     own_plans, different = _take_in(answers, claimed, scopes)
     if different and comm.rank == 0:
@@ -137,12 +138,12 @@ def divide(
             few_paths([state.leaves[i].path for i in different]),
         )
     # All ranks put cells together in one order: that of paths.
-    in_order = sorted(own_plans, key=lambda i: (state.leaves[i].path, keys[i]))
+    in_order = sorted(own_plans, key=lambda i: (state.leaves[i].path, leaf_ids[i]))
     assigned = {
         i: Assignment(grid_of_leaf(state.leaves[i], chunk_size), own_plans[i]) for i in in_order
     }
     assigned |= _replicated(state, scopes, comm, chunk_size)
-    return Division(scopes, keys, owned, assigned, any(reply.splits for reply in answers))
+    return Division(scopes, leaf_ids, owned, assigned, any(reply.splits for reply in answers))
 
 
 def _of_one_process(state: CapturedState) -> Division:
@@ -154,18 +155,18 @@ def _of_one_process(state: CapturedState) -> Division:
     return Division(scopes, [], {}, {}, splits=False, is_single_process=True)
 
 
-def _keys(state: CapturedState) -> list[bytes]:
-    """Return the key of each leaf.
+def _leaf_ids(state: CapturedState) -> list[bytes]:
+    """Return the id of each leaf.
 
-    Sharded tensors of one path on several meshes have several keys: they may be replicas, but also
+    Sharded tensors of one path on several meshes have several ids: they may be replicas, but also
     different tensors that two stages of a pipeline give the same name.
     """
     groups: dict[tuple[int, ...], bytes] = {(): bytes(_GROUP_BYTES)}
-    keys = []
+    leaf_ids = []
     # Most tensors have one mesh, and its ranks take long to list.
     ranks_of_mesh: dict[int, tuple[int, ...]] = {}
     for path, _, content in state.leaves:
-        keys.append(key_of_path(path))
+        leaf_ids.append(id_of_path(path))
         if isinstance(content, Shards):
             mesh = id(getattr(content.value, "device_mesh", content))
             if mesh not in ranks_of_mesh:
@@ -173,8 +174,8 @@ def _keys(state: CapturedState) -> list[bytes]:
             holders = ranks_of_mesh[mesh]
             if holders not in groups:
                 groups[holders] = digest_of(encode(holders))[:_GROUP_BYTES]
-            keys[-1] += groups[holders]
-    return keys
+            leaf_ids[-1] += groups[holders]
+    return leaf_ids
 
 
 # --- what this rank can tell by itself ----------------------------------------------------------
@@ -280,7 +281,7 @@ def _samples(
 def _claims(
     state: CapturedState,
     scopes: list[Scope],
-    keys: list[bytes],
+    leaf_ids: list[bytes],
     leaves: list[int],
     samples: Mapping[int, list[bytes]],
 ) -> Claims:
@@ -289,11 +290,11 @@ def _claims(
     for i in leaves:
         path, entry, content = state.leaves[i]
         if isinstance(content, Shards):
-            claims.sharded.append(ShardClaim(keys[i], path, entry, content.boxes, samples[i]))
+            claims.sharded.append(ShardClaim(leaf_ids[i], path, entry, content.boxes, samples[i]))
         else:
             is_tensor = isinstance(entry, TensorEntry)
             description = encode((scopes[i].name, entry if is_tensor else None))
-            claims.replicated.append((keys[i], digest_of(description)[:KEY_BYTES]))
+            claims.replicated.append((leaf_ids[i], digest_of(description)[:ID_BYTES]))
             claims.samples += samples.get(i, [b""])
     return claims
 

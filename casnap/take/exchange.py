@@ -138,7 +138,7 @@ class Exchange:
         self._comm = comm
         self._crew = crew
         shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
-        self._split_cells = SplitCells(comm.rank, shared, division.keys, division.assigned)
+        self._split_cells = SplitCells(comm.rank, shared, division.leaf_ids, division.assigned)
         self._assignment = WriterAssignment(comm.rank, comm.size)
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.

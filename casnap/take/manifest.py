@@ -55,8 +55,8 @@ class _Report(msgspec.Struct, array_like=True):
     """What a rank tells the owner of some paths.
 
     Attributes:
-        cells: Key, first cell and digests, of the cells that the rank hashed.
-        undecided: Key and digest of the entry, of leaves that may be equal on all ranks.
+        cells: Id of the leaf, first cell and digests, of the cells that the rank hashed.
+        undecided: Id of the leaf and digest of the entry, of leaves that may be equal on all ranks.
     """
 
     cells: list[tuple[bytes, int, bytes]]
@@ -129,16 +129,16 @@ class _Builder:
 
     def settle_scopes(self) -> None:
         """Bring the digests of each path to its owner, and learn which leaves are equal."""
-        comm, scopes, keys = self._comm, self._scopes, self._division.keys
+        comm, scopes, leaf_ids = self._comm, self._scopes, self._division.leaf_ids
         undecided: list[list[int]] = [[] for _ in range(comm.size)]
         to_decide = Scope.UNDECIDED
         for i, scope in enumerate(scopes):
             if scope is to_decide:
-                undecided[owner_of(keys[i], comm.size)].append(i)
+                undecided[owner_of(leaf_ids[i], comm.size)].append(i)
         reports = comm.exchange_messages(self._reports(undecided), _Report)
         for report in reports:
-            for key, first_cell, joined in report.cells:
-                self._cells[key][first_cell] = joined
+            for leaf_id, first_cell, joined in report.cells:
+                self._cells[leaf_id][first_cell] = joined
         self._sharded = _sharded_entries(self._division, self._cells, self._put_node)
         answers = comm.all_to_all(_answers(reports, self._division))
         for leaves, answer in zip(undecided, answers, strict=True):
@@ -151,14 +151,14 @@ class _Builder:
         Args:
             undecided: The undecided leaves of each owner.
         """
-        keys = self._division.keys
+        leaf_ids = self._division.leaf_ids
         reports = [_Report([], []) for _ in undecided]
         for i, by_cell in self._digests.cells.items():
-            cells = reports[owner_of(keys[i], len(reports))].cells
-            cells += [(keys[i], first_cell, joined) for first_cell, joined in _runs(by_cell)]
+            cells = reports[owner_of(leaf_ids[i], len(reports))].cells
+            cells += [(leaf_ids[i], first_cell, joined) for first_cell, joined in _runs(by_cell)]
         for report, leaves in zip(reports, undecided, strict=True):
             for i in leaves:
-                report.undecided.append((keys[i], digest_of(encode(self._entry(i, digest_of)))))
+                report.undecided.append((leaf_ids[i], digest_of(encode(self._entry(i, digest_of)))))
         return reports
 
     def contribution(self) -> _Contribution:
@@ -173,7 +173,7 @@ class _Builder:
         # Enum attribute access is slow, and there may be a million leaves.
         per_rank, sharded = Scope.PER_RANK, Scope.SHARDED
         given_scope, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
-        rank, size, keys = self._comm.rank, self._comm.size, self._division.keys
+        rank, size, leaf_ids = self._comm.rank, self._comm.size, self._division.leaf_ids
         for span in state.spans:
             own_entries: dict[str, KnownEntry] = {}
             shared = entries.setdefault(span.component, {})
@@ -185,7 +185,7 @@ class _Builder:
                 elif scope is sharded:
                     continue
                 elif scope is given_scope or (
-                    rank == (0 if scope is from_rank_0 else owner_of(keys[i], size))
+                    rank == (0 if scope is from_rank_0 else owner_of(leaf_ids[i], size))
                 ):
                     entries_of_key = shared
                 else:
@@ -207,7 +207,7 @@ class _Builder:
         path, entry, _ = state.leaves[leaf]
         nbytes = entry.payload.nbytes
         if leaf in state.assigned:
-            runs = self._cells.get(self._division.keys[leaf], {})
+            runs = self._cells.get(self._division.leaf_ids[leaf], {})
             count = state.assigned[leaf].grid.count
             return with_payload(entry, _assembled(path, nbytes, count, runs, put_node))
         leaf = state.same_as.get(leaf, leaf)
@@ -221,16 +221,16 @@ class _Builder:
 
 def _answers(reports: list[_Report], division: Division) -> list[bytes]:
     """Return, for each undecided leaf of each rank, whether it is equal on all ranks."""
-    sharded = {path_part(key): owned.path for key, owned in division.owned.items()}
+    sharded = {path_part(leaf_id): owned.path for leaf_id, owned in division.owned.items()}
     for rank, report in enumerate(reports):
-        for key, _ in report.undecided:
-            if key in sharded:
+        for leaf_id, _ in report.undecided:
+            if leaf_id in sharded:
                 raise StateError(
-                    f"{sharded[key]} is sharded, but not on rank {rank}; all ranks "
+                    f"{sharded[leaf_id]} is sharded, but not on rank {rank}; all ranks "
                     "that have it must hold pieces of it"
                 )
     equal = equal_on_all_ranks([report.undecided for report in reports])
-    return [bytes(equal[key] for key, _ in report.undecided) for report in reports]
+    return [bytes(equal[leaf_id] for leaf_id, _ in report.undecided) for report in reports]
 
 
 def _sharded_entries(
@@ -239,9 +239,9 @@ def _sharded_entries(
     """Return the entries of the sharded tensors that this rank owns, by path."""
     entries: dict[str, KnownEntry] = {}
     first_cells: dict[str, list[int]] = {}
-    for key, owned in division.owned.items():
+    for leaf_id, owned in division.owned.items():
         path, nbytes = owned.path, owned.entry.payload.nbytes
-        payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put_node)
+        payload = _assembled(path, nbytes, owned.cells, cells.get(leaf_id, {}), put_node)
         entry = with_payload(owned.entry, payload)
         if entries.setdefault(path, entry) != entry:
             raise StateError(

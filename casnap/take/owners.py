@@ -24,7 +24,7 @@ from casnap.format.region import Region
 from casnap.state.tensors import itemsize_of
 from casnap.take.plan import RankPlan, plan_tensor
 
-KEY_BYTES = 16
+ID_BYTES = 16
 NAMING_ADVICE = (
     "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
     "torch.distributed.checkpoint.state_dict has the names of the parameters"
@@ -59,7 +59,7 @@ class ShardClaim(msgspec.Struct, array_like=True):
         samples: A sample of each.
     """
 
-    key: bytes
+    leaf_id: bytes
     path: str
     entry: KnownEntry
     boxes: tuple[Region, ...]
@@ -71,7 +71,7 @@ class Claims(msgspec.Struct, array_like=True):
 
     Attributes:
         sharded: The leaves of which it holds pieces.
-        replicated: Key and description of each leaf that is declared equal on all ranks.
+        replicated: Id and description of each leaf that is declared equal on all ranks.
         samples: A sample of each of these; empty where it need not be equal.
     """
 
@@ -102,27 +102,27 @@ class Reply(msgspec.Struct, array_like=True):
     splits: bool
 
 
-def key_of_path(path: str) -> bytes:
-    """Return the key by which all ranks know a path."""
-    return digest_of(path.encode("utf-8", "surrogatepass"))[:KEY_BYTES]
+def id_of_path(path: str) -> bytes:
+    """Return the id by which all ranks know a path."""
+    return digest_of(path.encode("utf-8", "surrogatepass"))[:ID_BYTES]
 
 
-def path_part(key: bytes) -> bytes:
-    """Return the part of a sharded tensor's key that depends on its path alone."""
-    return key[:KEY_BYTES]
+def path_part(leaf_id: bytes) -> bytes:
+    """Return the part of a sharded tensor's id that depends on its path alone."""
+    return leaf_id[:ID_BYTES]
 
 
-def owner_of(key: bytes, size: int) -> int:
+def owner_of(leaf_id: bytes, size: int) -> int:
     """Return the rank that owns a path, of so many ranks."""
-    return int.from_bytes(key[:8], "big") % size
+    return int.from_bytes(leaf_id[:8], "big") % size
 
 
 def equal_on_all_ranks(reports: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
-    """Return, for each key that some rank names, whether all ranks give the same value for it."""
+    """Return, for each id that some rank names, whether all ranks give the same value for it."""
     values_of: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for key, value in chain.from_iterable(reports):
-        values_of[key].append(value)
-    return {key: values == [values[0]] * len(reports) for key, values in values_of.items()}
+    for leaf_id, value in chain.from_iterable(reports):
+        values_of[leaf_id].append(value)
+    return {leaf_id: values == [values[0]] * len(reports) for leaf_id, values in values_of.items()}
 
 
 def few_paths(paths: Sequence[str]) -> str:
@@ -138,8 +138,8 @@ def replies(
     splits = any(rank.joints for plan in plans.values() for rank in plan.values())
     return [
         Reply(
-            [plans[claim.key].get(rank, RankPlan()) for claim in of_rank.sharded],
-            bytes(replicas[key] for key, _ in of_rank.replicated),
+            [plans[claim.leaf_id].get(rank, RankPlan()) for claim in of_rank.sharded],
+            bytes(replicas[leaf_id] for leaf_id, _ in of_rank.replicated),
             splits,
         )
         for rank, of_rank in enumerate(claims)
@@ -150,40 +150,42 @@ def replies(
 
 
 def compare_replicas(claims: list[Claims]) -> dict[bytes, Replica]:
-    """Compare the leaves that are declared equal on all ranks, by key."""
+    """Compare the leaves that are declared equal on all ranks, by id."""
     descriptions = equal_on_all_ranks([of_rank.replicated for of_rank in claims])
-    samples = equal_on_all_ranks([_samples_by_key(of_rank) for of_rank in claims])
+    samples = equal_on_all_ranks([_samples_by_id(of_rank) for of_rank in claims])
     replicas = dict.fromkeys(descriptions, Replica.MISMATCHED)
-    for key, claims_of_key in descriptions.items():
-        if claims_of_key:
-            replicas[key] = Replica.EQUAL if samples[key] else Replica.DIFFERENT
+    for leaf_id, are_alike in descriptions.items():
+        if are_alike:
+            replicas[leaf_id] = Replica.EQUAL if samples[leaf_id] else Replica.DIFFERENT
     return replicas
 
 
-def _samples_by_key(claims: Claims) -> list[tuple[bytes, bytes]]:
-    return [(key, s) for (key, _), s in zip(claims.replicated, claims.samples, strict=True)]
+def _samples_by_id(claims: Claims) -> list[tuple[bytes, bytes]]:
+    return [(leaf_id, s) for (leaf_id, _), s in zip(claims.replicated, claims.samples, strict=True)]
 
 
 def check_replicated(
-    claims: list[Claims], replicas: Mapping[bytes, Replica], paths_by_key: Mapping[bytes, str]
+    claims: list[Claims], replicas: Mapping[bytes, Replica], paths_by_id: Mapping[bytes, str]
 ) -> None:
     """Check that the paths that ``replicated=`` names are equal on all ranks.
 
     Args:
         claims: What each rank claims.
         replicas: What the owner found about them.
-        paths_by_key: Key → path, of these paths that this rank owns.
+        paths_by_id: Id → path, of these paths that this rank owns.
 
     Raises:
         StateError: Some are not equal.
     """
     wrong = {
-        path: key for key, path in paths_by_key.items() if replicas.get(key) is Replica.DIFFERENT
+        path: leaf_id
+        for leaf_id, path in paths_by_id.items()
+        if replicas.get(leaf_id) is Replica.DIFFERENT
     }
     if not wrong:
         return
     path = min(wrong)
-    samples = [dict(_samples_by_key(of_rank))[wrong[path]] for of_rank in claims]
+    samples = [dict(_samples_by_id(of_rank))[wrong[path]] for of_rank in claims]
     others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
     more = f" (nor are {few_paths([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
     raise StateError(
@@ -212,14 +214,14 @@ def plan_sharded(
     """
     owned, plans = {}, {}
     loads: defaultdict[int, int] = defaultdict(int)
-    for key, holders in _holders(claims).items():
+    for leaf_id, holders in _holders(claims).items():
         path, entry = holders[0][1].path, holders[0][1].entry
         assert isinstance(entry, TensorEntry)
         _check_shard_replicas(path, holders)
         itemsize = itemsize_of(entry)
         boxes = [(rank, box) for rank, claim in holders for box in claim.boxes]
-        tiebreak = int.from_bytes(key[8:], "big")
-        plans[key] = plan_tensor(
+        tiebreak = int.from_bytes(leaf_id[8:], "big")
+        plans[leaf_id] = plan_tensor(
             entry.shape,
             itemsize,
             chunk_size,
@@ -230,7 +232,7 @@ def plan_sharded(
             hosts=hosts,
         )
         cells = grid_of(entry.shape, itemsize, chunk_size).count
-        owned[key] = OwnedTensor(path, entry, cells, [rank for rank, _ in holders])
+        owned[leaf_id] = OwnedTensor(path, entry, cells, [rank for rank, _ in holders])
     return owned, plans
 
 
@@ -240,8 +242,9 @@ def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
     firsts: dict[bytes, tuple[int, KnownEntry]] = {}
     for rank, of_rank in enumerate(claims):
         for claim in of_rank.sharded:
-            holders[claim.key].append((rank, claim))
-            first_rank, first_entry = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
+            holders[claim.leaf_id].append((rank, claim))
+            of_path = path_part(claim.leaf_id)
+            first_rank, first_entry = firsts.setdefault(of_path, (rank, claim.entry))
             if claim.entry != first_entry:
                 raise StateError(
                     f"{claim.path} is {_description(first_entry)} on rank {first_rank}, but "

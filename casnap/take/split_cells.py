@@ -45,13 +45,13 @@ class _JointPlace(msgspec.Struct, array_like=True, gc=False):
     """Where a joint is put together.
 
     Attributes:
-        key: The key of the leaf.
+        leaf_id: The id of the leaf.
         first_cell: The first cell.
         stop: One past the last.
         at: Where it lies in its rank's shared memory; -1 if not there.
     """
 
-    key: bytes
+    leaf_id: bytes
     first_cell: int
     stop: int
     at: int
@@ -61,14 +61,14 @@ class _Part(msgspec.Struct, array_like=True, gc=False):
     """A part that is sent.
 
     Attributes:
-        key: The key of the leaf.
+        leaf_id: The id of the leaf.
         first_cell: The first cell of the joint.
         nbytes: The length of the part.
         region: Where it lies in the tensor, if its bytes follow in the message;
             None if they are in place.
     """
 
-    key: bytes
+    leaf_id: bytes
     first_cell: int
     nbytes: int
     region: Region | None
@@ -118,7 +118,7 @@ class SplitCells:
     Args:
         rank: This rank.
         shared: The memory that the ranks share.
-        keys: The key by which all ranks know each leaf.
+        leaf_ids: The id by which all ranks know each leaf.
         assigned: Leaf → what this rank hashes of it. Leaves that several ranks hold pieces of are
             in the same order on all ranks.
     """
@@ -127,15 +127,15 @@ class SplitCells:
         self,
         rank: int,
         shared: SharedMemory,
-        keys: Sequence[bytes],
+        leaf_ids: Sequence[bytes],
         assigned: Mapping[int, Assignment],
     ) -> None:
         self._rank = rank
         self._size = len(shared.theirs)
         self._shared = shared
-        self._keys = keys
+        self._leaf_ids = leaf_ids
         self._assigned = assigned
-        self._grids = {keys[i]: assignment.grid for i, assignment in assigned.items()}
+        self._grids = {leaf_ids[i]: assignment.grid for i, assignment in assigned.items()}
         self._lock = threading.Lock()
         # What threads have added: for each rank the parts that wait, and the bytes of all of them.
         self._outbox: list[deque[Piece]] = [deque() for _ in range(self._size)]
@@ -210,9 +210,9 @@ class SplitCells:
         box, places = self._outbox[rank], self._places[rank]
         if not box:
             return None
-        joint = self._keys[box[0].leaf], box[0].first_cell
+        joint = self._leaf_ids[box[0].leaf], box[0].first_cell
         # All parts of the joints before that one have been sent.
-        while places and (places[0].key, places[0].first_cell) != joint:
+        while places and (places[0].leaf_id, places[0].first_cell) != joint:
             places.popleft()
         return places[0] if places else None
 
@@ -254,12 +254,12 @@ class SplitCells:
             if piece.ready is not None:
                 piece.ready()
             region, nbytes = piece.part.region, len(piece.view)
-            part = _Part(place.key, place.first_cell, nbytes, None)
+            part = _Part(place.leaf_id, place.first_cell, nbytes, None)
             if rank == self._rank:
                 self._fill(part, region, piece.view)
                 continue
             if memory is not None and place.at >= 0:
-                outer = self._grids[place.key].region(place.first_cell, place.stop)
+                outer = self._grids[place.leaf_id].region(place.first_cell, place.stop)
                 _copy(memory[place.at :], outer, region, piece.view)
             else:
                 part.region = region
@@ -310,9 +310,9 @@ class SplitCells:
                 at = self._ring.take(nbytes)
             view = memoryview(bytearray(nbytes)) if at is None else self._room[at : at + nbytes]
             place = _JointPlace(
-                self._keys[leaf], first_cell, first_cell + len(sizes), -1 if at is None else at
+                self._leaf_ids[leaf], first_cell, first_cell + len(sizes), -1 if at is None else at
             )
-            self._open[place.key, first_cell] = _Joint(leaf, place, sizes, view)
+            self._open[place.leaf_id, first_cell] = _Joint(leaf, place, sizes, view)
             for rank in senders:
                 new_joints[rank].append(place)
             self._next = next(self._to_open, None)
@@ -322,15 +322,15 @@ class SplitCells:
         self, part: _Part, region: Region | None = None, content: memoryview | None = None
     ) -> None:
         """Note that a part has come, or copy it to its place; whole cells are to be hashed."""
-        joint = self._open[part.key, part.first_cell]
+        joint = self._open[part.leaf_id, part.first_cell]
         place = joint.place
         if region is not None and content is not None:
-            outer = self._grids[place.key].region(place.first_cell, place.stop)
+            outer = self._grids[place.leaf_id].region(place.first_cell, place.stop)
             _copy(joint.view, outer, region, content)
         joint.missing -= part.nbytes
         if joint.missing:
             return
-        del self._open[part.key, part.first_cell]
+        del self._open[part.leaf_id, part.first_cell]
 
         def free_room() -> None:
             with self._lock:

@@ -114,7 +114,7 @@ def _sharded(ranks: int) -> _Cost:
     by_owner: defaultdict[int, list[tuple[bytes, str, TensorEntry]]] = defaultdict(list)
     for i, shape in enumerate(_shapes()):
         path = f"model/layers.{i}.weight"
-        key = owners.key_of_path(path)
+        key = owners.id_of_path(path)
         entry = TensorEntry(Payload(2 * shape[0] * shape[1]), "bfloat16", shape)
         by_owner[owners.owner_of(key, ranks)].append((key, path, entry))
     entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
