@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from casnap import errors
 from casnap.errors import CasnapError
-from casnap.pending import PendingSnapshot
-from casnap.preemption import Preemption, on_preemption
-from casnap.runtime.buffers import release_memory
 from casnap.snapshot import EntriesByPath, Snapshot, SnapshotMetadata, TakeStats
-from casnap.state.stateful import RNGState, StateDict, Stateful
-from casnap.storage.snapshots.published import TagMove
-from casnap.storage.snapshots.retention import PruneReport, Retention
 from casnap.store import Store
 from casnap.version import __version__ as __version__
 
@@ -26,9 +20,15 @@ if TYPE_CHECKING:
     from casnap.maintenance.usage import Usage
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorStatus
+    from casnap.pending import PendingSnapshot
+    from casnap.preemption import Preemption, on_preemption
     from casnap.restore.handle import Handle
     from casnap.restore.restore_report import RestoreReport
+    from casnap.runtime.buffers import release_memory
     from casnap.serving.options import FollowEvent, PullReport
+    from casnap.state.stateful import RNGState, StateDict, Stateful
+    from casnap.storage.snapshots.published import TagMove
+    from casnap.storage.snapshots.retention import PruneReport, Retention
     from casnap.transfer.copy_jobs import CopyReport
 
 __all__ = [
@@ -65,8 +65,8 @@ __all__ = [
     "release_memory",
 ]
 
-# What methods return, for annotations. They are imported when they are asked for: some need torch.
-_RESULTS = {
+# These are imported when they are asked for: not every program needs them, and some need torch.
+_LATER = {
     "CheckReport": "casnap.maintenance.check",
     "CopyReport": "casnap.transfer.copy_jobs",
     "Diff": "casnap.maintenance.diff",
@@ -77,17 +77,27 @@ _RESULTS = {
     "ImportReport": "casnap.files.file_reports",
     "Mirror": "casnap.mirror.mirror",
     "MirrorStatus": "casnap.mirror.status",
+    "PendingSnapshot": "casnap.pending",
+    "Preemption": "casnap.preemption",
+    "PruneReport": "casnap.storage.snapshots.retention",
     "PullReport": "casnap.serving.options",
+    "RNGState": "casnap.state.stateful",
     "RepairReport": "casnap.maintenance.repair",
     "RestoreReport": "casnap.restore.restore_report",
+    "Retention": "casnap.storage.snapshots.retention",
+    "StateDict": "casnap.state.stateful",
+    "Stateful": "casnap.state.stateful",
+    "TagMove": "casnap.storage.snapshots.published",
     "Usage": "casnap.maintenance.usage",
+    "on_preemption": "casnap.preemption",
+    "release_memory": "casnap.runtime.buffers",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _RESULTS:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_RESULTS[name]), name)
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
     return value
 
 

@@ -7,10 +7,6 @@ from typing import NamedTuple
 
 from casnap.errors import SnapshotNotFoundError, StoreError
 from casnap.format.records import Row
-from casnap.mirror.notes import is_newer_here
-from casnap.storage.places.other_formats import hint_in
-from casnap.storage.snapshots.rewinding import all_rewound_error
-from casnap.storage.snapshots.thinning import all_thinned_error
 from casnap.view import View
 
 _log = logging.getLogger("casnap")
@@ -65,9 +61,14 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
     """Return the snapshot to resume from, as :meth:`casnap.Store.latest` describes."""
     newest, last = _newest(view, prefix, thinned=thinned)
     if newest is None and last is not None:
+        from casnap.storage.snapshots.rewinding import all_rewound_error
+        from casnap.storage.snapshots.thinning import all_thinned_error
+
         error = all_rewound_error if last.row.is_rewound else all_thinned_error
         raise error(last.view.path_of(last.name))
     if newest is None:
+        from casnap.storage.places.other_formats import hint_in
+
         folder = view.folder_on_disk(prefix)
         if folder is not None and (hint := hint_in(folder)):
             _log.warning("%s", hint)
@@ -98,6 +99,8 @@ def _newest(
         return newest, last
     is_known = any(found.row.commit == mirrored.row.commit for found in here)
     if newest is not None and not is_known:
+        from casnap.mirror.notes import is_newer_here
+
         mirror_id = mirror.repository.config.store_id
         if is_newer_here(view.repository, mirror_id, newest[1:], mirrored[1:]):
             return newest, last

@@ -17,17 +17,12 @@ from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry
 from casnap.format.names import component_of, key_of, name_text
 from casnap.format.records import Row, Stats
-from casnap.mirror.notes import note_restored
-from casnap.pending import PendingSnapshot
-from casnap.ranks.comm import Comm
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.units import Size, bytes_if_given
-from casnap.state.stateful import AppState, check_order
 from casnap.storage.snapshots.contents import Contents
-from casnap.take.options import OnError, TakeOptions, options_of, shows_options
+from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.version import __version__
 from casnap.view import View, find_view, find_view_together, view_of
 
@@ -36,10 +31,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from casnap.files.file_reports import ExportReport
+    from casnap.pending import PendingSnapshot
+    from casnap.ranks.comm import Comm
     from casnap.restore.handle import Handle
     from casnap.restore.indexing import Index
     from casnap.restore.renaming import Rename
     from casnap.restore.restore_report import RestoreReport
+    from casnap.runtime.progress import Progress
+    from casnap.state.stateful import AppState
     from casnap.store import Store
     from casnap.take.capture import StateSource
     from casnap.take.options import AsyncTakeArguments, TakeArguments
@@ -458,6 +457,8 @@ class Snapshot:
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             report = restore(self.contents, app_state, options, comm)
+        from casnap.mirror.notes import note_restored
+
         note_restored(self.contents.store, self.contents.name, self.row)
         return report
 
@@ -862,6 +863,7 @@ def begin_snapshot(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
 ) -> PendingSnapshot[Snapshot | None]:
     """Begin a take together with the other ranks, as :meth:`Snapshot.async_take` describes."""
+    from casnap.pending import PendingSnapshot
     from casnap.ranks.joining import join
     from casnap.take.capture import LiveState
 
@@ -925,6 +927,7 @@ def begin_take(
         store: The :class:`casnap.Store` that it gets, if there is one already.
         on_stored: Called with that snapshot before it is returned.
     """
+    from casnap.pending import PendingSnapshot
     from casnap.take.take import async_take
 
     options = _for_view(options, view)

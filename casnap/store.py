@@ -18,12 +18,8 @@ from casnap.backends import Backend
 from casnap.errors import MirrorError, SnapshotNotFoundError
 from casnap.format.names import name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
-from casnap.latest import find_row, newest_row
-from casnap.mirror.notes import detach_mirror, notes_of_renamed
-from casnap.pending import PendingSnapshot
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.runtime.progress import Progress
 from casnap.runtime.units import (
     Duration,
     Size,
@@ -33,38 +29,8 @@ from casnap.runtime.units import (
     seconds_of,
 )
 from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
-from casnap.state.stateful import AppState, check_order
-from casnap.storage.log.settings import new_settings
-from casnap.storage.places.creation import chunk_size_of
-from casnap.storage.snapshots.markers import unmark
-from casnap.storage.snapshots.published import SETTING as PUBLISHED
-from casnap.storage.snapshots.published import (
-    TagMove,
-    check_movable,
-    publish_tag,
-    tag_moves,
-    tagged_row,
-)
-from casnap.storage.snapshots.retention import (
-    PruneChange,
-    PruneReport,
-    Retention,
-    RetentionChange,
-    check_retention,
-    prune,
-    unmark_pruned,
-)
-from casnap.storage.snapshots.rewinding import rewind
-from casnap.storage.snapshots.table import (
-    change_settings,
-    snapshots_in,
-    with_tags,
-    without_tags,
-)
-from casnap.storage.snapshots.thinning import check_keys, check_rules, thin
-from casnap.storage.writing.hooks import CommitHooks
-from casnap.take.options import OnError, TakeOptions, options_of, shows_options
-from casnap.take.pending import wait_for_last
+from casnap.storage.snapshots.table import snapshots_in, with_tags, without_tags
+from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.view import View
 
 if TYPE_CHECKING:
@@ -78,8 +44,13 @@ if TYPE_CHECKING:
     from casnap.maintenance.usage import Usage
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
+    from casnap.pending import PendingSnapshot
+    from casnap.runtime.progress import Progress
     from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
+    from casnap.state.stateful import AppState
+    from casnap.storage.snapshots.published import TagMove
+    from casnap.storage.snapshots.retention import PruneChange, PruneReport, Retention
     from casnap.take.options import AsyncTakeArguments, TakeArguments
     from casnap.transfer.copy_jobs import CopyReport
 
@@ -171,6 +142,9 @@ class Store:
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
+        from casnap.storage.log.settings import new_settings
+        from casnap.storage.places.creation import chunk_size_of
+
         self._view = View.at(
             uri,
             create=create,
@@ -321,6 +295,8 @@ class Store:
 
         One that this store does not have is looked for at its mirror.
         """
+        from casnap.latest import find_row
+
         return Snapshot.of(*find_row(self._view, name), store=self)
 
     def __contains__(self, name: object) -> bool:
@@ -360,6 +336,8 @@ class Store:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
             SnapshotError: All snapshots were thinned, or their runs went back from them.
         """
+        from casnap.latest import newest_row
+
         found = newest_row(self._view, prefix, thinned=thinned)
         return None if found is None else Snapshot.of(*found, store=self)
 
@@ -386,6 +364,10 @@ class Store:
                 go back at its mirror, open that as a store.
             SnapshotExistsError: A name that is needed is taken.
         """
+        from casnap.mirror.notes import notes_of_renamed
+        from casnap.storage.snapshots.rewinding import rewind
+        from casnap.take.pending import wait_for_last
+
         wait_for_last()
         view = self._view
         view.row(name)
@@ -418,6 +400,8 @@ class Store:
         Raises:
             MirrorError: The time is over, or some cannot be mirrored. It names them and the cause.
         """
+        from casnap.take.pending import wait_for_last
+
         timeout = seconds_if_given("timeout", timeout)
         mirror = self.mirror
         if mirror is None:
@@ -438,6 +422,8 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
+        from casnap.storage.snapshots.markers import unmark
+
         row = self._view.row(name)
         commit_id = row.commit.hex() if commit_id is None else commit_id
         unmark(self._view.repository, dict([self._view.edit(name, commit_id, lambda _: None)]))
@@ -456,6 +442,8 @@ class Store:
             SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
                 that was published.
         """
+        from casnap.storage.snapshots.published import check_movable
+
         full, uri = self._view.full_name(name), self._view.repository.backend.uri
         self._view.repository.read_at_newest(
             lambda root: check_movable(root, self._view.repository.table(root), full, tags, uri)
@@ -487,6 +475,8 @@ class Store:
             InvalidNameError: The tag is not valid.
             SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
         """
+        from casnap.storage.snapshots.published import publish_tag
+
         view = self._view
         name, commit_id = (
             (snapshot.name, snapshot.commit_id)
@@ -502,6 +492,8 @@ class Store:
             SnapshotNotFoundError: No snapshot of this store or view has it.
             SnapshotError: Several have it, and it was never published.
         """
+        from casnap.storage.snapshots.published import tagged_row
+
         store, folder = self._view.repository, self._view.folder(None)
         name, row = store.read_at_newest(lambda root: tagged_row(store, root, tag, folder))
         return Snapshot.of(self._view, self._view.inner_name(name), row, store=self)
@@ -513,6 +505,8 @@ class Store:
             tag: The tag.
             limit: How many to return at most. Each is read from a root of its own.
         """
+        from casnap.storage.snapshots.published import tag_moves
+
         return list(islice(tag_moves(self._view.repository, tag), limit))
 
     def copy(
@@ -553,6 +547,7 @@ class Store:
                 stores cannot be used.
             DamagedError: Something in this store cannot be read.
         """
+        from casnap.storage.writing.hooks import CommitHooks
         from casnap.transfer.copy import copy_snapshots
         from casnap.transfer.copy_jobs import CopyOptions
         from casnap.transfer.copy_selection import check_pair, choose
@@ -738,6 +733,12 @@ class Store:
         Raises:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
+        from casnap.storage.snapshots.retention import (
+            RetentionChange,
+            check_retention,
+            unmark_pruned,
+        )
+
         check_retention(retention)
         judging = RetentionChange(self._view.repository, retention, self._view.folder(prefix))
         if retention.thin is None:
@@ -775,6 +776,8 @@ class Store:
 
     def _check_keys(self, rules: Mapping[str, int], prefix: str | None) -> None:
         """Check the rules of a thinning, and that its patterns match keys in a folder."""
+        from casnap.storage.snapshots.thinning import check_keys, check_rules
+
         rows = self._view.read(lambda table: list(snapshots_in(table, self._view.folder(prefix))))
         check_keys(self._view.repository, rows, check_rules(rules))
 
@@ -787,6 +790,8 @@ class Store:
         dry_run: bool,
     ) -> dict[str, tuple[str, ...]]:
         """Thin runs, and prune them in the same commit if there is a judge."""
+        from casnap.storage.snapshots.thinning import thin
+
         thinned = thin(
             self._view.repository, rules, self._view.folder(prefix), judging, dry_run=dry_run
         )
@@ -821,6 +826,8 @@ class Store:
         return self._prune(change, dry_run=dry_run)
 
     def _prune(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
+        from casnap.storage.snapshots.retention import prune
+
         if dry_run:
             self._view.read(lambda table: judging(table, 0))
         else:
@@ -829,6 +836,8 @@ class Store:
 
     def _prune_report(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
         """Report what was pruned, and have its bytes freed."""
+        from casnap.storage.snapshots.retention import PruneReport
+
         verdicts = judging.verdicts
         if not dry_run:
             self._view.free_later([verdict.row for verdict in verdicts if not verdict.kept])
@@ -838,6 +847,8 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
+        from casnap.storage.snapshots.published import SETTING as PUBLISHED
+
         repository = self._view.repository
         settings = repository.settings(repository.newest()).values
         settings.pop(PUBLISHED, None)
@@ -865,6 +876,10 @@ class Store:
         Raises:
             ValueError: There is no such codec, or ``mirror`` or ``gc`` is something else.
         """
+        from casnap.mirror.notes import detach_mirror
+        from casnap.storage.log.settings import new_settings
+        from casnap.storage.snapshots.changes import change_settings
+
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
         changes = new_settings(codec, gc)
@@ -1018,10 +1033,12 @@ def _mirror_options(
         if options is not None or retention is not None:
             raise ValueError("mirror_options= and mirror_retention= need mirror=, the other store")
         return None
-    if retention is not None:
-        check_retention(retention)
     from casnap.mirror.status import MirrorOptions
 
+    if retention is not None:
+        from casnap.storage.snapshots.retention import check_retention
+
+        check_retention(retention)
     place = mirror if isinstance(mirror, Backend) else given_path(mirror)
     return MirrorOptions(place, options, retention)
 

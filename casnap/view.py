@@ -17,27 +17,19 @@ from casnap.backends.uris import joined, name_below
 from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotNotFoundError, with_article
 from casnap.format.names import check_name, name_text
 from casnap.format.records import Root, Row, StoreConfig
-from casnap.ranks.comm import Comm
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
 from casnap.storage.places.location import Location, locate_snapshot, locate_store
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.markers import only_marker_error
 from casnap.storage.snapshots.opening import open_at
 from casnap.storage.snapshots.runs import in_commit_order
-from casnap.storage.snapshots.table import (
-    Table,
-    change_table,
-    row_edit,
-    row_of,
-    snapshots_in,
-)
-from casnap.storage.writing.hooks import CommitHooks
-from casnap.take.pending import under_way
+from casnap.storage.snapshots.table import Table, row_of, snapshots_in
 
 if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
+    from casnap.ranks.comm import Comm
+    from casnap.storage.writing.hooks import CommitHooks
 
 V = TypeVar("V")
 Opening = Callable[..., tuple[Repository, bool]]
@@ -147,6 +139,7 @@ class View:
         options, mirror = self._mirror_options, None
         if options is not None:
             from casnap.mirror.mirror import Mirror
+            from casnap.take.pending import under_way
 
             mirror = Mirror(
                 repository, place.name, options, hooks_of=_disk_hooks, is_taking=under_way
@@ -317,6 +310,8 @@ class View:
         Returns:
             Its full name, and its commit id.
         """
+        from casnap.storage.snapshots.changes import change_table, row_edit
+
         full = self.full_name(name)
         if commit_id is None:
             commit_id = self.row(name).commit.hex()
@@ -348,6 +343,7 @@ def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
 def _disk_hooks(repository: Repository) -> CommitHooks:
     """Return what keeps the garbage of a store small."""
     from casnap.maintenance.automatic import automatic_collector
+    from casnap.storage.writing.hooks import CommitHooks
 
     collector = automatic_collector(repository)
     return CommitHooks(
@@ -464,6 +460,8 @@ def view_above(
             place._replace(name=""), create=create, is_explicit=False, look_ahead=True, **options
         )
     except NotAStoreError as e:
+        from casnap.storage.snapshots.markers import only_marker_error
+
         raise only_marker_error(place.backend, place.name) or e from None
     return View.of(repository, is_new=is_new), place.name
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from casnap.backends.base import Backend
 from casnap.backends.local import LocalBackend
-from casnap.backends.memory import MemoryBackend
 from casnap.runtime.environment import local_path
+
+if TYPE_CHECKING:
+    from casnap.backends.memory import MemoryBackend
 
 __all__ = ["Backend", "LocalBackend", "MemoryBackend", "backend_at"]
 
@@ -34,7 +36,17 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
     if not separator or scheme.lower() == "file":
         return LocalBackend(Path(local_path(uri)))
     if scheme == "memory":
+        from casnap.backends.memory import MemoryBackend
+
         return MemoryBackend(path)
     from casnap.backends.schemes import remote_backend  # only here is anything remote imported
 
     return remote_backend(uri, storage_options or {})
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MemoryBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from casnap.backends.memory import MemoryBackend
+
+    return MemoryBackend

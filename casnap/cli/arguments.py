@@ -272,7 +272,8 @@ def store_fields(store: Store) -> dict[str, Any]:
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
     """Return the user's metadata, or None if they are damaged."""
     try:
-        return snapshot.metadata.user
+        with snapshot.contents.reading():
+            return snapshot.contents.metadata
     except DamagedError:
         return None
 

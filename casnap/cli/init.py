@@ -10,7 +10,7 @@ from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
 from casnap.storage.log.settings import CODECS
 from casnap.storage.places.creation import chunk_size_of
 from casnap.storage.places.location import locate_store
-from casnap.storage.snapshots.table import change_settings
+from casnap.storage.snapshots.changes import change_settings
 from casnap.view import repository_of, view_of
 
 

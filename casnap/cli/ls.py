@@ -13,7 +13,7 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import amount, emit, moment, say, size, summary, table
-from casnap.storage.places.other_formats import hint_in
+from casnap.snapshot import Snapshot
 from casnap.storage.snapshots.holds import awaited_of
 from casnap.view import repository_of, view_of
 
@@ -36,28 +36,27 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
         emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
         return
     if not snapshots:
+        from casnap.storage.places.other_formats import hint_in
+
         folder = repository_of(place).backend.folder
         hint = "" if folder is None else hint_in(folder / view_of(place).folder(prefix))
         say(hint or f"{place.uri} holds no snapshot yet", err=True)
         return
-    rows = [
-        (
-            s.name,
-            summary(
-                metadata_of(s),
-                s.tags,
-                holds=awaited_of(s.row),
-                thinned=s.row.is_thinned,
-                unknown_features=s.row.unknown_features,
-            ),
-            moment(s.time),
-            size(s.stats.new_bytes),
-            size(s.stats.logical_bytes),
-            f"{s.stats.entries:,}",
-        )
-        for s in snapshots
-    ]
+    rows = list(map(_cells, snapshots))
     header = ("NAME", "METADATA", "TIME", "NEW", "LOGICAL", "ENTRIES")
     table(header, rows, numbers={"NEW", "LOGICAL", "ENTRIES"}, cut="METADATA", wide=wide)
     if condemned := repository_of(place).recent().condemned:
         say(f"{amount(len(condemned), 'pack')} of garbage to be freed; see `casnap du`", err=True)
+
+
+def _cells(snapshot: Snapshot) -> tuple[str, ...]:
+    row = snapshot.row
+    told = summary(
+        metadata_of(snapshot),
+        row.tags,
+        holds=awaited_of(row),
+        thinned=row.is_thinned,
+        unknown_features=row.unknown_features,
+    )
+    new, logical, entries = row.stats.new_bytes, row.stats.logical_bytes, row.stats.entries
+    return snapshot.name, told, moment(row.time), size(new), size(logical), f"{entries:,}"

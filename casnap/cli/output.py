@@ -18,11 +18,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size as size
 from casnap.view import repository_of
 
 if TYPE_CHECKING:
+    from casnap.runtime.progress import Progress
     from casnap.store import Store
 
 JSON_VERSION = 1

@@ -48,7 +48,7 @@ from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.packs.pack import moved_place, new_id
 from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import change_table
+from casnap.storage.snapshots.changes import change_table
 from casnap.storage.writing.copying import one_at_a_time
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.retries import put_root_after

@@ -16,6 +16,7 @@ from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
 from casnap.format.records import Root, Row
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.changes import change_settings, change_table
 from casnap.storage.snapshots.holds import UNMIRRORED
 from casnap.storage.snapshots.runs import (
     ORIGIN,
@@ -24,7 +25,7 @@ from casnap.storage.snapshots.runs import (
     root_in,
     rows_of_run,
 )
-from casnap.storage.snapshots.table import Table, change_settings, change_table, snapshots_in
+from casnap.storage.snapshots.table import Table, snapshots_in
 
 SETTING = "mirror"
 _SUCCEEDED = "succeeded"

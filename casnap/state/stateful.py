@@ -6,7 +6,6 @@ Torch is imported only where a random state is read or set, so importing this mo
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import UserDict
 from collections.abc import Mapping
@@ -186,25 +185,6 @@ def with_states(app_state: AppState) -> Mapping[str, Stateful]:
     if not isinstance(values, Mapping) or not any(map(is_generator, values.values())):
         return values  # type: ignore[no-any-return]
     return {k: _Generator(v) if is_generator(v) else v for k, v in values.items()}
-
-
-def check_order(call: str, app_state: object, name: object) -> None:
-    """Check that an app state and a name, or path, were not exchanged.
-
-    Args:
-        call: The call with its arguments in the right order.
-        app_state: What was given as the app state.
-        name: What was given as the name or path.
-
-    Raises:
-        UnsupportedTypeError: They were; or the name is no text.
-    """
-    if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
-        argument = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")
-        raise UnsupportedTypeError(
-            f"the call is {call}: app_state is a dict of keys and Statefuls, {argument} a str; got "
-            f"{type(app_state).__name__} as app_state, {type(name).__name__} as {argument}"
-        )
 
 
 def same_random_state(a: Any, b: Any) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from casnap.errors import (
     PLACE_ERRORS,
@@ -15,13 +16,16 @@ from casnap.errors import (
     DamagedError,
     FencedError,
     UnclearCommitError,
+    UnsupportedTypeError,
     nearest,
 )
 from casnap.format.records import Row
-from casnap.runtime.progress import Progress
 from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
-from casnap.storage.snapshots.retention import Retention, check_retention
-from casnap.storage.writing.hooks import CommitHooks
+
+if TYPE_CHECKING:
+    from casnap.runtime.progress import Progress
+    from casnap.storage.snapshots.retention import Retention
+    from casnap.storage.writing.hooks import CommitHooks
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
@@ -147,6 +151,12 @@ class AsyncTakeArguments(TakeArguments, total=False):
     max_pending: int
 
 
+def _no_hooks() -> CommitHooks:
+    from casnap.storage.writing.hooks import CommitHooks
+
+    return CommitHooks()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
@@ -168,11 +178,13 @@ class TakeOptions:
     threads: int | None = None
     timeout: float | None = None
     on_error: OnError = "raise"
-    hooks: CommitHooks = field(default_factory=CommitHooks, repr=False)
+    hooks: CommitHooks = field(default_factory=_no_hooks, repr=False)
     attempt: Attempt = field(default_factory=Attempt, repr=False)
 
     def __post_init__(self) -> None:
         if self.retention is not None:
+            from casnap.storage.snapshots.retention import check_retention
+
             check_retention(self.retention)
         # Ranks compare the texts of options, so each has one form.
         object.__setattr__(self, "threads", count_if_given("threads", self.threads))
@@ -239,6 +251,25 @@ def shows_options(*, in_background: bool) -> Callable[[F], F]:
 
 def _names(in_background: bool) -> list[str]:
     return [name for name in _OF_A_TAKE if in_background or name not in _IN_BACKGROUND]
+
+
+def check_order(call: str, app_state: object, name: object) -> None:
+    """Check that an app state and a name, or path, were not exchanged.
+
+    Args:
+        call: The call with its arguments in the right order.
+        app_state: What was given as the app state.
+        name: What was given as the name or path.
+
+    Raises:
+        UnsupportedTypeError: They were; or the name is no text.
+    """
+    if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
+        argument = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")
+        raise UnsupportedTypeError(
+            f"the call is {call}: app_state is a dict of keys and Statefuls, {argument} a str; got "
+            f"{type(app_state).__name__} as app_state, {type(name).__name__} as {argument}"
+        )
 
 
 def options_of(call: str, arguments: Mapping[str, Any], *, in_background: bool) -> TakeOptions:

@@ -304,6 +304,34 @@ print("\\nnone did")
     assert done.stdout.endswith("\nnone did\n"), done.stderr
 
 
+def test_reading_loads_nothing_that_only_writers_need(store: Path) -> None:
+    """Each module takes half a millisecond; ``import casnap`` and a reader need no writer's."""
+    code = """\
+import sys
+from casnap.cli import run
+assert run(["ls", sys.argv[1]]) == 0 and run(["show", f"{sys.argv[1]}/run1/step_1"]) == 0
+only_writers = (
+    "casnap.mirror.",
+    "casnap.pending",
+    "casnap.preemption",
+    "casnap.ranks.",
+    "casnap.storage.places.creation",
+    "casnap.storage.snapshots.changes",
+    "casnap.storage.snapshots.published",
+    "casnap.storage.snapshots.retention",
+    "casnap.storage.snapshots.rewinding",
+    "casnap.storage.snapshots.thinning",
+    "casnap.storage.writing.",
+    "casnap.take.pending",
+    "casnap.take.take",
+)
+print("\\nfound", [name for name in sys.modules if name.startswith(only_writers)])
+"""
+    command = [sys.executable, "-c", code, str(store)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "found []"
+
+
 def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=True)

@@ -13,8 +13,8 @@ import pytest
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, SnapshotError, SnapshotNotFoundError
+from casnap.storage.snapshots.changes import change_settings
 from casnap.storage.snapshots.published import SETTING
-from casnap.storage.snapshots.table import change_settings
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import elsewhere, faults, files, start, take, wait
 from tests.support.remote import RemoteDouble

@@ -24,7 +24,7 @@ from casnap.errors import (
 from casnap.format.digest import Digest
 from casnap.format.records import NodeRef
 from casnap.integrations.trainers import check_whole, load_own
-from casnap.storage.snapshots.table import change_table
+from casnap.storage.snapshots.changes import change_table
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import WRITING_CALLS, elsewhere, faults, files, in_child, kill
 from tests.support.remote import RemoteDouble

@@ -36,7 +36,8 @@ from torch.torch_version import TorchVersion
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import ID_SIZE, encode
-from casnap.storage.snapshots.table import change_table, row_edit, snapshots_in
+from casnap.storage.snapshots.changes import change_table, row_edit
+from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.forger import Forger, chunks, container, tensor

@@ -37,7 +37,6 @@ from casnap.format.records import (
 )
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import run_both
-from casnap.storage.log.put_if_absent import recheck_put_if_absent
 from casnap.version import __version__
 
 _log = logging.getLogger("casnap")
@@ -352,6 +351,8 @@ def put_root(backend: Backend, root: Root) -> bool:
         UnclearCommitError: It stands, or may, but it is not known whether it lasts.
         StoreError: The place does not keep writers apart as it is now.
     """
+    from casnap.storage.log.put_if_absent import recheck_put_if_absent
+
     content = sealed_root(root)
     # What was put before the root has told in which state the bucket is.
     recheck_put_if_absent(backend)

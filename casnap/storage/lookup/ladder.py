@@ -36,7 +36,6 @@ from casnap.runtime.typing import override
 from casnap.storage.lookup.index import Index, RemoteIndex, View
 from casnap.storage.lookup.newest import NewestRoot, RememberedRoot
 from casnap.storage.lookup.node_hints import KnownHints, read_node_pack
-from casnap.storage.lookup.segment_search import SegmentRanges
 from casnap.storage.packs.chunk_reads import FailedRead, Located, Reason, Want
 
 _log = logging.getLogger("casnap")
@@ -291,6 +290,8 @@ class RemoteLookup(LocalLookup):
     def __init__(self, backend: Backend, newest: NewestRoot, index: RemoteIndex) -> None:
         super().__init__(newest, index)
         self._backend, self._costs = backend, backend.costs
+        from casnap.storage.lookup.segment_search import SegmentRanges
+
         self._hints = KnownHints()
         self._ranges = SegmentRanges(backend, index)
 

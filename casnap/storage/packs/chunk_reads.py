@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from casnap.backends.base import Backend, Target
 from casnap.errors import BackendError, DamagedError
@@ -15,7 +15,9 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, whole_pages
 from casnap.runtime.threads import Crew, SharedItems, cores, run_both
-from casnap.storage.packs.pack import Room
+
+if TYPE_CHECKING:
+    from casnap.storage.packs.pack import Room
 
 _READ_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20

@@ -28,7 +28,6 @@ from casnap.format.tree import TABLE_FANOUT, Tree
 from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores
 from casnap.storage.log.config import read_config
-from casnap.storage.log.put_if_absent import check_put_if_absent
 from casnap.storage.log.roots import check_writable
 from casnap.storage.log.settings import Settings
 from casnap.storage.lookup.index import Index, View
@@ -46,7 +45,6 @@ from casnap.storage.packs.chunk_reads import (
     read_places,
 )
 from casnap.storage.reading.chunk_cache import ChunkCache
-from casnap.storage.reading.delta_reads import DeltaReader
 
 V = TypeVar("V")
 
@@ -137,6 +135,8 @@ class Repository:
             StoreError: The place does not honour put-if-absent, and the user does not vouch that
                 there is no other writer.
         """
+        from casnap.storage.log.put_if_absent import check_put_if_absent
+
         check_put_if_absent(self.backend, self.config)
 
     def settings(self, root: Root) -> Settings:
@@ -308,6 +308,8 @@ class Repository:
         """Read chunks at places of deltas, with what a cache has; return those that failed."""
         if not deltas:
             return []
+        from casnap.storage.reading.delta_reads import DeltaReader
+
         chunk_size = self.config.chunk_size
         link_options = WITHOUT_POOL._replace(keep=options.keep)
 

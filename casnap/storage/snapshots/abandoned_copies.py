@@ -8,7 +8,7 @@ import msgspec
 
 from casnap.format.records import Root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import change_table
+from casnap.storage.snapshots.changes import change_table
 
 _AFTER = 7 * 86400.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,9 @@ from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
 from casnap.storage.log.config import not_a_store_error, object_error
-from casnap.storage.places.creation import CreatedStore, create_store
 from casnap.storage.places.location import Location, narrow_hint
-from casnap.storage.places.other_formats import no_store_error
 from casnap.storage.reading.chunk_cache import room_for
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.markers import only_marker_error
 
 _log = logging.getLogger("casnap")
 
@@ -75,32 +72,51 @@ def open_at(
     may_make = create and (not place.name or bool(place.exists))
     open_here = partial(Repository, backend, marks=markers)
     store = open_here(config=config) if config is not None else None
-    created: CreatedStore | None = None
+    is_new = False
     if store is None and backend.costly_requests:
         store = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
     if store is None and may_make:
-        # If the store exists, this finishes a creation that was interrupted.
-        created = create_store(
-            backend, chunk_size=chunk_size, is_explicit=is_explicit, settings=settings
-        )
-        if created.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
-            level = logging.INFO if is_explicit else logging.WARNING
-            _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
-        store = open_here(config=created.config)
-        if created.root is not None:
-            store.note_newest(created.root)
+        store, is_new = _made(backend, chunk_size, settings, open_here, is_explicit=is_explicit)
     elif store is None and not place.exists:
-        raise (
-            only_marker_error(backend, "")
-            or _no_name_error(backend)
-            or (
-                not_a_store_error(backend) if (at := backend.folder) is None else no_store_error(at)
-            )
-        )
+        raise _absent_error(backend)
     store = store or open_here()
     if room is not None:
         store.chunk_cache = room.of(store.config, backend)
-    return store, created is not None and created.is_new
+    return store, is_new
+
+
+def _made(
+    backend: Backend,
+    chunk_size: int,
+    settings: Mapping[str, Any] | None,
+    open_here: Callable[..., Repository],
+    *,
+    is_explicit: bool,
+) -> tuple[Repository, bool]:
+    """Make a store, or finish the making of one that was cut off, and open it."""
+    from casnap.storage.places.creation import create_store
+
+    created = create_store(
+        backend, chunk_size=chunk_size, is_explicit=is_explicit, settings=settings
+    )
+    if created.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+        level = logging.INFO if is_explicit else logging.WARNING
+        _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
+    store = open_here(config=created.config)
+    if created.root is not None:
+        store.note_newest(created.root)
+    return store, created.is_new
+
+
+def _absent_error(backend: Backend) -> NotAStoreError:
+    """Return the error for a place without a store, which says what is there instead."""
+    from casnap.storage.places.other_formats import no_store_error
+    from casnap.storage.snapshots.markers import only_marker_error
+
+    if error := only_marker_error(backend, "") or _no_name_error(backend):
+        return error
+    folder = backend.folder
+    return not_a_store_error(backend) if folder is None else no_store_error(folder)
 
 
 def _no_name_error(backend: Backend) -> NotAStoreError | None:

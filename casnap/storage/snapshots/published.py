@@ -25,9 +25,9 @@ from casnap.errors import (
 from casnap.format.records import Root, Row, decode, encode, root_key
 from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.table import (
     Table,
-    change_table,
     row_of,
     snapshots_in,
     tag_text,

@@ -23,11 +23,12 @@ from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.runtime.units import Duration, count_of, seconds_of
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.runs import Run, in_commit_order, run_of, runs_of
-from casnap.storage.snapshots.table import Table, change_table, snapshots_in
+from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]

@@ -1,10 +1,9 @@
-"""The snapshot table of a root: the rules for names and rows, and commits that change only it."""
+"""The snapshot table of a root: the rules for names and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -16,27 +15,18 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateError,
-    StorageFullError,
     nearest,
 )
 from casnap.format.names import STORE_FOLDER
-from casnap.format.records import MAX_METADATA_BYTES, Root, Row
+from casnap.format.records import MAX_METADATA_BYTES, Row
 from casnap.format.tree import Tree
-from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import whole_number
-from casnap.storage.log.roots import release_reserve, with_advice
-from casnap.storage.places.other_formats import hint_at
-from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.retries import Obstacle, again
-from casnap.storage.writing.session import Session
 
-_TRIES = 3
 _METADATA_DEPTH = 64
 _MOST_TAGS = 100
 _TAG_CHARS = 100
 
 Table = Tree[Row]
-Change = Callable[[Table, int], dict[str, "Row | None"]]
 
 
 def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
@@ -52,6 +42,8 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     """
     row = table.get(name)
     if row is None:
+        from casnap.storage.places.other_formats import hint_at
+
         hint = "" if backend.folder is None else hint_at(backend.folder / name)
         hint = hint or nearest(name, (full_name for full_name, _ in snapshots_in(table)))
         raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{hint}")
@@ -113,94 +105,6 @@ def check_path_is_free(backend: Backend, name: str) -> None:
                 f"{place} is a store itself, so {name!r} cannot be a snapshot of {backend.uri}; "
                 "take it into that store, or choose another name"
             )
-
-
-def row_edit(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
-    """Return the change that edits a row, or (None) removes it, if it is still of that commit."""
-
-    def change(table: Table, _seq: int) -> dict[str, Row | None]:
-        row = table.get(name)
-        if row is None or row.commit.hex() != commit_id:
-            raise SnapshotNotFoundError(
-                f"{uri}: the snapshot {name!r} was deleted or replaced in the meantime"
-            )
-        edited = edit(row)
-        return {} if edited == row else {name: edited}
-
-    return change
-
-
-def change_table(
-    store: Repository, change: Change, update_root: Callable[[Root], Root] = lambda root: root
-) -> bool:
-    """Commit a change of the table; return False, and write no root, if it changes nothing.
-
-    Args:
-        store: The store.
-        change: Says which rows to set or remove.
-        update_root: Given the root before, returns it with the fields that the next one is to have.
-    """
-    return commit_change(store, lambda _: change, update_root)
-
-
-def change_settings(
-    store: Repository,
-    edit: Callable[[dict[str, Any]], dict[str, Any]],
-    edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
-) -> bool:
-    """Change some settings of a store, in one commit; return whether that changed anything.
-
-    Args:
-        store: The store.
-        edit: Given the settings, returns the new ones.
-        edit_rows: Given the snapshots, returns the rows to change too if the settings change.
-    """
-
-    def update_root(root: Root) -> Root:
-        before = store.settings(root).values
-        after = edit(dict(before))
-        if after == before:
-            return root
-        return msgspec.structs.replace(root, settings=after)
-
-    def change(table: Table, seq: int) -> dict[str, Row | None]:
-        before = store.newest()
-        stays = before.seq == seq - 1 and update_root(before) is before
-        return {} if stays else edit_rows(snapshots_in(table))
-
-    return change_table(store, change, update_root)
-
-
-def commit_change(
-    store: Repository,
-    change_in: Callable[[Session], Change],
-    update_root: Callable[[Root], Root] = lambda root: root,
-) -> bool:
-    """Do what :func:`change_table` does, for a change that stores nodes in the session."""
-
-    def some(change: Change, table: Table, seq: int) -> dict[str, Row | None] | None:
-        changes = change(table, seq)
-        newest = store.newest()
-        return changes if changes or update_root(newest) != newest else None
-
-    def commit(crew: Crew) -> bool:
-        with Session(store, crew) as session:
-            change = partial(some, change_in(session))
-            return session.commit(change, update_root=update_root) is not None
-
-    def give_up(error: Obstacle) -> NoReturn:
-        if isinstance(error, StorageFullError):
-            raise with_advice(error, store.recent()) from error
-        raise error
-
-    return again(
-        store,
-        lambda: run_shielded(commit),
-        f"{store.backend.uri}: a change",
-        tries=_TRIES,
-        on_full=lambda _: release_reserve(store.backend),
-        give_up=give_up,
-    )
 
 
 def with_tags(row: Row, tags: Iterable[str]) -> Row:

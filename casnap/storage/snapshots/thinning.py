@@ -22,10 +22,11 @@ from casnap.format.names import folder_of, key_of
 from casnap.format.records import THINNED, NodeRef, Row, encode
 from casnap.runtime.units import whole_number
 from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.changes import Change, commit_change
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.runs import in_commit_order, runs_of
-from casnap.storage.snapshots.table import Change, Table, commit_change, snapshots_in
+from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
