@@ -24,7 +24,6 @@ from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.storage.places.location import locate_store
-from casnap.storage.snapshots.holds import UNMIRRORED
 from casnap.storage.snapshots.opening import open_at
 from casnap.store import Store
 from casnap.view import View, repository_of, view_above
@@ -309,7 +308,7 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
-        "unmirrored": snapshot.row.has_note(UNMIRRORED),
+        "unmirrored": snapshot.row.is_unmirrored,
         "thinned": snapshot.row.is_thinned,
         "rewound": snapshot.row.is_rewound,
         "unknown_features": list(snapshot.row.unknown_features),

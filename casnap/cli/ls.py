@@ -14,7 +14,6 @@ from casnap.cli.arguments import (
 )
 from casnap.cli.output import amount, emit, moment, say, size, summary, table
 from casnap.snapshot import Snapshot
-from casnap.storage.snapshots.holds import awaited_of
 from casnap.view import repository_of, view_of
 
 
@@ -54,7 +53,7 @@ def _cells(snapshot: Snapshot) -> tuple[str, ...]:
     told = summary(
         metadata_of(snapshot),
         row.tags,
-        holds=awaited_of(row),
+        holds=row.awaited,
         thinned=row.is_thinned,
         unknown_features=row.unknown_features,
     )

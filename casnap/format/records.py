@@ -34,6 +34,14 @@ THINNED = "thinned"
 """The note of a snapshot that has lost some keys, which its manifest names."""
 REWOUND = "rewound"
 """The note of a snapshot that its run has gone back from."""
+UNMIRRORED = "unmirrored"
+"""The note of a snapshot that must stay until another store has a copy of it."""
+ORIGIN = "from"
+"""The note of a copy that must keep its order: the store it is from, and the number of its root."""
+
+# Notes that hold a snapshot, and what people read of each. Every process must know them, also one
+# that never writes them.
+_AWAITED = {UNMIRRORED: "not mirrored yet"}
 
 CommitId = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
 PackId = NewType("PackId", bytes)
@@ -168,6 +176,48 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     def is_rewound(self) -> bool:
         """Whether the run of the snapshot has gone back from it, and does not resume from it."""
         return self.has_note(REWOUND)
+
+    @property
+    def is_unmirrored(self) -> bool:
+        """Whether the mirror still lacks the snapshot, and is to get it."""
+        return self.has_note(UNMIRRORED)
+
+    @property
+    def awaited(self) -> list[str]:
+        """The holds that end by themselves: what the snapshot waits for."""
+        return [reason for note, reason in _AWAITED.items() if self.has_note(note)]
+
+    @property
+    def holds(self) -> list[str]:
+        """Why the snapshot must stay, such as "tagged"; empty if nothing holds it.
+
+        Pruning, thinning, and forgetting what has no folder any more ask for it. Deleting a
+        snapshot by its name asks for none, and overwriting it only for its tags.
+        """
+        return [*(["tagged"] if self.tags else []), *self.awaited]
+
+    def run_of(self, name: str) -> str:
+        """Return the folder of the run that the snapshot of this row and a name is of.
+
+        One that its run has gone back from lies in a folder of that folder.
+        """
+        folder = name.rpartition("/")[0]
+        return folder.rpartition("/")[0] if self.is_rewound else folder
+
+    @property
+    def origin(self) -> tuple[str, int]:
+        """The id of the store that it was copied from, and the number of its root there.
+
+        They are "" and -1 if the row does not say it.
+        """
+        return self.noted_root(ORIGIN)
+
+    def noted_root(self, note: str) -> tuple[str, int]:
+        """Return the store and the number of the root that a note names; "" and -1 for none."""
+        match self.notes.get(note):
+            case [str(store_id), int(number)] if number >= 0:
+                return store_id, number
+        return "", -1
 
     @property
     def copied_notes(self) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 from casnap.snapshot import Snapshot
-from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import marked_commit
 from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
 from casnap.storage.snapshots.table import Table, snapshots_in
@@ -178,7 +177,7 @@ class _DeletedChange(PruneChange):
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on these snapshots."""
         return [
-            Verdict(name, row, tuple(holds_of(row)))
+            Verdict(name, row, tuple(row.holds))
             for name, row in self._run_folder.deleted(table).items()
         ]
 
@@ -196,7 +195,7 @@ class _ReleaseChange(PruneChange):
         """Return the verdict on it."""
         row = table.get(self._name)
         is_it = row is not None and row.commit == self._commit
-        return [Verdict(self._name, row, tuple(holds_of(row)))] if is_it and row else []
+        return [Verdict(self._name, row, tuple(row.holds))] if is_it and row else []
 
 
 def forget(snapshot: Snapshot) -> bool:

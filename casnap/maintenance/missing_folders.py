@@ -11,7 +11,6 @@ from casnap.errors import StoreError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import listing_of
 from casnap.storage.snapshots.retention import PruneChange, Verdict
 from casnap.storage.snapshots.runs import folders_of, in_commit_order, was_taken_here
@@ -77,7 +76,7 @@ class MissingFoldersChange(PruneChange):
 
     def _reason_to_keep(self, row: Row, standing: set[bytes], *, had_markers: bool) -> str:
         """Return why a snapshot is kept though its folder is gone; "" if it is not."""
-        if holds := holds_of(row):
+        if holds := row.holds:
             return holds[0]
         if row.commit in standing:
             return "its folder was renamed"

@@ -59,7 +59,6 @@ from casnap.runtime.threads import Worker
 from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.opening import open_at
-from casnap.storage.snapshots.runs import origin_of
 from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.transfer.copier import Copier, Pair
@@ -370,7 +369,7 @@ class Mirror:
         row = store.read_at_newest(lambda root: store.table(root).get(job.new_name))
         if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
-        origin, _ = origin_of(row)
+        origin, _ = row.origin
         origin_text = f"copied from the store {origin}" if origin else "not copied by a mirror"
         return (
             f"{store.backend.uri} holds another snapshot {job.new_name!r} (commit "

@@ -14,17 +14,10 @@ from typing import Any, NamedTuple
 
 from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
-from casnap.format.records import Root, Row
+from casnap.format.records import ORIGIN, UNMIRRORED, Root, Row
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_settings, change_table
-from casnap.storage.snapshots.holds import UNMIRRORED
-from casnap.storage.snapshots.runs import (
-    ORIGIN,
-    is_copy_from_here,
-    origin_of,
-    root_in,
-    rows_of_run,
-)
+from casnap.storage.snapshots.runs import is_copy_from_here, rows_of_run
 from casnap.storage.snapshots.table import Table, snapshots_in
 
 SETTING = "mirror"
@@ -64,11 +57,6 @@ class Life(NamedTuple):
     follows: int
 
 
-def is_unmirrored(row: Row) -> bool:
-    """Whether the mirror still lacks a snapshot, and is to get it."""
-    return row.has_note(UNMIRRORED)
-
-
 def is_succeeded(row: Row) -> bool:
     """Whether the mirror never gets a snapshot, since another store continues its run there."""
     return row.has_note(_SUCCEEDED)
@@ -87,7 +75,7 @@ def taken_notes(mirror_id: str, follows: int) -> dict[str, Any]:
 
 def follows_of(row: Row, mirror_id: str) -> int:
     """Return the root of a mirror that a snapshot follows; 0 for none."""
-    store_id, number = root_in(row, _FOLLOWS)
+    store_id, number = row.noted_root(_FOLLOWS)
     return max(0, number) if store_id == mirror_id else 0
 
 
@@ -143,7 +131,7 @@ def is_newer_here(
     (name, row), (other_name, row_there) = newest, newest_there
     same_run = folder_of(name) == folder_of(other_name)
     if is_copy_from_here(store, row_there):
-        return row.seq > origin_of(row_there)[1]
+        return row.seq > row_there.origin[1]
     life = life_of(row_there)
     if life is not None and same_run:
         return follows_of(row, mirror_id) >= life.began
@@ -192,7 +180,7 @@ def mark_mirrored(
         for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)
             # It may have been taken anew meanwhile.
-            if row is not None and row.commit == commit and is_unmirrored(row):
+            if row is not None and row.commit == commit and row.is_unmirrored:
                 changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
         return changed
 
@@ -206,7 +194,7 @@ def succeeded_in(table: Table) -> dict[str, Row]:
 
 def unmirrored_in(table: Table) -> dict[str, Row]:
     """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
-    rows = [(name, row) for name, row in snapshots_in(table) if is_unmirrored(row)]
+    rows = [(name, row) for name, row in snapshots_in(table) if row.is_unmirrored]
     return dict(sorted(rows, key=lambda item: item[1].seq))
 
 
@@ -262,11 +250,11 @@ def _folder_text(place: MirrorPlace) -> str:
 
 
 def _note_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: _noted(row, UNMIRRORED) for name, row in rows if not is_unmirrored(row)}
+    return {name: _noted(row, UNMIRRORED) for name, row in rows if not row.is_unmirrored}
 
 
 def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    noted_rows = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
+    noted_rows = ((name, row) for name, row in rows if row.is_unmirrored or is_succeeded(row))
     return {name: _noted(row, None) for name, row in noted_rows}
 
 

@@ -20,7 +20,7 @@ from casnap.mirror.notes import (
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.retention import Retention
 from casnap.storage.snapshots.run_upkeep import Upkeep, upkeep_of_run
-from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here, origin_of, run_of
+from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.session import Session
 from casnap.transfer.copy_jobs import Placement, PlacementError
@@ -55,7 +55,7 @@ class Succession:
     @property
     def run(self) -> str:
         """The folder of the run at the mirror."""
-        return run_of(self.new_name, self.row)
+        return self.row.run_of(self.new_name)
 
     def place(self, table: Table, seq: int) -> Placement:
         """Return the notes of the copy, and what it replaces.
@@ -96,11 +96,11 @@ class Succession:
         if follows >= life.follows and is_copy_from_here(self.source, newest):
             return life
         if follows >= life.began:
-            self.predecessor, _ = origin_of(newest)
+            self.predecessor, _ = newest.origin
             return Life(seq, follows)
         run = f" in {self.run!r}" if self.run else ""
         raise SucceededError(
-            f"{self.destination.backend.uri} has a run{run} that the store {origin_of(newest)[0]} "
+            f"{self.destination.backend.uri} has a run{run} that the store {newest.origin[0]} "
             f"writes, and the snapshots of {self.source.backend.uri} (the store "
             f"{self.source.config.store_id}) do not follow it: that store has succeeded this one, "
             "or this one never resumed from there. Nothing more of this run is mirrored from here; "

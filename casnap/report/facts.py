@@ -18,7 +18,6 @@ from casnap.maintenance.usage import DiskUsage, disk_usage, usage
 from casnap.runtime.progress import Progress
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.holds import awaited_of
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -161,7 +160,7 @@ def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFac
         ("rewound", row.is_rewound),
         ("thinned", row.is_thinned),
     )
-    notes = (*row.tags, *(note for note, is_so in marks if is_so), *awaited_of(row))
+    notes = (*row.tags, *(note for note, is_so in marks if is_so), *row.awaited)
     stats = row.stats
     return SnapshotFacts(
         contents.name,

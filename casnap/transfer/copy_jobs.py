@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from casnap.errors import StoreError
 from casnap.format.records import Row
 from casnap.storage.snapshots.run_upkeep import Upkeep
-from casnap.storage.snapshots.runs import rows_of_run, run_of
+from casnap.storage.snapshots.runs import rows_of_run
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.storage.writing.session import Session
@@ -73,7 +73,7 @@ class CopyJob(NamedTuple):
         base_name = self.new_name.rpartition("/")[2]
         same = {
             name: row
-            for name, row in rows_of_run(table, run_of(self.new_name, self.row)).items()
+            for name, row in rows_of_run(table, self.row.run_of(self.new_name)).items()
             if row.commit == self.row.commit
             and row.is_rewound != self.row.is_rewound
             and name.rpartition("/")[2] == base_name

@@ -25,9 +25,8 @@ from casnap.runtime.units import Duration, count_of, seconds_of
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.markers import unmark
-from casnap.storage.snapshots.runs import Run, in_commit_order, run_of, runs_of
+from casnap.storage.snapshots.runs import Run, in_commit_order, runs_of
 from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.storage.snapshots.thinning import check_rules
 
@@ -113,7 +112,7 @@ class Retention:
 
     def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
         live = [(name, row) for name, row in run.snapshots if not row.is_rewound]
-        yield from ((name, hold) for name, row in run.snapshots for hold in holds_of(row))
+        yield from ((name, hold) for name, row in run.snapshots for hold in row.holds)
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             yield from ((name, "only thinned") for name, _ in run.snapshots)
         if self.keep_last is not None:
@@ -358,7 +357,7 @@ class RetentionChange(PruneChange):
         rows: Iterable[tuple[str, Row]]
         rows = {**dict(snapshots_in(table, self._folder)), **added_rows}.items()
         if self._taken is not None:
-            rows = ((n, row) for n, row in rows if run_of(n, row) == self._folder)
+            rows = ((n, row) for n, row in rows if row.run_of(n) == self._folder)
         return self.judge_rows(rows)
 
     def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:
@@ -380,7 +379,7 @@ class RetentionChange(PruneChange):
     def _warn_of_no_step(self, verdicts: Iterable[Verdict]) -> None:
         """Say once of each run that snapshots have no step, so that ``keep_every`` keeps them."""
         for verdict in verdicts:
-            run = f"{self._store.config.store_id} {run_of(verdict.name, verdict.row)}"
+            run = f"{self._store.config.store_id} {verdict.row.run_of(verdict.name)}"
             has_step = _step(verdict.name, verdict.row) is not None
             if has_step or verdict.row.is_rewound or run in _warned:
                 continue

@@ -17,7 +17,7 @@ from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.markers import mark, unmark
-from casnap.storage.snapshots.runs import in_commit_order, rows_of_run, run_of
+from casnap.storage.snapshots.runs import in_commit_order, rows_of_run
 from casnap.storage.snapshots.table import Table, check_free, row_of
 
 
@@ -63,7 +63,7 @@ def rewind(
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         nonlocal before, after, rewound
         row = row_of(table, name, backend)
-        run = run_of(name, row)
+        run = row.run_of(name)
         rows = {n: r for n, r in rows_of_run(table, run).items() if n == name or not r.is_rewound}
         ordered = [each for each, _ in in_commit_order(rows.items())]
         aside = _free_folder(table, run, seq)

@@ -14,7 +14,7 @@ from casnap.storage.snapshots.retention import (
     Verdict,
     unknown_metrics,
 )
-from casnap.storage.snapshots.runs import rows_of_run, run_of
+from casnap.storage.snapshots.runs import rows_of_run
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.session import Session
@@ -61,7 +61,7 @@ def upkeep_of_run(
     if retention is None:
         return Upkeep({}, {})
     name, row = added
-    store, run = session.store, run_of(name, row)
+    store, run = session.store, row.run_of(name)
     rows = {name: row}
     pruned: dict[str, Row] = {}
     try:

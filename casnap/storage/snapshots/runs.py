@@ -12,9 +12,6 @@ from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import Table, snapshots_in
 
-ORIGIN = "from"
-"""The note of a copy that must keep its order: the store it is from, and the number of its root."""
-
 
 class Run(NamedTuple):
     """Some snapshots of a folder.
@@ -36,18 +33,9 @@ class Run(NamedTuple):
         return self.snapshots[: max(0, len(self.snapshots) - count)]
 
 
-def run_of(name: str, row: Row) -> str:
-    """Return the folder of the run that a snapshot is of.
-
-    One that its run has gone back from lies in a folder of that folder.
-    """
-    folder = folder_of(name)
-    return folder_of(folder) if row.is_rewound else folder
-
-
 def rows_of_run(table: Table, run: str) -> dict[str, Row]:
     """Return the snapshots of a run, those that it has gone back from as well, by name."""
-    return {name: row for name, row in snapshots_in(table, run) if run_of(name, row) == run}
+    return {name: row for name, row in snapshots_in(table, run) if row.run_of(name) == run}
 
 
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
@@ -58,7 +46,7 @@ def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
     ordered = sorted(in_commit_order(rows), key=lambda item: not item[1].is_rewound)
     runs: dict[str, list[tuple[str, Row]]] = {}
     for name, row in ordered:
-        runs.setdefault(run_of(name, row), []).append((name, row))
+        runs.setdefault(row.run_of(name), []).append((name, row))
     return [Run(*run) for run in runs.items()]
 
 
@@ -83,35 +71,19 @@ def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
     ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
     places: dict[str, list[int]] = {}
     for at, (_, row) in enumerate(ordered):
-        store_id, seq = origin_of(row)
+        store_id, seq = row.origin
         if seq >= 0:
             places.setdefault(store_id, []).append(at)
     for at_places in places.values():
-        of_one = sorted((ordered[at] for at in at_places), key=lambda item: origin_of(item[1])[1])
+        of_one = sorted((ordered[at] for at in at_places), key=lambda item: item[1].origin[1])
         for at, item in zip(at_places, of_one, strict=True):
             ordered[at] = item
     return ordered
 
 
-def origin_of(row: Row) -> tuple[str, int]:
-    """Return the id of the store that a snapshot was copied from, and the number of its root there.
-
-    They are "" and -1 if the row does not say it.
-    """
-    return root_in(row, ORIGIN)
-
-
-def root_in(row: Row, note: str) -> tuple[str, int]:
-    """Return the store and the number of the root that a note names; "" and -1 for none."""
-    match row.notes.get(note):
-        case [str(store_id), int(number)] if number >= 0:
-            return store_id, number
-    return "", -1
-
-
 def was_taken_here(store: Repository, row: Row) -> bool:
     """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
-    return not origin_of(row)[0] and _has_committed(store, row.seq, row)
+    return not row.origin[0] and _has_committed(store, row.seq, row)
 
 
 def is_copy_from_here(store: Repository, row: Row) -> bool:
@@ -120,7 +92,7 @@ def is_copy_from_here(store: Repository, row: Row) -> bool:
     The number of its root here, and the commit id of that, prove it: roots are never removed, and
     commit ids are random. So two stores that go on from copies of one each know what was theirs.
     """
-    store_id, seq = origin_of(row)
+    store_id, seq = row.origin
     return store_id == store.config.store_id and seq >= 0 and _has_committed(store, seq, row)
 
 

@@ -24,7 +24,6 @@ from casnap.runtime.units import whole_number
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import Change, commit_change
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.holds import holds_of
 from casnap.storage.snapshots.runs import in_commit_order, runs_of
 from casnap.storage.snapshots.table import Table, snapshots_in
 from casnap.storage.writing.session import Session
@@ -103,7 +102,7 @@ def thin_table(
     for run in runs_of(rows):
         for pattern, count in rules.items():
             for name, row in run.older(count):
-                is_kept = name == added or bool(holds_of(row) or row.unknown_features)
+                is_kept = name == added or bool(row.holds or row.unknown_features)
                 if not is_kept and pattern not in _applied_to(row):
                     due.setdefault(name, []).append(pattern)
                     by_name[name] = row
