@@ -29,7 +29,7 @@ from casnap.runtime.units import (
     seconds_of,
 )
 from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
-from casnap.storage.snapshots.table import snapshots_in, with_tags, without_tags
+from casnap.storage.snapshots.table import with_tags, without_tags
 from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.view import View
 
@@ -778,7 +778,7 @@ class Store:
         """Check the rules of a thinning, and that its patterns match keys in a folder."""
         from casnap.storage.snapshots.thinning import check_keys, check_rules
 
-        rows = self._view.read(lambda table: list(snapshots_in(table, self._view.folder(prefix))))
+        rows = self._view.read(lambda table: list(table.items_in(self._view.folder(prefix))))
         check_keys(self._view.repository, rows, check_rules(rules))
 
     def _thin(

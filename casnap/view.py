@@ -23,7 +23,7 @@ from casnap.storage.places.location import Location, locate_snapshot, locate_sto
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.opening import open_at
 from casnap.storage.snapshots.runs import in_commit_order
-from casnap.storage.snapshots.table import Table, row_of, snapshots_in
+from casnap.storage.snapshots.table import Table, row_of
 
 if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
@@ -299,7 +299,7 @@ class View:
         folder = self.folder(prefix)
         if self.look() is None:
             return []
-        rows = self.read(lambda table: list(snapshots_in(table, folder)))
+        rows = self.read(lambda table: list(table.items_in(folder)))
         return [(self.inner_name(name), row) for name, row in in_commit_order(rows)]
 
     def edit(

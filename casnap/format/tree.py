@@ -350,6 +350,10 @@ class Tree(Generic[V]):
                 return
             yield key, value
 
+    def items_in(self, folder: str = "") -> Iterator[tuple[str, V]]:
+        """Yield the items whose key lies in a folder, at any depth; "" for all."""
+        return self.items_below(f"{folder}/" if folder else "")
+
     def edit(self, changes: Mapping[str, V | None], put_node: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 

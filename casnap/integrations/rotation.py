@@ -27,7 +27,7 @@ from casnap.runtime.typing import override
 from casnap.snapshot import Snapshot
 from casnap.storage.snapshots.markers import marked_commit
 from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")
@@ -101,7 +101,7 @@ class RunFolder:
     def _see(self, table: Table) -> None:
         """Note the folders of what earlier processes have saved by adapters."""
         repository, run = self._view.repository, self._prefix.rstrip("/")
-        for name, row in snapshots_in(table, run):
+        for name, row in table.items_in(run):
             folder = self._folder(name)
             notices = (Path(f"{folder}{self._inner}", file) for file in _NOTICES)
             is_own = self._is_own(name) and self._commit_of(folder.name) == row.commit

@@ -14,7 +14,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import listing_of
 from casnap.storage.snapshots.retention import PruneChange, Verdict
 from casnap.storage.snapshots.runs import folders_of, in_commit_order, was_taken_here
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 
 
 def check_has_folders(backend: Backend) -> None:
@@ -50,7 +50,7 @@ class MissingFoldersChange(PruneChange):
     @override
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
-        rows = in_commit_order(snapshots_in(table, self._folder))
+        rows = in_commit_order(table.items_in(self._folder))
         reasons: dict[str, str] = {}
         for folder, snapshots in folders_of(rows):
             by_base_name = {name.rpartition("/")[2]: row for name, row in snapshots}

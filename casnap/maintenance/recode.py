@@ -24,7 +24,7 @@ from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, snapshot_b
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.references import MANIFEST, is_node, walk
 from casnap.storage.snapshots.runs import folders_of
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.chunk_forms import ChunkForms
 from casnap.storage.writing.copying import ChunkBuffer, one_at_a_time
 from casnap.storage.writing.session import Session
@@ -88,7 +88,7 @@ def plan_recoding(
     """
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
-    snapshots = [each for each in snapshots_in(store.table(root)) if each[0] not in forgotten]
+    snapshots = [each for each in store.table(root).items_in() if each[0] not in forgotten]
     for run in folders_of(sorted(snapshots, key=lambda each: each[1].seq)):
         older = [Contents(store, *each) for each in run.older(newest)]
         kept += [row for _, row in run.newest(newest)]

@@ -21,7 +21,6 @@ from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.references import MANIFEST, digest_in, is_node, references, walk
-from casnap.storage.snapshots.table import snapshots_in
 
 _NO_OWNER, _SHARED = -1, -2
 
@@ -169,7 +168,7 @@ def shared_bytes(
 
 def _snapshots(store: Repository, view: View) -> list[Contents]:
     table = store.table(view.root)
-    return [Contents(store, name, row) for name, row in snapshots_in(table)]
+    return [Contents(store, name, row) for name, row in table.items_in()]
 
 
 class _Walk:

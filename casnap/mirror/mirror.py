@@ -59,7 +59,6 @@ from casnap.runtime.threads import Worker
 from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.opening import open_at
-from casnap.storage.snapshots.table import snapshots_in
 from casnap.storage.writing.hooks import CommitHooks
 from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
@@ -210,7 +209,7 @@ class Mirror:
             return taken_notes("", 0)
         if run not in self._follows:
             rows = self._source.read_at_newest(
-                lambda root: list(snapshots_in(self._source.table(root), run))
+                lambda root: list(self._source.table(root).items_in(run))
             )
             followed = [follows_of(r, place.store) for n, r in rows if folder_of(n) == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))

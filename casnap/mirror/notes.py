@@ -18,7 +18,7 @@ from casnap.format.records import ORIGIN, UNMIRRORED, Root, Row
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_settings, change_table
 from casnap.storage.snapshots.runs import is_copy_from_here, rows_of_run
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 
 SETTING = "mirror"
 _SUCCEEDED = "succeeded"
@@ -174,7 +174,7 @@ def mark_mirrored(
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         changed: dict[str, Row | None] = {
             name: _noted(row, None)
-            for name, row in snapshots_in(table)
+            for name, row in table.items_in()
             if is_succeeded(row) and folder_of(name) in runs
         }
         for name, commit in {**mirrored, **succeeded}.items():
@@ -189,12 +189,12 @@ def mark_mirrored(
 
 def succeeded_in(table: Table) -> dict[str, Row]:
     """Return the snapshots that the mirror never gets, by full name."""
-    return {name: row for name, row in snapshots_in(table) if is_succeeded(row)}
+    return {name: row for name, row in table.items_in() if is_succeeded(row)}
 
 
 def unmirrored_in(table: Table) -> dict[str, Row]:
     """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
-    rows = [(name, row) for name, row in snapshots_in(table) if row.is_unmirrored]
+    rows = [(name, row) for name, row in table.items_in() if row.is_unmirrored]
     return dict(sorted(rows, key=lambda item: item[1].seq))
 
 

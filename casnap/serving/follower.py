@@ -36,7 +36,6 @@ from casnap.serving.pull import Source
 from casnap.storage.places.location import locate_store
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.opening import open_at
-from casnap.storage.snapshots.table import snapshots_in
 
 _NONE = bytes(16)
 _PATIENCE = 60.0
@@ -429,7 +428,7 @@ class Follower:
         """Return the snapshot of a commit that rank 0 has chosen."""
         store = self._source.store
         rows = store.read_at_newest(
-            lambda root: list(snapshots_in(store.table(root), self._source.name))
+            lambda root: list(store.table(root).items_in(self._source.name))
         )
         for name, row in rows:
             if row.commit == commit:

@@ -17,7 +17,7 @@ from casnap.serving.version import Version
 from casnap.serving.writing import write_version
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Source:
 
         def look(table: Table) -> list[tuple[str, Row]]:
             row = table.get(self.name) if self.name else None
-            rows = snapshots_in(table, self.name) if row is None else iter([(self.name, row)])
+            rows = table.items_in(self.name) if row is None else iter([(self.name, row)])
             return [each for each in rows if self._is_meant(*each, options)]
 
         rows = self.store.read_at_newest(lambda root: look(self.store.table(root)))

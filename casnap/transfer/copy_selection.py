@@ -7,7 +7,7 @@ from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
 from casnap.format.records import Row
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from casnap.transfer.copy_jobs import CopyJob
 
 
@@ -30,9 +30,9 @@ def choose(source: Repository, prefix: str, name: str | None, rename: str | None
 
     def look(table: Table) -> list[tuple[str, Row]]:
         row = table.get(check_name(outer)) if inner else None
-        rows = [(outer, row)] if row is not None else list(snapshots_in(table, outer))
+        rows = [(outer, row)] if row is not None else list(table.items_in(outer))
         if outer and not rows:
-            hint = nearest(outer, (full for full, _ in snapshots_in(table)))
+            hint = nearest(outer, (full for full, _ in table.items_in()))
             raise SnapshotNotFoundError(
                 f"{source.backend.uri} holds no snapshot {outer!r}, nor any below it{hint}"
             )

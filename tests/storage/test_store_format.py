@@ -21,7 +21,7 @@ from casnap.format.records import Row, encode, pack_key, root_key, seal, unseal
 from casnap.format.tree import Branch
 from casnap.state.stateful import StateDict
 from casnap.storage.snapshots.changes import change_table
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from tests.support.cli_calls import document, invoke
 from tests.support.written import put_next_root
 
@@ -230,7 +230,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
         store.take({**state(n), "optim": StateDict(y=n)}, f"run/step_{n}")
 
     def forge(table: Table, _seq: int) -> dict[str, Row | None]:
-        return {name: row.with_notes(LATER) for name, row in snapshots_in(table)}
+        return {name: row.with_notes(LATER) for name, row in table.items_in()}
 
     assert change_table(store._view.repository, forge)
     store.tag("run/step_0", "best")
@@ -241,7 +241,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
     Store(tmp_path / "s", mirror=tmp_path / "m").wait_mirrored(60)
     assert store.gc(grace=0, recode_after=1).recoded_snapshots
     store.take(state(3), "run/step_3")
-    rows = dict(snapshots_in(store._view.repository.table(store._view.repository.newest())))
+    rows = dict(store._view.repository.table(store._view.repository.newest()).items_in())
     thinned = {"recoded": True, "thin": ["optim/**"], "thinned": True}
     (aside,) = (name for name in rows if "rewound" in name)
     assert {name: row.notes for name, row in rows.items()} == {

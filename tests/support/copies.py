@@ -10,7 +10,6 @@ import pytest
 
 from casnap import Store
 from casnap.backends import Backend
-from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from tests.support.faults import CHUNK, app_state, assert_equal, content, take
@@ -35,7 +34,7 @@ def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) ->
     """Copy all snapshots, and commit what was sent after each few chunks."""
     here, there = opened(source)._view.repository, opened(destination)._view.repository
     table = here.table(here.newest())
-    chosen = [CopyJob(name, name, row) for name, row in snapshots_in(table)]
+    chosen = [CopyJob(name, name, row) for name, row in table.items_in()]
     options = CopyOptions(part_bytes=part_bytes, skip_gone=True)
     return copy_snapshots(here, there, chosen, options)
 

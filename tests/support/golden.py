@@ -37,7 +37,6 @@ from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import ID_SIZE, encode
 from casnap.storage.snapshots.changes import change_table, row_edit
-from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.forger import Forger, chunks, container, tensor
@@ -374,7 +373,7 @@ def _copy_a_part(source: Store, destination: Store, name: str) -> None:
             raise _StopError
 
     here, there = source._view.repository, destination._view.repository
-    rows = dict(snapshots_in(here.table(here.newest())))
+    rows = dict(here.table(here.newest()).items_in())
     job = CopyJob(name, name, rows[name])
     with suppress(_StopError):
         copy_snapshots(here, there, [job], CopyOptions(part_bytes=2 * CHUNK, part_seconds=0), stop)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
-from casnap.storage.snapshots.table import snapshots_in
 from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.cli_calls import COMMAND
@@ -322,7 +321,7 @@ def copier(here: Any, there: Any) -> Copier:
         repository = source._view.repository
 
         def chosen() -> list[CopyJob]:
-            rows = list(snapshots_in(repository.table(repository.newest())))
+            rows = list(repository.table(repository.newest()).items_in())
             return [CopyJob(name, name, row) for name, row in rows]
 
         return Pair(repository, target._view.repository, chosen, CopyOptions(part_bytes=CHUNK))

@@ -11,7 +11,6 @@ from casnap.format.entries import TensorEntry, unknown_in
 from casnap.format.names import folder_of
 from casnap.format.records import Root, Row
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.table import snapshots_in
 
 # Shorter chunks take as much in the index as a smaller form would save.
 _LEAST_BYTES = 4096
@@ -68,7 +67,7 @@ def bases_in(contents: Contents, root: Root) -> dict[Digest, Digest]:
         root: The root whose table has the one before.
     """
     try:
-        before = snapshot_before(contents, snapshots_in(contents.store.table(root)))
+        before = snapshot_before(contents, contents.store.table(root).items_in())
         pairs = () if before is None else cell_pairs(contents, before)
         return {pair.digest: pair.base for pair in pairs if pair.base is not None}
     except DamagedError:

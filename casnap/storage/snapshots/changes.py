@@ -13,7 +13,7 @@ from casnap.format.records import Root, Row
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.log.roots import release_reserve, with_advice
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.retries import Obstacle, again
 from casnap.storage.writing.session import Session
 
@@ -73,7 +73,7 @@ def change_settings(
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         before = store.newest()
         stays = before.seq == seq - 1 and update_root(before) is before
-        return {} if stays else edit_rows(snapshots_in(table))
+        return {} if stays else edit_rows(table.items_in())
 
     return change_table(store, change, update_root)
 

@@ -22,7 +22,6 @@ from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, folder_of
 from casnap.format.records import Root, Row
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import snapshots_in
 
 _log = logging.getLogger("casnap")
 _OWN = {STORE_FOLDER}
@@ -217,7 +216,7 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
     backend = store.backend
     if backend.folder is None:
         return {}
-    rows = dict(snapshots_in(store.table(store.newest())))
+    rows = dict(store.table(store.newest()).items_in())
     top = listing_of(backend, "")
     runs = set(map(folder_of, rows)) | {""} | (top.names if top else set())
     markers: dict[str, bytes] = {}
@@ -236,5 +235,5 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
             if commit is not None:
                 markers[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.
-    commits = {row.commit for _, row in snapshots_in(store.table(store.newest()))}
+    commits = {row.commit for _, row in store.table(store.newest()).items_in()}
     return {name: commit for name, commit in markers.items() if commit not in commits}

@@ -26,14 +26,7 @@ from casnap.format.records import Root, Row, decode, encode, root_key
 from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
-from casnap.storage.snapshots.table import (
-    Table,
-    row_of,
-    snapshots_in,
-    tag_text,
-    with_tags,
-    without_tags,
-)
+from casnap.storage.snapshots.table import Table, row_of, tag_text, with_tags, without_tags
 
 SETTING = "published"
 _MOST, _MOST_CHARS = 100, 200
@@ -86,7 +79,7 @@ def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
         return move.name, row
     # Its run may have gone back from it. Or it was deleted or untagged, perhaps by a version that
     # knows nothing of this.
-    others = ((n, r) for n, r in snapshots_in(table) if r.commit.hex() == move.commit)
+    others = ((n, r) for n, r in table.items_in() if r.commit.hex() == move.commit)
     return next(((n, r) for n, r in others if tag in r.tags), None)
 
 
@@ -112,7 +105,7 @@ def tagged_row(store: Repository, root: Root, tag: str, folder: str) -> tuple[st
                 f"{uri}: the tag {tag!r} is on {published[0]!r}, which is not below {folder!r}"
             )
         return published
-    rows = list(snapshots_in(table, folder))
+    rows = list(table.items_in(folder))
     having = [(name, row) for name, row in rows if tag in row.tags]
     if len(having) > 1:
         names = ", ".join(repr(name) for name, _ in having[:4])
@@ -167,7 +160,7 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
             raise SnapshotNotFoundError(
                 f"{store.backend.uri}: the snapshot {name!r} was replaced in the meantime"
             )
-        others = {n: r for n, r in snapshots_in(table) if n != name and tag in r.tags}
+        others = {n: r for n, r in table.items_in() if n != name and tag in r.tags}
         previous = max(others, key=lambda name: others[name].seq, default="")
         changes = {name: without_tags(its_row, [tag]) for name, its_row in others.items()}
         if tag not in row.tags:

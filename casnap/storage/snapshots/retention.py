@@ -27,7 +27,7 @@ from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.runs import Run, in_commit_order, runs_of
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
@@ -355,7 +355,7 @@ class RetentionChange(PruneChange):
     ) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table, and on rows that are to be added."""
         rows: Iterable[tuple[str, Row]]
-        rows = {**dict(snapshots_in(table, self._folder)), **added_rows}.items()
+        rows = {**dict(table.items_in(self._folder)), **added_rows}.items()
         if self._taken is not None:
             rows = ((n, row) for n, row in rows if row.run_of(n) == self._folder)
         return self.judge_rows(rows)

@@ -10,7 +10,7 @@ from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 
 
 class Run(NamedTuple):
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 def rows_of_run(table: Table, run: str) -> dict[str, Row]:
     """Return the snapshots of a run, those that it has gone back from as well, by name."""
-    return {name: row for name, row in snapshots_in(table, run) if row.run_of(name) == run}
+    return {name: row for name, row in table.items_in(run) if row.run_of(name) == run}
 
 
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,11 +29,6 @@ _TAG_CHARS = 100
 Table = Tree[Row]
 
 
-def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
-    """Return the snapshots below a folder, "" for all."""
-    return table.items_below(f"{folder}/" if folder else "")
-
-
 def row_of(table: Table, name: str, backend: Backend) -> Row:
     """Return the row of a snapshot.
 
@@ -45,7 +40,7 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
         from casnap.storage.places.other_formats import hint_at
 
         hint = "" if backend.folder is None else hint_at(backend.folder / name)
-        hint = hint or nearest(name, (full_name for full_name, _ in snapshots_in(table)))
+        hint = hint or nearest(name, (full_name for full_name, _ in table.items_in()))
         raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{hint}")
     return row
 

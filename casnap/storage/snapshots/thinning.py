@@ -25,7 +25,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import Change, commit_change
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.runs import in_commit_order, runs_of
-from casnap.storage.snapshots.table import Table, snapshots_in
+from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
@@ -247,7 +247,7 @@ def thin(
     ) -> dict[str, Row | None]:
         nonlocal thinned
         removed = pruning(table, seq) if pruning is not None else {}
-        rows = [(name, row) for name, row in snapshots_in(table, folder) if name not in removed]
+        rows = [(name, row) for name, row in table.items_in(folder) if name not in removed]
         new_rows, thinned = thin_table(store, rows, rules, put)
         return {**removed, **new_rows}
 
