@@ -21,7 +21,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import replace_markers
 from casnap.storage.snapshots.run_upkeep import upkeep_of_run
 from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.rank_parts import RankPart
+from casnap.storage.writing.handovers import Handover
 from casnap.storage.writing.session import Session
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions
@@ -89,13 +89,13 @@ class TakeCommit:
         comm = self.comm
         comm.broadcast(session.commit_id)
 
-        def parts(seq: int) -> list[RankPart]:
+        def gather(seq: int) -> list[Handover]:
             if seq:
                 comm.broadcast_message(_Instruction(move=seq), _Instruction)
-            return comm.gather_messages(RankPart(), RankPart)[1:]
+            return comm.gather_messages(Handover(), Handover)[1:]
 
         try:
-            session.include(parts, comm.check_not_abandoned)
+            session.include(gather, comm.check_not_abandoned)
             result = self._put_root(session, summary)
         except Exception as e:
             if not comm.ended and not session.may_be_referenced:
@@ -152,14 +152,14 @@ class TakeCommit:
         """
         comm = self.comm
         commit = bytes(comm.broadcast())
-        part = session.part(comm.size)
+        handover = session.hand_over(comm.size)
         try:
             while True:
-                comm.gather_messages(part, RankPart)
+                comm.gather_messages(handover, Handover)
                 instruction = comm.broadcast_message(None, _Instruction)
                 if instruction.move is None:
                     break
-                part = session.part(comm.size, instruction.move)
+                handover = session.hand_over(comm.size, instruction.move)
         except RankError as e:
             has_ended = 0 not in e.ranks and comm.await_end(0)
             row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))

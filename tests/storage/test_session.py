@@ -31,7 +31,7 @@ from casnap.runtime.threads import run_shielded
 from casnap.storage.log.roots import COPIES
 from casnap.storage.lookup.index import Index
 from casnap.storage.writing import session as session_module
-from casnap.storage.writing.rank_parts import RankPart
+from casnap.storage.writing.handovers import Handover
 from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
 from tests.support.faults import (
@@ -326,21 +326,21 @@ def test_ranks_that_rely_on_what_a_newer_root_has(path: Path) -> None:
     """Asked to move, a rank looks at a newer root than the one that rank 0 is about to follow."""
     store = Store(path)
     with relying(store) as (session, repack), change_of(store) as leader:
-        parts = [session.part(2)]
+        first = [session.hand_over(2)]
         store.take({"s": StateDict(x=torch.randn(CHUNK))}, "scratch")
         store.delete("scratch")
         store.gc(grace=0, repack=0)
         asked = []
 
-        def hand_over(seq: int) -> list[RankPart]:
+        def gather(seq: int) -> list[Handover]:
             if not seq:
-                return parts
+                return first
             asked.append(seq)
             if len(asked) == 1:
                 repack()
-            return [session.part(2, seq)]
+            return [session.hand_over(2, seq)]
 
-        leader.include(hand_over)
+        leader.include(gather)
         commit(leader)
         assert asked
     store.gc(grace=0)
@@ -355,14 +355,14 @@ def test_a_part_that_was_handed_over_stays_until_it_is_withdrawn(
     there, node = files(path), b"a node of another rank"
     with change_of(Store(path)) as session:
         session.put_node(node)
-        part = session.part(2)
+        handover = session.hand_over(2)
         if withdrawn:
             session.withdraw()
     if withdrawn:
         assert files(path) == there
         return
     with change_of(Store(path)) as leader:
-        leader.include(lambda _: [part])
+        leader.include(lambda _: [handover])
         commit(leader)
     assert Store(path)._view.repository.node(digest_of(node)) == node
     assert_goes_on(path)

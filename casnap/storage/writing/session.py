@@ -1,9 +1,9 @@
 """Writing to a store: new chunks and nodes, what they rely on, and the root that names all of it.
 
 A session writes packs, and relies on what earlier ones hold. In the end it commits a change of the
-table, or hands its part over to the rank that commits for all (``rank_parts.py``). The protocol,
-and the argument for it, are in ``docs/commit-protocol.md``. In short: a writer bases itself on root
-``n`` and relies only on packs that are live in ``n``. It puts root ``m + 1`` if all that it relied
+table, or hands over to the rank that commits for all (``handovers.py``). The protocol, and the
+argument for it, are in ``docs/commit-protocol.md``. In short: a writer bases itself on root ``n``
+and relies only on packs that are live in ``n``. It puts root ``m + 1`` if all that it relied
 on is still there in ``m``, and no fence has passed the packs that it wrote.
 """
 
@@ -46,8 +46,8 @@ from casnap.storage.lookup.index import View
 from casnap.storage.packs.pack import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import Report, codec_among, copy_verified, one_at_a_time
+from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
-from casnap.storage.writing.rank_parts import MOST_RECORDS, OtherRanks, RankPart
 from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.segments import add_segment, write_segments
@@ -66,8 +66,8 @@ remove; None instead if no root is to be put. It raises to give up."""
 class Session:
     """The part of one process in a change: the packs it writes, the packs it relies on, the commit.
 
-    It commits once, or hands over its part. At the end of a ``with`` block it gives memory back. If
-    no root may name its packs, it deletes them.
+    It commits once, or hands over to the rank that commits. At the end of a ``with`` block it gives
+    memory back. If no root may name its packs, it deletes them.
 
     Args:
         store: The store.
@@ -158,8 +158,11 @@ class Session:
         """Rely on the digests that live packs hold; return a place of each, or None."""
         return self._reused.reuse(digests)
 
-    def reserve(self, digests: list[Digest]) -> list[bool]:
-        """Rely on digests in live packs; return which of the others the caller is to write."""
+    def claim_new(self, digests: list[Digest]) -> list[bool]:
+        """Return which digests the caller is to write: no live pack has them, and no other thread.
+
+        The others are relied on.
+        """
         self.renew_announcement()
         is_new = [place is None for place in self.rely_on(digests)]
         return self.new_packs.claim(digests, is_new)
@@ -167,7 +170,7 @@ class Session:
     def put_node(self, node: bytes) -> Digest:
         """Store a tree node, or a list of digests, if it is new."""
         digest = digest_of(node)
-        if self.reserve([digest])[0]:
+        if self.claim_new([digest])[0]:
             self.new_packs.add_node(digest, node)
         return digest
 
@@ -249,25 +252,25 @@ class Session:
             self.new_packs.add_node(digest, source.node(digest))
         return len(new_digests)
 
-    # --- the end: a commit, or a part of one ---
+    # --- the end: a commit, or a handover to the rank that commits ---
 
     def include(
         self,
-        parts: Callable[[int], Sequence[RankPart]],
+        gather: Callable[[int], Sequence[Handover]],
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Have the commit name what other ranks hand over, too.
 
         Args:
-            parts: Returns their parts. Given 0, these are as they are; given a root number, packs
-                with an older base get new ids first, made under this root.
+            gather: Returns their handovers. Given a root number that is not 0, it has them hand
+                over anew: packs with an older base get new ids first, made under this root.
             check: Raises if the other ranks have given up, and would not learn of a commit.
 
         Raises:
             FencedError: Something that one of them wrote, or relied on, is gone.
             StoreError: They write to another storage, such as a copy of the store.
         """
-        self._others = OtherRanks(parts, check)
+        self._others = OtherRanks(gather, check)
         self._others.check_written(self.store)
 
     def commit(
@@ -428,7 +431,7 @@ class Session:
         self._cache_nodes()
         return (*segments, *others.segments)
 
-    def part(self, world: int, seq: int = 0) -> RankPart:
+    def hand_over(self, world: int, seq: int = 0) -> Handover:
         """Finish the packs of this rank, and return what the rank that commits needs to know.
 
         From here on a root may stand that names the packs, until :meth:`withdraw`.
@@ -438,14 +441,14 @@ class Session:
             seq: A root number. Packs with an older base get new ids, made under this root.
 
         Returns:
-            The part; if a pack that this rank wrote or relies on is gone, one that says so.
+            The handover; if a pack that this rank wrote or relies on is gone, one that says so.
         """
         try:
-            return self._finished_part(world, seq)
+            return self._finish(world, seq)
         except FencedError as e:
-            return RankPart(fenced=str(e))
+            return Handover(fenced=str(e))
 
-    def _finished_part(self, world: int, seq: int) -> RankPart:
+    def _finish(self, world: int, seq: int) -> Handover:
         store, packs = self.store, self.new_packs
         # Asked to move, it looks at the newest root. Before that, at a remote place, its base does:
         # the rank that commits compares what all rely on with the newest root.
@@ -458,7 +461,7 @@ class Session:
             self._cache_nodes()
         if seq > packs.base:
             self._move(seq)
-        handover = RankPart(b"".join(sorted(self._reused.packs)), packs.base, packs.stored_bytes)
+        handover = Handover(b"".join(sorted(self._reused.packs)), packs.base, packs.stored_bytes)
         segment = packs.segment()
         if len(segment.records) * world > MOST_RECORDS:
             self._delete_segments()
@@ -474,7 +477,7 @@ class Session:
         return handover
 
     def withdraw(self) -> None:
-        """Note that no root will name the part that this rank has handed over."""
+        """Note that no root will name what this rank has handed over."""
         self.may_be_referenced = False
 
     def _cache_nodes(self) -> None:
@@ -554,7 +557,7 @@ class ChunkWriter:
         return digests
 
     def _select_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
-        is_new = self._session.reserve(digests)
+        is_new = self._session.claim_new(digests)
         if self._divide_new is not None and any(is_new):
             lacking = [i for i, is_new in enumerate(is_new) if is_new]
             share = self._divide_new([digests[i] for i in lacking], [sizes[i] for i in lacking])

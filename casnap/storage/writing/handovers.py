@@ -1,4 +1,4 @@
-"""One commit for many ranks: each rank hands over its part to the rank that commits."""
+"""One commit for many ranks: each hands over what it wrote to the rank that commits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from casnap.storage.reading.repository import Repository
 MOST_RECORDS = 1 << 16
 
 
-class RankPart(Struct, array_like=True):
+class Handover(Struct, array_like=True):
     """The packs that one rank has written and relies on, for a root that another rank puts.
 
     Attributes:
@@ -52,7 +52,7 @@ class OtherRanks:
     """The other ranks of a take, for the rank that commits; none by default.
 
     Args:
-        parts: As for :meth:`~casnap.storage.writing.session.Session.include`.
+        gather: As for :meth:`~casnap.storage.writing.session.Session.include`.
         check: As there.
 
     Raises:
@@ -72,29 +72,31 @@ class OtherRanks:
 
     def __init__(
         self,
-        parts: Callable[[int], Sequence[RankPart]] = lambda _: (),
+        gather: Callable[[int], Sequence[Handover]] = lambda _: (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._parts = parts
+        self._gather = gather
         self.check = check
         self._take_over(0)
 
     def _take_over(self, seq: int) -> None:
-        parts = self._parts(seq)
-        for part in parts:
-            if part.fenced:
-                raise FencedError(part.fenced)
-        self.base = min((part.base for part in parts), default=1 << 62)
-        self.new_bytes = sum(part.new_bytes for part in parts)
-        self.requests = sum((Counter(part.requests) for part in parts), Counter[str]())
+        handovers = self._gather(seq)
+        for handover in handovers:
+            if handover.fenced:
+                raise FencedError(handover.fenced)
+        self.base = min((handover.base for handover in handovers), default=1 << 62)
+        self.new_bytes = sum(handover.new_bytes for handover in handovers)
+        self.requests = sum((Counter(handover.requests) for handover in handovers), Counter[str]())
         self.reused = {
-            PackId(part.reused[at : at + ID_SIZE])
-            for part in parts
-            for at in range(0, len(part.reused), ID_SIZE)
+            PackId(handover.reused[at : at + ID_SIZE])
+            for handover in handovers
+            for at in range(0, len(handover.reused), ID_SIZE)
         }
-        self.segments = tuple(ref for part in parts for ref in part.segments)
+        self.segments = tuple(ref for handover in handovers for ref in handover.segments)
         segments_of_ranks = [
-            decode_segment(part.records, "what a rank wrote") for part in parts if part.records
+            decode_segment(handover.records, "what a rank wrote")
+            for handover in handovers
+            if handover.records
         ]
         self.packs = tuple(pack for segment in segments_of_ranks for pack in segment.packs)
         self.samples = tuple(segment.packs[0] for segment in segments_of_ranks if segment.packs)
