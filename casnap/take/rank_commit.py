@@ -23,9 +23,9 @@ from casnap.storage.snapshots.run_upkeep import upkeep_of_run
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.handovers import Handover
 from casnap.storage.writing.session import Session
+from casnap.take.agreement import check_name
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions
-from casnap.take.request import check_take
 
 _log = logging.getLogger("casnap")
 
@@ -118,7 +118,7 @@ class TakeCommit:
 
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
             nonlocal row, gone, thinned
-            check_take(table, self.name, options, uri)
+            check_name(table, self.name, options, uri)
             duration = time.monotonic() - self.started
             row = Row(
                 commit=session.commit_id,

@@ -20,6 +20,7 @@ from casnap.storage.snapshots.table import checked_metadata
 from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
 from casnap.take import pending as background
+from casnap.take.agreement import agree
 from casnap.take.capture import StateSource
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
@@ -28,7 +29,6 @@ from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions, unclear_commits
 from casnap.take.pending import PendingTake
 from casnap.take.rank_commit import TakeCommit, TakeResult
-from casnap.take.request import agree_on_request
 from casnap.take.staging import Piece, StagedCopies, batched
 
 
@@ -44,11 +44,11 @@ def take(
         StoreError: The store failed; nothing was committed.
         RankError: Another rank failed, died or hangs.
     """
-    work = _Take(repository, name, options, comm)
+    steps = _Steps(repository, name, options, comm)
     with background.turn:
         background.wait_for_room(repository.config.store_id, name, options, is_alone=comm.size == 1)
-        work.begin(source)
-        result = work.store(lambda nbytes: batched(work.pieces(), nbytes), lambda: True)
+        steps.begin(source)
+        result = steps.store(lambda nbytes: batched(steps.pieces(), nbytes), lambda: True)
     options.attempt.note_stored(result.row)
     return result
 
@@ -63,23 +63,23 @@ def async_take(
     This blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
-    work = _Take(repository, name, options, comm)
+    steps = _Steps(repository, name, options, comm)
     pending: PendingTake | None = None
     try:
         with background.turn:
             store_id = repository.config.store_id
             background.wait_for_room(store_id, name, options, is_alone=comm.size == 1)
-            work.begin(source)
+            steps.begin(source)
             copies = StagedCopies(options.staging_bytes, options.threads)
-            in_call = work.requests()
+            in_call = steps.requests()
             pending = PendingTake(
-                store_id, name, lambda: work.store_copies(copies, in_call), options.attempt
+                store_id, name, lambda: steps.store_copies(copies, in_call), options.attempt
             )
             try:
                 if options.max_pending > 1:
                     comm.leave()
-                copies.fill(work.pieces(), when_full=pending.start)
-                work.state.drop_tensors()
+                copies.fill(steps.pieces(), when_full=pending.start)
+                steps.state.drop_tensors()
                 pending.start()
             except BaseException as e:
                 # Once started, the take in the background fails too, and tells the other ranks.
@@ -88,7 +88,7 @@ def async_take(
                         run_shielded(lambda _: copies.release())
                     except UnavailableError:
                         copies.release()
-                    work.tell_ranks_later(e)
+                    steps.tell_ranks_later(e)
                 pending.note_seen()
                 raise
             return pending
@@ -98,8 +98,8 @@ def async_take(
         raise
 
 
-class _Take:
-    """A take, on one of its ranks.
+class _Steps:
+    """The steps of a take, on one of its ranks.
 
     Args:
         repository: The store.
@@ -117,25 +117,25 @@ class _Take:
         self._requests_before = Counter[str]()
 
     def begin(self, source: StateSource) -> None:
-        """Do the steps that need the caller's state: agree, capture, divide the work."""
+        """Do the steps that need the caller's state: agree, capture, divide the steps."""
         repository, comm = self._repository, self._comm
         metadata = checked_metadata(self._options.metadata or {})
         options = self._options = replace(self._options, metadata=metadata)
         self._requests_before = Counter(repository.backend.requests)
         comm.enter_phase("beginning a take")
-        request = agree_on_request(repository, self._name, source.keys(), options, comm)
+        agreed = agree(repository, self._name, source.keys(), options, comm)
         # The root to base the take on; if it is None, the newest one.
-        self._base_root = request.root
-        self._codec, self._seed = request.codec, request.seed
+        self._base_root = agreed.root
+        self._codec, self._seed = agreed.codec, agreed.seed
         chunk_size = repository.config.chunk_size
-        keys = [key_of(component) for component in request.keys]
+        keys = [key_of(component) for component in agreed.keys]
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
         self._notes = options.hooks.notes(self._name) if comm.rank == 0 else {}
         if comm.rank == 0 and options.max_pending == 1:
             # Otherwise this waits for its turn: what earlier takes rely on is not freed.
             options.hooks.make_room(self._count_bytes)
         comm.enter_phase("sharing out the work")
-        self._division = divide(comm, self.state, source.values, options, chunk_size, request.seed)
+        self._division = divide(comm, self.state, source.values, options, chunk_size, agreed.seed)
         self.state.assign(self._division.assigned)
 
     def _count_bytes(self) -> int:

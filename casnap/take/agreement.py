@@ -17,8 +17,8 @@ from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
 from casnap.take.options import TakeOptions, unclear_commits
 
 
-class Request(msgspec.Struct, array_like=True):
-    """The arguments of a take on one rank.
+class Agreement(msgspec.Struct, array_like=True):
+    """What one rank asks of a take, and, once rank 0 has sent its own, what all go by.
 
     Attributes:
         store_id: The id of the store.
@@ -39,14 +39,14 @@ class Request(msgspec.Struct, array_like=True):
     root: Root | None = None
 
 
-def agree_on_request(
+def agree(
     store: Repository,
     name: str,
     keys: list[str],
     options: TakeOptions,
     comm: Comm,
-) -> Request:
-    """Return the request of rank 0, once every rank has checked that its own is the same.
+) -> Agreement:
+    """Return what rank 0 asks, once every rank has checked that it asks the same.
 
     Its keys are in the order in which all ranks read their states: reading may be a collective of
     the trainer's.
@@ -66,7 +66,7 @@ def agree_on_request(
     if comm.rank == 0:
         root = _check_name_is_free(store, name, options)
         codec = store.settings(root).codec
-    mine = Request(
+    mine = Agreement(
         store.config.store_id,
         name,
         [component_of(key) for key in keys],
@@ -81,7 +81,7 @@ def agree_on_request(
         seed=int.from_bytes(os.urandom(7), "big"),
         root=root if store.backend.costs.one_asks else None,
     )
-    agreed = comm.broadcast_message(mine, Request)
+    agreed = comm.broadcast_message(mine, Agreement)
     if agreed.root is not None and comm.rank:
         store.observe_root(agreed.root)
     for subject, on_this_rank, on_rank_0 in (
@@ -94,7 +94,7 @@ def agree_on_request(
     return agreed
 
 
-def check_take(table: Table, name: str, options: TakeOptions, uri: str) -> None:
+def check_name(table: Table, name: str, options: TakeOptions, uri: str) -> None:
     """Check that a take may make a snapshot of this name.
 
     Raises:
@@ -113,7 +113,7 @@ def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> R
 
     def check(root: Root) -> Root:
         table = store.table(root)
-        check_take(table, name, options, store.backend.uri)
+        check_name(table, name, options, store.backend.uri)
         return root
 
     try:
