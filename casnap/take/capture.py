@@ -176,7 +176,7 @@ class CapturedState:
         """
         for i, assignment in self.assigned.items():
             for part in assignment.plan.sends:
-                yield piece_of_part(i, self._source(i, part.region), part)
+                yield piece_of_part(i, self._held_box(i, part.region), part)
         for i, assignment in self.assigned.items():
             for first_cell, stop in assignment.plan.runs:
                 yield from self._pieces_between(i, first_cell, stop)
@@ -184,13 +184,13 @@ class CapturedState:
         number, cell = self._starting_point(leaves, share) if share else (0, 0)
         parted = leaves[number : number + 1] if cell else []
         for i in parted:
-            yield from pieces_between(i, self._sources(i)[0], self.grids[i], cell)
+            yield from pieces_between(i, self._held_boxes(i)[0], self.grids[i], cell)
         for i in (*leaves[number + bool(cell) :], *leaves[:number]):
             content = self.leaves[i].content
             assert not isinstance(content, Shards)
             yield from pieces_of(i, content, self.grids[i])
         for i in parted:
-            yield from pieces_between(i, self._sources(i)[0], self.grids[i], 0, cell)
+            yield from pieces_between(i, self._held_boxes(i)[0], self.grids[i], 0, cell)
 
     def _whole_leaves(self) -> list[int]:
         """Return the leaves that this rank hashes as a whole."""
@@ -213,18 +213,18 @@ class CapturedState:
         grid = self.assigned[leaf].grid
         while first_cell < stop:
             # The cells may lie in several boxes of this rank.
-            source = self._source(leaf, grid.region(first_cell))
+            held = self._held_box(leaf, grid.region(first_cell))
             end = first_cell + 1
-            while end < stop and _holds(source.region, grid.region(end)):
+            while end < stop and _holds(held.region, grid.region(end)):
                 end += 1
-            yield from pieces_between(leaf, source, grid, first_cell, end)
+            yield from pieces_between(leaf, held, grid, first_cell, end)
             first_cell = end
 
-    def _source(self, leaf: int, region: Region) -> HeldBox:
-        """Return the source that holds a box."""
-        return next(s for s in self._sources(leaf) if _holds(s.region, region))
+    def _held_box(self, leaf: int, region: Region) -> HeldBox:
+        """Return what this rank holds around a box."""
+        return next(held for held in self._held_boxes(leaf) if _holds(held.region, region))
 
-    def _sources(self, leaf: int) -> list[HeldBox]:
+    def _held_boxes(self, leaf: int) -> list[HeldBox]:
         content = self.leaves[leaf].content
         if isinstance(content, Shards):
             parts = zip(content.boxes, map(as_copyable, content.tensors), strict=True)

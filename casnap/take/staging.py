@@ -1,7 +1,7 @@
 """Tensors as runs of host bytes: in their own memory, or in reused buffers.
 
-A contiguous CPU tensor is read from its own memory. Any other tensor goes through a buffer, block
-by block; one on an accelerator through pinned memory, by a copy on a side stream. The copies of an
+A contiguous CPU tensor is read from its own memory. Any other tensor goes through a buffer, box
+by box; one on an accelerator through pinned memory, by a copy on a side stream. The copies of an
 async take are such a buffer themselves from the second take on, and so pinned.
 """
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         ready: Waits until the bytes are there; None if they are.
         release: Gives the memory back; None if there is nothing to give back.
         part: Which part of the chunks this is; None if they are whole.
-        source: The bytes on an accelerator, which are still to be copied; None if they are here.
+        on_device: The bytes on an accelerator, which are still to be copied; None if they are here.
     """
 
     leaf: int
@@ -56,12 +56,12 @@ class Piece(NamedTuple):
     ready: Callable[[], None] | None = None
     release: Callable[[], None] | None = None
     part: SentPart | None = None
-    source: torch.Tensor | None = None
+    on_device: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """How many bytes it has."""
-        return len(self.view) if self.source is None else self.source.nbytes
+        return len(self.view) if self.on_device is None else self.on_device.nbytes
 
     def give_back(self) -> None:
         """Give the memory back, once no copy into it is running."""
@@ -98,8 +98,8 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
             return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
         # There may be many of these, so not one object more than needed.
         return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
-    source = HeldBox(Region.whole(grid.shape), as_copyable(content))
-    return pieces_between(number, source, grid, 0)
+    held = HeldBox(Region.whole(grid.shape), as_copyable(content))
+    return pieces_between(number, held, grid, 0)
 
 
 def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
@@ -115,48 +115,48 @@ def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[
 
 
 def pieces_between(
-    number: int, source: HeldBox, grid: Grid, first_cell: int, stop: int | None = None
+    number: int, held: HeldBox, grid: Grid, first_cell: int, stop: int | None = None
 ) -> Iterator[Piece]:
-    """Yield the bytes of some cells, which all lie in the source, in runs of about 8 MiB."""
+    """Yield the bytes of some cells, which all lie in one box, in runs of about 8 MiB."""
     stop = grid.count if stop is None else stop
-    if isinstance(source.content, bytes):
+    if isinstance(held.content, bytes):
         start = sum(grid.cell_bytes(i) for i in range(first_cell))
         for i in range(first_cell, stop):
             n = grid.cell_bytes(i)
-            yield Piece(number, i, [n], memoryview(source.content)[start : start + n])
+            yield Piece(number, i, [n], memoryview(held.content)[start : start + n])
             start += n
         return
-    for begin, sizes, region in _blocks(grid, first_cell, stop):
-        yield _piece(number, begin, sizes, source, region)
+    for begin, sizes, region in _runs_in_boxes(grid, first_cell, stop):
+        yield _piece(number, begin, sizes, held, region)
 
 
-def piece_of_part(number: int, source: HeldBox, part: SentPart) -> Piece:
+def piece_of_part(number: int, held: HeldBox, part: SentPart) -> Piece:
     """Return the bytes of a part of some cells."""
-    assert isinstance(source.content, torch.Tensor)
+    assert isinstance(held.content, torch.Tensor)
     # Copied at once, also from a GPU: many parts wait to be sent.
-    block = source.content[part.region.within(source.region)].contiguous().cpu()
-    view = view_at(block.data_ptr(), block.nbytes)
-    return Piece(number, part.first_cell, [block.nbytes], view, block, part=part)
+    elements = held.content[part.region.within(held.region)].contiguous().cpu()
+    view = view_at(elements.data_ptr(), elements.nbytes)
+    return Piece(number, part.first_cell, [elements.nbytes], view, elements, part=part)
 
 
-def _piece(
-    number: int, first_cell: int, sizes: list[int], source: HeldBox, region: Region
-) -> Piece:
-    content = source.content
+def _piece(number: int, first_cell: int, sizes: list[int], held: HeldBox, region: Region) -> Piece:
+    content = held.content
     assert isinstance(content, torch.Tensor)
-    block = content[region.within(source.region)].contiguous()
-    if not block.is_cpu:
-        source_bytes = block.reshape(-1).view(torch.uint8)
-        return Piece(number, first_cell, sizes, b"", source=source_bytes)
-    return Piece(number, first_cell, sizes, view_at(block.data_ptr(), block.nbytes), block)
+    elements = content[region.within(held.region)].contiguous()
+    if not elements.is_cpu:
+        on_device = elements.reshape(-1).view(torch.uint8)
+        return Piece(number, first_cell, sizes, b"", on_device=on_device)
+    return Piece(number, first_cell, sizes, view_at(elements.data_ptr(), elements.nbytes), elements)
 
 
-def _blocks(grid: Grid, first_cell: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
+def _runs_in_boxes(
+    grid: Grid, first_cell: int, stop: int
+) -> Iterator[tuple[int, list[int], Region]]:
     """Yield runs of cells that form a box: the first cell, the bytes of each, and the box."""
     begin, sizes, box = first_cell, list[int](), Region((), ())
     for i in range(first_cell, stop):
         region, nbytes = grid.region(i), grid.cell_bytes(i)
-        joined = _joined(box, region) if sizes else None
+        joined = _as_one_box(box, region) if sizes else None
         if joined is not None and sum(sizes) + nbytes <= PIECE_BYTES:
             sizes.append(nbytes)
             box = joined
@@ -168,7 +168,7 @@ def _blocks(grid: Grid, first_cell: int, stop: int) -> Iterator[tuple[int, list[
         yield begin, sizes, box
 
 
-def _joined(box: Region, following: Region) -> Region | None:
+def _as_one_box(box: Region, following: Region) -> Region | None:
     """Return two boxes as one, if its bytes are those of the first and then of the second."""
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if following.offsets[axis] != start:
@@ -191,25 +191,27 @@ _pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 def _from_device(piece: Piece) -> Piece:
     """Begin to copy a piece into pinned memory, if it is on a device; return it there."""
-    source = piece.source
-    if source is None:
+    on_device = piece.on_device
+    if on_device is None:
         return piece
-    pool = _pinned_pool if source.nbytes <= PIECE_BYTES else _large_pinned_pool
+    pool = _pinned_pool if on_device.nbytes <= PIECE_BYTES else _large_pinned_pool
     slot = pool.take()
     try:
-        pin(slot, source.device)
-        return _copied(piece, source, slot.view[: source.nbytes], lambda: pool.release(slot))
+        pin(slot, on_device.device)
+        return _copied(piece, on_device, slot.view[: on_device.nbytes], lambda: pool.release(slot))
     except BaseException:
         pool.release(slot)
         raise
 
 
 def _copied(
-    piece: Piece, source: torch.Tensor, target: memoryview, release: Callable[[], None]
+    piece: Piece, on_device: torch.Tensor, target: memoryview, release: Callable[[], None]
 ) -> Piece:
     """Begin to copy a piece from a device; return it where it is then."""
-    ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), source)
-    return piece._replace(view=target, owner=source, ready=ready, release=release, source=None)
+    ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), on_device)
+    return piece._replace(
+        view=target, owner=on_device, ready=ready, release=release, on_device=None
+    )
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
@@ -282,9 +284,9 @@ def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
     A fresh block is not: to pin it would zero its pages on one thread, while they are copied to on
     all.
     """
-    source = piece.source
-    if source is not None and slot.is_used and pin(slot, source.device):
-        return _copied(piece, source, target, _do_nothing)
+    on_device = piece.on_device
+    if on_device is not None and slot.is_used and pin(slot, on_device.device):
+        return _copied(piece, on_device, target, _do_nothing)
     return _from_device(piece)
 
 
@@ -318,7 +320,7 @@ class StagedCopies:
         self._copies: list[Piece] = []
         self._drawn = 0
         self._read: list[Callable[[], None]] = []
-        self._keeps = True
+        self._keeps_read = True
         self._changed = threading.Condition()
         self._complete = False
         self._error: BaseException | None = None
@@ -396,21 +398,21 @@ class StagedCopies:
         if slot is None:
             self._when_full()
             for copies in list(_with_copies):
-                copies._forget()
+                copies._free_read()
             slot = _block_pool.take()
         return slot
 
     def _note_read(self, on_read: Callable[[], None]) -> None:
         with self._changed:
-            if self._keeps:
+            if self._keeps_read:
                 self._read.append(on_read)
                 return
         on_read()
 
-    def _forget(self) -> None:
+    def _free_read(self) -> None:
         """Free the copies that were read, now and from now on."""
         with self._changed:
-            self._keeps = False
+            self._keeps_read = False
             callbacks, self._read = self._read, []
         for on_read in callbacks:
             on_read()
@@ -419,7 +421,7 @@ class StagedCopies:
         """Have :meth:`batches` begin again; return False if not all copies are there any more."""
         with self._changed:
             # One that was drawn and is not read was lost in a failure.
-            if not self._keeps or len(self._read) < self._drawn:
+            if not self._keeps_read or len(self._read) < self._drawn:
                 return False
             self._read, self._drawn = [], 0
             return True
@@ -447,7 +449,7 @@ class StagedCopies:
 
     def release(self) -> None:
         """Give back the memory of all copies, for the next take."""
-        self._forget()
+        self._free_read()
         with suppress(BaseException):
             for batch in self.batches():
                 with suppress(BaseException):
