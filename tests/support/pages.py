@@ -32,8 +32,8 @@ from tests.support.warm import run_python
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
-# These commands, without anything of bash, are forked from a process that has imported torch.
-_IMPORTS_TORCH = re.compile(r"casnap (import|export) [\w./ -]+")
+# Commands of casnap alone, without anything of bash, are forked from a process that has imported torch.
+_PLAIN = re.compile(r"casnap [\w./:= -]+(#.*)?")
 _COMMAND = "import sys; from casnap.cli import run; sys.exit(run(sys.argv[1:]))"
 
 
@@ -72,8 +72,8 @@ def run_console(example: Example) -> str | None:
 
 
 def _done(command: str) -> subprocess.CompletedProcess[str]:
-    if _IMPORTS_TORCH.fullmatch(command):
-        return run_python(_COMMAND, *shlex.split(command)[1:])
+    if _PLAIN.fullmatch(command):
+        return run_python(_COMMAND, *shlex.split(command, comments=True)[1:])
     return subprocess.run(
         ["bash", "-c", command],
         stdin=subprocess.DEVNULL,
