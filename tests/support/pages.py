@@ -32,7 +32,7 @@ from tests.support.warm import run_python
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
-# Commands of casnap alone, without anything of bash, are forked from a process that has imported torch.
+# Commands of casnap alone, nothing of bash, are forked from a process that has imported torch.
 _PLAIN = re.compile(r"casnap [\w./:= -]+(#.*)?")
 _COMMAND = "import sys; from casnap.cli import run; sys.exit(run(sys.argv[1:]))"
 
