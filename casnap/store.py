@@ -29,7 +29,6 @@ from casnap.runtime.units import (
     seconds_of,
 )
 from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
-from casnap.storage.snapshots.table import with_tags, without_tags
 from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.view import View
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from casnap.serving.pull import Source
     from casnap.state.stateful import AppState
     from casnap.storage.snapshots.published import TagMove
-    from casnap.storage.snapshots.retention import PruneChange, PruneReport, Retention
+    from casnap.storage.snapshots.retention import PruneReport, Retention
     from casnap.take.options import AsyncTakeArguments, TakeArguments
     from casnap.transfer.copy_jobs import CopyReport
 
@@ -422,12 +421,12 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
-        from casnap.storage.snapshots.markers import unmark
+        from casnap.storage.snapshots.pruning import forget
 
-        row = self._view.row(name)
-        commit_id = row.commit.hex() if commit_id is None else commit_id
-        unmark(self._view.repository, dict([self._view.edit(name, commit_id, lambda _: None)]))
-        self._view.free_later([row])
+        view = self._view
+        row = view.row(name)
+        forget(view.repository, view.full_name(name), commit_id or row.commit.hex())
+        view.free_later([row])
 
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.
@@ -442,13 +441,10 @@ class Store:
             SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
                 that was published.
         """
-        from casnap.storage.snapshots.published import check_movable
+        from casnap.storage.snapshots.published import add_tags
 
-        full, uri = self._view.full_name(name), self._view.repository.backend.uri
-        self._view.repository.read_at_newest(
-            lambda root: check_movable(root, self._view.repository.table(root), full, tags, uri)
-        )
-        self._view.edit(name, None, lambda row: with_tags(row, tags))
+        commit_id = self._view.row(name).commit.hex()
+        add_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
 
     def untag(self, name: str, *tags: str) -> None:
         """Remove tags from a snapshot. A tag that it does not have is ignored.
@@ -456,7 +452,10 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        self._view.edit(name, None, lambda row: without_tags(row, tags))
+        from casnap.storage.snapshots.published import remove_tags
+
+        commit_id = self._view.row(name).commit.hex()
+        remove_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
 
     def publish(self, tag: str, snapshot: str | Snapshot) -> None:
         """Move a tag to a snapshot, from whichever has it, in one commit.
@@ -494,9 +493,9 @@ class Store:
         """
         from casnap.storage.snapshots.published import tagged_row
 
-        store, folder = self._view.repository, self._view.folder(None)
-        name, row = store.read_at_newest(lambda root: tagged_row(store, root, tag, folder))
-        return Snapshot.of(self._view, self._view.inner_name(name), row, store=self)
+        view = self._view
+        name, row = tagged_row(view.repository, tag, view.folder(None))
+        return Snapshot.of(view, view.inner_name(name), row, store=self)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[TagMove]:
         """Return the moves of a published tag, the newest first: to what, from what, when, by whom.
@@ -733,21 +732,13 @@ class Store:
         Raises:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
-        from casnap.storage.snapshots.retention import (
-            RetentionChange,
-            check_retention,
-            unmark_pruned,
-        )
+        from casnap.storage.snapshots.pruning import prune_by
 
-        check_retention(retention)
-        judging = RetentionChange(self._view.repository, retention, self._view.folder(prefix))
-        if retention.thin is None:
-            return self._prune(judging, dry_run=dry_run)
-        self._check_keys(retention.thin, prefix)
-        thinned = self._thin(retention.thin, prefix, judging, dry_run=dry_run)
-        if not dry_run:
-            unmark_pruned(self._view.repository, judging)
-        return replace(self._prune_report(judging, dry_run=dry_run), thinned=thinned)
+        view = self._view
+        folder = view.folder(prefix)
+        return self._named_here(
+            prune_by(view.repository, retention, folder, view.free_later, dry_run=dry_run)
+        )
 
     def thin(
         self, rules: Mapping[str, int], *, prefix: str | None = None, dry_run: bool = False
@@ -771,33 +762,12 @@ class Store:
             ValueError: The rules make no sense.
             EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
-        self._check_keys(rules, prefix)
-        return self._thin(rules, prefix, None, dry_run=dry_run)
+        from casnap.storage.snapshots.pruning import thin_by
 
-    def _check_keys(self, rules: Mapping[str, int], prefix: str | None) -> None:
-        """Check the rules of a thinning, and that its patterns match keys in a folder."""
-        from casnap.storage.snapshots.thinning import check_keys, check_rules
-
-        rows = self._view.read(lambda table: list(table.items_in(self._view.folder(prefix))))
-        check_keys(self._view.repository, rows, check_rules(rules))
-
-    def _thin(
-        self,
-        rules: Mapping[str, int],
-        prefix: str | None,
-        judging: PruneChange | None,
-        *,
-        dry_run: bool,
-    ) -> dict[str, tuple[str, ...]]:
-        """Thin runs, and prune them in the same commit if there is a judge."""
-        from casnap.storage.snapshots.thinning import thin
-
-        thinned = thin(
-            self._view.repository, rules, self._view.folder(prefix), judging, dry_run=dry_run
-        )
-        if thinned and not dry_run:
-            self._view.free_later([each.before for each in thinned.values()])
-        return {self._view.inner_name(name): each.keys for name, each in thinned.items()}
+        view = self._view
+        folder = view.folder(prefix)
+        lost = thin_by(view.repository, rules, folder, view.free_later, dry_run=dry_run)
+        return {view.inner_name(name): keys for name, keys in lost.items()}
 
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
@@ -820,29 +790,24 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
-        from casnap.maintenance.missing_folders import MissingFoldersChange
+        from casnap.maintenance.missing_folders import prune_missing_folders
 
-        change = MissingFoldersChange(self._view.repository, self._view.folder(prefix))
-        return self._prune(change, dry_run=dry_run)
+        view = self._view
+        folder = view.folder(prefix)
+        return self._named_here(
+            prune_missing_folders(view.repository, folder, view.free_later, dry_run=dry_run)
+        )
 
-    def _prune(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
-        from casnap.storage.snapshots.retention import prune
-
-        if dry_run:
-            self._view.read(lambda table: judging(table, 0))
-        else:
-            prune(self._view.repository, judging)
-        return self._prune_report(judging, dry_run=dry_run)
-
-    def _prune_report(self, judging: PruneChange, *, dry_run: bool) -> PruneReport:
-        """Report what was pruned, and have its bytes freed."""
-        from casnap.storage.snapshots.retention import PruneReport
-
-        verdicts = judging.verdicts
-        if not dry_run:
-            self._view.free_later([verdict.row for verdict in verdicts if not verdict.kept])
-        local_verdicts = [replace(v, name=self._view.inner_name(v.name)) for v in verdicts]
-        return PruneReport(local_verdicts, dry_run)
+    def _named_here(self, report: PruneReport) -> PruneReport:
+        """Return a report with the names of this view."""
+        inner_name = self._view.inner_name
+        return replace(
+            report,
+            verdicts=[
+                replace(verdict, name=inner_name(verdict.name)) for verdict in report.verdicts
+            ],
+            thinned={inner_name(name): keys for name, keys in report.thinned.items()},
+        )
 
     @property
     def settings(self) -> dict[str, Any]:

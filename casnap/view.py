@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -302,24 +302,7 @@ class View:
         rows = self.read(lambda table: list(table.items_in(folder)))
         return [(self.inner_name(name), row) for name, row in in_commit_order(rows)]
 
-    def edit(
-        self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]
-    ) -> tuple[str, bytes]:
-        """Edit a snapshot's row, or remove it where ``edit`` returns None.
-
-        Returns:
-            Its full name, and its commit id.
-        """
-        from casnap.storage.snapshots.changes import change_table, row_edit
-
-        full = self.full_name(name)
-        if commit_id is None:
-            commit_id = self.row(name).commit.hex()
-        repository = self.repository
-        change_table(repository, row_edit(full, commit_id, edit, repository.backend.uri))
-        return full, bytes.fromhex(commit_id)
-
-    def free_later(self, rows: list[Row]) -> None:
+    def free_later(self, rows: Sequence[Row]) -> None:
         """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
         hooks = self.hooks
         hooks.on_release(rows)

@@ -23,10 +23,9 @@ from casnap.format.records import Row
 from casnap.integrations.notices import is_notice
 from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.runtime.fork import new_lock
-from casnap.runtime.typing import override
 from casnap.snapshot import Snapshot
 from casnap.storage.snapshots.markers import marked_commit
-from casnap.storage.snapshots.retention import PruneChange, Verdict, prune
+from casnap.storage.snapshots.pruning import forget_unheld
 from casnap.storage.snapshots.table import Table
 from casnap.view import View, view_of
 
@@ -166,38 +165,6 @@ def _key(view: View, run: str, inner: str) -> str:
     return f"{view.repository.backend.identity} {run} /{inner}"
 
 
-class _DeletedChange(PruneChange):
-    """The change of a table that removes the snapshots whose folders were deleted."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        super().__init__()
-        self._run_folder = folder
-
-    @override
-    def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdicts on these snapshots."""
-        return [
-            Verdict(name, row, tuple(row.holds))
-            for name, row in self._run_folder.deleted(table).items()
-        ]
-
-
-class _ReleaseChange(PruneChange):
-    """The change of a table that removes one snapshot, if it is still of that commit."""
-
-    def __init__(self, name: str, commit: bytes) -> None:
-        super().__init__()
-        self._name = name
-        self._commit = commit
-
-    @override
-    def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdict on it."""
-        row = table.get(self._name)
-        is_it = row is not None and row.commit == self._commit
-        return [Verdict(self._name, row, tuple(row.holds))] if is_it and row else []
-
-
 def forget(snapshot: Snapshot) -> bool:
     """Forget a snapshot that a trainer lets go, unless it is tagged, or not mirrored yet.
 
@@ -206,12 +173,13 @@ def forget(snapshot: Snapshot) -> bool:
     Returns:
         Whether it is gone.
     """
-    view = view_of(snapshot.store)
-    verdicts = prune(
-        view.repository, _ReleaseChange(snapshot.contents.name, snapshot.contents.row.commit)
-    )
-    view.free_later([verdict.row for verdict in verdicts if not verdict.kept])
-    return not any(verdict.kept for verdict in verdicts)
+    view, name = view_of(snapshot.store), snapshot.contents.name
+
+    def find(table: Table) -> dict[str, Row]:
+        row = table.get(name)
+        return {name: row} if row is not None and row.commit == snapshot.row.commit else {}
+
+    return forget_unheld(view.repository, find, view.free_later)
 
 
 def forget_deleted(view: View, name: str) -> None:
@@ -220,12 +188,9 @@ def forget_deleted(view: View, name: str) -> None:
     So they are collected while the new one is taken, and on a nearly full disk before that.
     """
     for folder in _run_folders(view, name):
-        change = _DeletedChange(folder)
         # What cannot be seen was not deleted.
         with suppress(OSError, CasnapError):
-            if any(not verdict.kept for verdict in view.read(change.judge)):
-                verdicts = prune(view.repository, change)
-                view.hooks.on_release([verdict.row for verdict in verdicts if not verdict.kept])
+            forget_unheld(view.repository, folder.deleted, view.hooks.on_release)
 
 
 def note_saved(view: View, name: str, commit: bytes) -> None:

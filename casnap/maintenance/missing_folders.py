@@ -12,7 +12,8 @@ from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.markers import listing_of
-from casnap.storage.snapshots.retention import PruneChange, Verdict
+from casnap.storage.snapshots.pruning import OnRelease, PruneChange, prune
+from casnap.storage.snapshots.retention import PruneReport, Verdict
 from casnap.storage.snapshots.runs import folders_of, in_commit_order, was_taken_here
 from casnap.storage.snapshots.table import Table
 
@@ -85,3 +86,23 @@ class MissingFoldersChange(PruneChange):
         if not was_taken_here(self._store, row):
             return "copied from another store"
         return ""
+
+
+def prune_missing_folders(
+    store: Repository, folder: str, on_release: OnRelease, *, dry_run: bool = False
+) -> PruneReport:
+    """Forget the snapshots in a folder whose own folders were deleted, in one commit.
+
+    Args:
+        store: The store.
+        folder: Where the runs are; "" for the whole store.
+        on_release: As it says.
+        dry_run: Only report what would be forgotten.
+
+    Raises:
+        StoreError: The store is not in a folder of this machine.
+    """
+    report = prune(store, MissingFoldersChange(store, folder), dry_run=dry_run)
+    if not dry_run:
+        on_release([verdict.row for verdict in report.forgotten])
+    return report

@@ -16,7 +16,6 @@ from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import checked_metadata
 from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
 from casnap.take import pending as background
@@ -26,6 +25,7 @@ from casnap.take.division import divide
 from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher
 from casnap.take.manifest import build_manifest
+from casnap.take.metadata import checked_metadata
 from casnap.take.options import TakeOptions, unclear_commits
 from casnap.take.pending import PendingTake
 from casnap.take.rank_commit import TakeCommit, TakeResult

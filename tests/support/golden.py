@@ -36,7 +36,7 @@ from torch.torch_version import TorchVersion
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import ID_SIZE, encode
-from casnap.storage.snapshots.changes import change_table, row_edit
+from casnap.storage.snapshots.changes import edit_row
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.forger import Forger, chunks, container, tensor
@@ -359,8 +359,8 @@ def make_copied(folder: Path) -> Made:
 def _note(store: Store, name: str, **notes: Any) -> None:
     """Give a snapshot notes, also such as a version after this one may make."""
     row = store._view.row(name)
-    edit = row_edit(name, row.commit.hex(), lambda row: row.with_notes(notes), store.uri)
-    change_table(store._view.repository, edit)
+    repository = store._view.repository
+    edit_row(repository, name, row.commit.hex(), lambda row: row.with_notes(notes))
 
 
 def _copy_a_part(source: Store, destination: Store, name: str) -> None:

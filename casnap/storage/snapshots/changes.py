@@ -22,19 +22,32 @@ _TRIES = 3
 Change = Callable[[Table, int], dict[str, "Row | None"]]
 
 
-def row_edit(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
-    """Return the change that edits a row, or (None) removes it, if it is still of that commit."""
+def edit_row(
+    store: Repository, name: str, commit_id: str, edit: Callable[[Row], Row | None]
+) -> None:
+    """Edit the row of a snapshot, or remove it where ``edit`` returns None, in one commit.
+
+    Args:
+        store: The store.
+        name: The full name of the snapshot.
+        commit_id: The commit id that it must have.
+        edit: Given its row, returns the new one.
+
+    Raises:
+        SnapshotNotFoundError: It has another one, or there is none of this name.
+    """
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         row = table.get(name)
         if row is None or row.commit.hex() != commit_id:
             raise SnapshotNotFoundError(
-                f"{uri}: the snapshot {name!r} was deleted or replaced in the meantime"
+                f"{store.backend.uri}: the snapshot {name!r} was deleted or replaced in the "
+                "meantime"
             )
         edited = edit(row)
         return {} if edited == row else {name: edited}
 
-    return change
+    change_table(store, change)
 
 
 def change_table(

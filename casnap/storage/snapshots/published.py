@@ -11,13 +11,14 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec import Struct
 
 from casnap.errors import (
     DamagedError,
+    InvalidNameError,
     SnapshotError,
     SnapshotNotFoundError,
     nearest,
@@ -25,11 +26,13 @@ from casnap.errors import (
 from casnap.format.records import Root, Row, decode, encode, root_key
 from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import change_table
-from casnap.storage.snapshots.table import Table, row_of, tag_text, with_tags, without_tags
+from casnap.storage.snapshots.changes import change_table, edit_row
+from casnap.storage.snapshots.table import Table, row_of
 
 SETTING = "published"
 _MOST, _MOST_CHARS = 100, 200
+_MOST_TAGS = 100
+_TAG_CHARS = 100
 
 
 class TagMove(Struct, frozen=True, kw_only=True):
@@ -83,12 +86,11 @@ def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
     return next(((n, r) for n, r in others if tag in r.tags), None)
 
 
-def tagged_row(store: Repository, root: Root, tag: str, folder: str) -> tuple[str, Row]:
+def tagged_row(store: Repository, tag: str, folder: str) -> tuple[str, Row]:
     """Return the name and the row of the one snapshot that has a tag.
 
     Args:
         store: The store.
-        root: Its newest root.
         tag: The tag. If it is not published, all snapshots are looked at.
         folder: Where the snapshot is to be; "" for anywhere in the store.
 
@@ -97,6 +99,10 @@ def tagged_row(store: Repository, root: Root, tag: str, folder: str) -> tuple[st
         SnapshotNotFoundError: There is none, or it is elsewhere.
         SnapshotError: Several have the tag, and it is published on none.
     """
+    return store.read_at_newest(lambda root: _tagged_in(store, root, tag, folder))
+
+
+def _tagged_in(store: Repository, root: Root, tag: str, folder: str) -> tuple[str, Row]:
     table, uri = store.table(root), store.backend.uri
     published = published_row(root, table, tag)
     if published is not None:
@@ -122,7 +128,7 @@ def tagged_row(store: Repository, root: Root, tag: str, folder: str) -> tuple[st
     return having[0]
 
 
-def check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], uri: str) -> None:
+def _check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], uri: str) -> None:
     """Check that no tag that a snapshot is to be given is published on another one.
 
     Raises:
@@ -135,6 +141,33 @@ def check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], ur
                 f"{uri}: {tag!r} is published on {published[0]!r}, so no other snapshot can "
                 f"have it; move it: `casnap tag {uri}/{name} {tag} --move`, or Store.publish"
             )
+
+
+def add_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
+    """Give a snapshot tags.
+
+    Args:
+        store: The store.
+        name: Its full name.
+        commit_id: The commit id that it must have.
+        tags: The tags.
+
+    Raises:
+        SnapshotNotFoundError: There is no such snapshot any more.
+        InvalidNameError: One of them cannot be a tag.
+        SnapshotError: There are too many, or one is published on another snapshot.
+    """
+
+    def check(root: Root) -> None:
+        _check_movable(root, store.table(root), name, tags, store.backend.uri)
+
+    store.read_at_newest(check)
+    edit_row(store, name, commit_id, lambda row: with_tags(row, tags))
+
+
+def remove_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
+    """Remove tags from a snapshot; likewise. One that it does not have is ignored."""
+    edit_row(store, name, commit_id, lambda row: without_tags(row, tags))
 
 
 def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
@@ -216,3 +249,62 @@ def _user_and_host() -> str:
         # The user has no entry in the system's list.
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:_MOST_CHARS]
+
+
+# --- tags of a row ------------------------------------------------------------------------------
+
+
+def with_tags(row: Row, tags: Iterable[str]) -> Row:
+    """Return a row with some more tags.
+
+    Raises:
+        InvalidNameError: One of them cannot be a tag.
+        SnapshotError: There are too many.
+    """
+    every = {*row.tags, *map(_checked_tag, tags)}
+    if len(every) > _MOST_TAGS:
+        raise SnapshotError(
+            f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
+        )
+    return msgspec.structs.replace(row, tags=tuple(sorted(every)))
+
+
+def without_tags(row: Row, tags: Iterable[str]) -> Row:
+    """Return a row without some tags.
+
+    Raises:
+        InvalidNameError: One of them is no str.
+    """
+    kept_tags = {*row.tags}.difference(map(tag_text, tags))
+    return msgspec.structs.replace(row, tags=tuple(sorted(kept_tags)))
+
+
+def tag_text(tag: object) -> str:
+    """Return a tag to look for. A store that somebody else wrote may have any.
+
+    Raises:
+        InvalidNameError: It is no str.
+    """
+    if not isinstance(tag, str):
+        raise InvalidNameError(
+            f"the tag {tag!r:.80} is of type {type(tag).__qualname__}; choose another, like 'best'"
+        )
+    return str(tag)
+
+
+def _checked_tag(tag: object) -> str:
+    """Return a tag for a snapshot.
+
+    Raises:
+        InvalidNameError: It cannot be one.
+    """
+    tag = tag_text(tag)
+    if not 1 <= len(tag) <= _TAG_CHARS:
+        problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
+    elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
+        problem = "holds white space, or what does not print"
+    elif tag[0] in "-#":
+        problem = f"begins with {tag[0]!r}"
+    else:
+        return tag
+    raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")

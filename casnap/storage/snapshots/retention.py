@@ -1,44 +1,27 @@
-"""Which snapshots to keep: the rules of a retention, and pruning by them.
+"""Which snapshots to keep: the rules of a retention.
 
-The rules are pure: given the rows of a table and the time, they say what to keep, and why. Only
-:func:`prune` changes a store.
+The rules are pure: given the rows of a table and the time, they say what to keep, and why.
+``pruning.py`` changes stores by them.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nsmallest
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-import msgspec
-
-from casnap.errors import BackendError, DamagedError
 from casnap.format.records import Row
-from casnap.runtime.typing import override
 from casnap.runtime.units import Duration, count_of, seconds_of
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import change_table
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.markers import unmark
 from casnap.storage.snapshots.runs import Run, in_commit_order, runs_of
-from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 
-_log = logging.getLogger("casnap")
-_UNREAD = "its metadata cannot be read"
 # No name that casnap makes is longer, and Python refuses to read numbers without end.
 _NUMBER = re.compile("[0-9]{1,255}")
 _NAMED_STEP = re.compile(r"(?<![a-zA-Z])step[=_]([0-9]{1,255})(?!\.?[0-9])")
-# The runs, each after the id of its store, of which a warning says that snapshots have no step.
-_warned: set[str] = set()
 _MODES = ("min", "max")
 
 
@@ -130,14 +113,14 @@ class Retention:
 
 def _multiples(snapshots: Sequence[tuple[str, Row]], every: int) -> Iterator[tuple[str, str]]:
     for name, row in snapshots:
-        step = _step(name, row)
+        step = step_of(name, row)
         if step is None:
             yield name, f"every {every}: it has no step"
         elif step % every == 0:
             yield name, f"every {every}"
 
 
-def _step(name: str, row: Row) -> int | None:
+def step_of(name: str, row: Row) -> int | None:
     """Return the step of a snapshot; None if neither its metadata nor its name say it.
 
     Other numbers in a name may be those of an epoch, a metric or a version.
@@ -229,7 +212,7 @@ def check_retention(retention: object) -> None:
         )
 
 
-# --- pruning a table ---------------------------------------------------------------------------
+# --- verdicts ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -299,116 +282,3 @@ def judge_runs(
         if row.commit == new_commit:
             reasons[name].append("just taken")
     return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
-
-
-class PruneChange(ABC):
-    """The change of a table that removes the snapshots that are not kept.
-
-    Each table that is to be changed is judged anew, since snapshots may have been tagged or
-    replaced meanwhile.
-
-    Attributes:
-        verdicts: The last verdicts.
-    """
-
-    def __init__(self) -> None:
-        self.verdicts: list[Verdict] = []
-
-    @abstractmethod
-    def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdicts on the snapshots of a table."""
-
-    def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
-        """Return the rows to remove."""
-        self.verdicts = self.judge(table)
-        return {v.name: None for v in self.verdicts if not v.kept}
-
-
-class RetentionChange(PruneChange):
-    """The change of a table that removes the snapshots that a retention does not keep.
-
-    Args:
-        store: The store.
-        retention: The rules.
-        folder: Where the runs are; "" for the whole store.
-        taken_commit: The commit of a snapshot right in the folder that was just taken. It is kept,
-            and only its run is judged.
-    """
-
-    def __init__(
-        self,
-        store: Repository,
-        retention: Retention,
-        folder: str,
-        taken_commit: bytes | None = None,
-    ) -> None:
-        check_retention(retention)
-        super().__init__()
-        self._store = store
-        self._retention = retention
-        self._folder = folder
-        self._taken = taken_commit
-
-    @override
-    def judge(
-        self, table: Table, added_rows: Mapping[str, Row] = MappingProxyType({})
-    ) -> list[Verdict]:
-        """Return the verdicts on the snapshots of a table, and on rows that are to be added."""
-        rows: Iterable[tuple[str, Row]]
-        rows = {**dict(table.items_in(self._folder)), **added_rows}.items()
-        if self._taken is not None:
-            rows = ((n, row) for n, row in rows if row.run_of(n) == self._folder)
-        return self.judge_rows(rows)
-
-    def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:
-        """Return the verdicts on some snapshots, whole runs of them."""
-        unread: set[str] = set()
-        if self._taken is None or self._retention.asks_metadata:
-            named_rows = ((n, self._with_metadata(n, row, unread)) for n, row in named_rows)
-        # Verdicts of a take are not shown, so it reads no metadata that its rules do not need.
-        rows = list(named_rows)
-        verdicts = judge_runs(rows, self._retention, time.time(), self._taken)
-        if not self._retention.asks_metadata:
-            return verdicts
-        if self._retention.keep_every is not None:
-            self._warn_of_no_step([v for v in verdicts if v.name not in unread])
-        return [
-            replace(v, reasons=(*v.reasons, _UNREAD)) if v.name in unread else v for v in verdicts
-        ]
-
-    def _warn_of_no_step(self, verdicts: Iterable[Verdict]) -> None:
-        """Say once of each run that snapshots have no step, so that ``keep_every`` keeps them."""
-        for verdict in verdicts:
-            run = f"{self._store.config.store_id} {verdict.row.run_of(verdict.name)}"
-            has_step = _step(verdict.name, verdict.row) is not None
-            if has_step or verdict.row.is_rewound or run in _warned:
-                continue
-            _warned.add(run)
-            _log.warning(
-                "%s: keep_every keeps %.200r, and others like it, since neither its metadata nor "
-                "its name say its step; give that to the takes: metadata={'step': ...}",
-                self._store.backend.uri,
-                verdict.name,
-            )
-
-    def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
-        """Return a row with its metadata; without, and note the name, if they cannot be read."""
-        try:
-            metadata = Contents(self._store, name, row).metadata
-        except (DamagedError, BackendError) as e:
-            _log.warning("%.200s is judged without its metadata: %.500s", name, e)
-            unread.add(name)
-            metadata = {}
-        return msgspec.structs.replace(row, metadata=metadata)
-
-
-def prune(store: Repository, judging: PruneChange) -> list[Verdict]:
-    """Remove the snapshots that are not kept, in one commit; return the verdicts."""
-    if change_table(store, judging):
-        unmark_pruned(store, judging)
-    return judging.verdicts
-
-
-def unmark_pruned(store: Repository, judging: PruneChange) -> None:
-    """Remove the markers of the snapshots that were not kept."""
-    unmark(store, {v.name: v.row.commit for v in judging.verdicts if not v.kept})

@@ -8,12 +8,8 @@ from typing import NamedTuple
 
 from casnap.format.records import Row
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.retention import (
-    Retention,
-    RetentionChange,
-    Verdict,
-    unknown_metrics,
-)
+from casnap.storage.snapshots.pruning import RetentionChange
+from casnap.storage.snapshots.retention import Retention, Verdict, unknown_metrics
 from casnap.storage.snapshots.runs import rows_of_run
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run

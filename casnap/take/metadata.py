@@ -1,0 +1,68 @@
+"""The metadata that a user gives a take: they are checked, and brought into the types of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from casnap.errors import StateError
+from casnap.format.records import MAX_METADATA_BYTES
+from casnap.runtime.units import whole_number
+
+_METADATA_DEPTH = 64
+
+
+def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a user's metadata, made of plain JSON types.
+
+    Raises:
+        StateError: It holds something that JSON cannot (NaN and the infinities are allowed), or
+            takes more than 64 KiB.
+    """
+    if not isinstance(metadata, Mapping):
+        raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")
+    content = {
+        _checked_key(k, "metadata"): _plain_json(v, f"metadata[{k!r}]") for k, v in metadata.items()
+    }
+    try:
+        size = len(msgspec.json.encode(content))
+    except UnicodeEncodeError as e:
+        raise StateError(f"metadata holds a string that is not Unicode: {e}") from e
+    if size > MAX_METADATA_BYTES:
+        raise StateError(
+            f"metadata takes {size} bytes, more than {MAX_METADATA_BYTES}; put it into the app "
+            "state, in a StateDict"
+        )
+    return content
+
+
+def _checked_key(key: object, position: str) -> str:
+    if not isinstance(key, str):
+        raise StateError(f"{position} has the key {key!r:.80}; JSON has keys of str alone")
+    return str(key)
+
+
+def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
+    if depth > _METADATA_DEPTH:
+        raise StateError(f"metadata is nested deeper than {_METADATA_DEPTH} levels")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        return float(value)
+    if (number := whole_number(value)) is not None and -(1 << 63) <= number < 1 << 64:
+        return number
+    if isinstance(value, list | tuple):
+        return [_plain_json(v, f"{position}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            _checked_key(k, position): _plain_json(v, f"{position}[{k!r}]", depth + 1)
+            for k, v in value.items()
+        }
+    raise StateError(
+        f"{position} holds what JSON cannot: {value!r:.80} ({type(value).__qualname__}); convert "
+        "it, or put it into the app state, in a StateDict"
+    )
