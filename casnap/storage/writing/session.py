@@ -73,7 +73,7 @@ class Session:
         store: The store.
         crew: The crew of the background threads, which an error stops; by default one of its own.
         codec: How new chunks are stored.
-        before: How many requests the backend had made when the change began.
+        requests_before: How many requests the backend had made when the change began.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         puts_root: Whether this process is to put the root, so that it has to know whether the place
             keeps writers apart.
@@ -98,22 +98,21 @@ class Session:
         store: Repository,
         crew: Crew | None = None,
         codec: Codec = Codec.RAW,
-        before: Mapping[str, int] | None = None,
+        requests_before: Mapping[str, int] | None = None,
         base_root: Root | None = None,
         *,
         puts_root: bool = True,
         copies: bool = False,
         dry_run: bool = False,
     ) -> None:
-        self._before = Counter(store.backend.requests if before is None else before)
+        requests = store.backend.requests if requests_before is None else requests_before
+        self._requests_before = Counter(requests)
         self.store = store
         self.commit_id = os.urandom(16)
         self.may_be_referenced = False
         self._codec = codec
         self._segments: list[SegmentRef] = []
         self._others = OtherRanks()
-        self._tell()
-        self._names: list[str] = []
         with ExitStack() as stack:
             if copies:
                 stack.enter_context(one_at_a_time())
@@ -136,7 +135,7 @@ class Session:
     @property
     def requests(self) -> Counter[str]:
         """How many requests the change has made so far, by kind; other ranks included."""
-        return Counter(self.store.backend.requests) - self._before + self._others.requests
+        return Counter(self.store.backend.requests) - self._requests_before + self._others.requests
 
     @property
     def new_bytes(self) -> int:
@@ -291,19 +290,12 @@ class Session:
         Raises:
             FencedError: Something that this relied on was collected, or is gone.
         """
-        self._tell(change, update_root)
+        next_after = partial(self._root_after, change, update_root)
         self.new_packs.finish_chunks()
         read = self.store.read_at_newest
         return put_root_after(
-            self.store, lambda m: read(self._next_root, lambda: m), self._put, self.store.recent
+            self.store, lambda m: read(next_after, lambda: m), self._put, self.store.recent
         )
-
-    def _tell(
-        self,
-        change: Change = lambda table, seq: None,
-        update_root: Callable[[Root], Root] = lambda root: root,
-    ) -> None:
-        self._change, self._update_root = change, update_root
 
     def _put(self, root: Root) -> bool:
         """Put a root; return False if another commit has its number."""
@@ -321,7 +313,9 @@ class Session:
             self._delete_segments()
         return stands
 
-    def _next_root(self, m: Root) -> Root | None:
+    def _root_after(
+        self, change: Change, update_root: Callable[[Root], Root], m: Root
+    ) -> Root | None:
         """Write everything that the root after ``m`` names, and return that root; None for none.
 
         If ``m`` lacks a pack relied on, but a newer root was put meanwhile, that one is looked at.
@@ -332,13 +326,13 @@ class Session:
         latest = self.store.index.view(m)
         reused = self._all_reused(m, latest)
         if reused is None:
-            return self.store.read_at_newest(self._next_root)
+            return self.store.read_at_newest(partial(self._root_after, change, update_root))
         table = self.store.table(m)
-        changes = self._change(table, m.seq + 1)
+        changes = change(table, m.seq + 1)
         if changes is None:
             return None
         top = self._write_table(table, changes)
-        like = self._serving_all(self._update_root(m))
+        like = _serving_all(update_root(m), changes)
         if self.store.backend.costly_requests:
             find = partial(self.store.index.find, latest)
             self.new_packs.finish(find, self._upper_lists(top))
@@ -379,15 +373,8 @@ class Session:
 
     def _write_table(self, table: Tree[Row], changes: Mapping[str, Row | None]) -> Digest | None:
         """Write a table with some changes; return its digest."""
-        self._names = [name for name, row in changes.items() if row is not None]
         slim = {name: row and self._slim(row) for name, row in changes.items()}
         return table.edit(slim, self.put_table_node)
-
-    def _serving_all(self, root: Root) -> Root:
-        """Return a root that serves the names that this commit sets: by them it is meant to."""
-        if serves_below(root) or not any(map(is_deep, self._names)):
-            return root
-        return msgspec.structs.replace(root, settings=serving_below(root.settings))
 
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
         """Return the upper lists of the table that this commit does not write, from the top down.
@@ -450,10 +437,10 @@ class Session:
 
     def _finish(self, world: int, seq: int) -> Handover:
         store, packs = self.store, self.new_packs
-        # Asked to move, it looks at the newest root. Before that, at a remote place, its base does:
-        # the rank that commits compares what all rely on with the newest root.
-        base_does = store.backend.costly_requests and not seq
-        latest = self.base if base_does else store.view()
+        # The rank that commits compares what all rely on with the newest root. So at a remote place
+        # this rank looks at that only when it is asked to move.
+        compares_with_base = store.backend.costly_requests and not seq
+        latest = self.base if compares_with_base else store.view()
         self._reused.confirm(latest)
         if not self.may_be_referenced:
             find = partial(store.index.find, latest)
@@ -515,8 +502,7 @@ class Session:
         if error is not None:
             self._crew.fail(error)
         self._end.__exit__(kind, error, tb)
-        # What it was told may hold this session: a cycle would keep the store open.
-        self._tell()
+        # What gathers from other ranks may hold this session: a cycle would keep the store open.
         self._others = OtherRanks()
 
     def _close(self) -> None:
@@ -524,6 +510,14 @@ class Session:
         if not self.may_be_referenced:
             self._delete_segments()
             self.new_packs.delete()
+
+
+def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
+    """Return a root that serves the names that a commit sets: by them it is meant to."""
+    names = (name for name, row in changes.items() if row is not None)
+    if serves_below(root) or not any(map(is_deep, names)):
+        return root
+    return msgspec.structs.replace(root, settings=serving_below(root.settings))
 
 
 class ChunkWriter:
