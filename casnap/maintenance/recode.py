@@ -26,7 +26,7 @@ from casnap.storage.snapshots.references import MANIFEST, is_node, walk
 from casnap.storage.snapshots.runs import folders_of
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.chunk_forms import ChunkForms
-from casnap.storage.writing.copying import ChunkBuffer, one_at_a_time
+from casnap.storage.writing.copying import ChunkBuffer
 from casnap.storage.writing.session import Session
 
 RECODED = "recoded"
@@ -152,7 +152,7 @@ class _Recoder:
         groups = batches(pairs, lambda pair: pair.nbytes, _GROUP_BYTES)
         is_last = False
         while not is_last:
-            with one_at_a_time(), Session(self._store) as session:
+            with Session(self._store, copies=True) as session:
                 is_last = self._recode_some(session, groups)
                 self._publish(session, contents, is_last=is_last)
 

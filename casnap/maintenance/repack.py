@@ -14,7 +14,7 @@ from casnap.runtime.batches import batches
 from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.copying import codec_among, copy_verified, one_at_a_time
+from casnap.storage.writing.copying import codec_among, copy_verified
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
@@ -122,7 +122,7 @@ def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dic
 
     chunks = [digest for digest, is_node in to_copy.items() if not is_node]
     codec = codec_among(store.index.find(store.view(), chunks))
-    with one_at_a_time(), Session(store, codec=codec) as session:
+    with Session(store, codec=codec, copies=True) as session:
         try:
             copy_verified(
                 store,
