@@ -58,7 +58,7 @@ class Scope(Enum):
     SHARDED = "global; ranks hold pieces, and share the work"
     REPLICATED = "global; declared equal on all ranks, which share the work"
     FROM_RANK_0 = "global; rank 0 hashes it"
-    GIVEN = "global; this rank alone has it"
+    DIVIDED = "global; this rank alone has it"
     EQUAL = "global; it was undecided, and all ranks hold the same"
 
 
@@ -241,7 +241,7 @@ def _scope(leaf: Leaf, span: KeySpan, declared: _Declarations) -> Scope:
     if isinstance(leaf.content, Shards):
         return Scope.SHARDED
     if span.is_divided:
-        return Scope.GIVEN
+        return Scope.DIVIDED
     if _matches(path, declared.per_rank):
         return Scope.PER_RANK
     if path in declared.ddp_buffers:

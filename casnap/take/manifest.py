@@ -172,7 +172,7 @@ class _Builder:
         leaves, inline = state.leaves, state.inline
         # Enum attribute access is slow, and there may be a million leaves.
         per_rank, sharded = Scope.PER_RANK, Scope.SHARDED
-        given_scope, from_rank_0 = Scope.GIVEN, Scope.FROM_RANK_0
+        divided, from_rank_0 = Scope.DIVIDED, Scope.FROM_RANK_0
         rank, size, leaf_ids = self._comm.rank, self._comm.size, self._division.leaf_ids
         for span in state.spans:
             own_entries: dict[str, KnownEntry] = {}
@@ -184,7 +184,7 @@ class _Builder:
                     entries_of_key = own_entries
                 elif scope is sharded:
                     continue
-                elif scope is given_scope or (
+                elif scope is divided or (
                     rank == (0 if scope is from_rank_0 else owner_of(leaf_ids[i], size))
                 ):
                     entries_of_key = shared

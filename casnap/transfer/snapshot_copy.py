@@ -76,8 +76,8 @@ class SnapshotCopy:
         self._options = options
         self._tally = tally
         self._pending: Iterator[Digest] = tree.chunks()
-        # The digests that this part found at the destination, and those that earlier parts did.
-        self._found, self._found_before = bytearray(), bytearray()
+        # The digests that the destination has, of this part and of earlier ones.
+        self._present, self._present_before = bytearray(), bytearray()
         self._looks_again = False
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
@@ -91,18 +91,18 @@ class SnapshotCopy:
         """Return the chunks to send next, and whether these are the last ones."""
         planned: Planned = {}
         nbytes = 0
-        self._found_before += self._found
-        self._found = bytearray()
+        self._present_before += self._present
+        self._present = bytearray()
         view = self._source.recent_view()
         most = max(1, min(_BATCH, self._options.part_bytes // self._source.config.chunk_size))
         while nbytes < self._options.part_bytes and len(planned) <= _MOST_CHUNKS - _BATCH:
             batch = list(dict.fromkeys(islice(self._pending, most)))
             if not batch:
-                if not self._found_before:
+                if not self._present_before:
                     return planned, True
                 # It may have been collected since.
-                self._pending = iter(split_digests(bytes(self._found_before)))
-                self._found_before = bytearray()
+                self._pending = iter(split_digests(bytes(self._present_before)))
+                self._present_before = bytearray()
                 self._looks_again = True
                 continue
             lacking = self._lacking(batch, reuse, planned)
@@ -118,7 +118,7 @@ class SnapshotCopy:
                 if digest not in planned:
                     lacking.append(digest)
                 continue
-            self._found += digest
+            self._present += digest
             if not self._looks_again:
                 self._tally.count_present(place)
                 self._tally.bytes.add(place.raw_size)
@@ -141,7 +141,7 @@ class SnapshotCopy:
         while not is_last:
             planned, is_last = self._plan(reuse)
             # A second look would find the same.
-            self._found = bytearray()
+            self._present = bytearray()
             self._count_would(planned)
         for digests in _batches([*self._tree.nodes.values()]):
             digest_places = zip(digests, reuse(digests), strict=True)
@@ -185,7 +185,7 @@ class SnapshotCopy:
             elif is_last:
                 self._finish(session, len(sizes))
                 return True
-            return not self._keep(session, sizes)
+            return not self._commit_part(session, sizes)
 
     def _send(self, session: Session, planned: Planned) -> list[tuple[Digest, int]]:
         """Copy chunks into new packs, until the part's time is over.
@@ -215,7 +215,7 @@ class SnapshotCopy:
         contents = Contents(self._source, self._job.name, self._job.row)
         return bases_in(contents, self._source.recent())
 
-    def _keep(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
+    def _commit_part(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
         """Commit what was sent, so that no collector deletes it; False as of :meth:`_commit`."""
         parts = unfinished.put_part(session, sizes)
 

@@ -52,15 +52,15 @@ class ReusedPacks:
 
         A chunk that is stored as a delta needs all bases below it too.
         """
-        found = dict(zip(digests, self._find(digests), strict=True))
+        places = dict(zip(digests, self._find(digests), strict=True))
         # Most are no deltas, and to make chains of them would take ten times as long.
-        deltas = [d for d, place in found.items() if place is not None and place.codec == _DELTA]
+        deltas = [d for d, place in places.items() if place is not None and place.codec == _DELTA]
         links: dict[Digest, Place | None] = {}
         for digest, chain in chains_below(deltas, self._find).items():
-            found[digest] = chain[0][1] if chain else None
+            places[digest] = chain[0][1] if chain else None
             links.update(chain)
-        self._note({**found, **links})
-        return [found[digest] for digest in digests]
+        self._note({**places, **links})
+        return [places[digest] for digest in digests]
 
     def _note(self, places: Mapping[Digest, Place | None]) -> None:
         with self._lock:
