@@ -84,8 +84,8 @@ class _Offer:
         self.decision: list[bool] | None = None
 
 
-class WriterAssignment:
-    """The decisions of one rank: which rank writes each of the chunks that it decides about.
+class Decider:
+    """Decides, on one rank, which rank writes each of the chunks that it is asked about.
 
     Args:
         rank: The rank that decides.
@@ -96,8 +96,8 @@ class WriterAssignment:
         self._rank, self._size = rank, size
         self._decided: set[Digest] = set()
 
-    def assign(self, loads: list[int], messages: Sequence[memoryview]) -> list[bytes]:
-        """Assign a writer to each chunk that has none yet.
+    def decide(self, loads: list[int], messages: Sequence[memoryview]) -> list[bytes]:
+        """Choose a writer for each chunk that has none yet.
 
         Args:
             loads: The bytes that each rank was given to write so far.
@@ -139,7 +139,7 @@ class Exchange:
         self._crew = crew
         shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
         self._split_cells = SplitCells(comm.rank, shared, division.leaf_ids, division.assigned)
-        self._assignment = WriterAssignment(comm.rank, comm.size)
+        self._decider = Decider(comm.rank, comm.size)
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.
         each = -(-cores() // comm.neighbours)
@@ -165,7 +165,7 @@ class Exchange:
         hashing: list[Worker] = []
         try:
             hashing = self._crew.start(
-                lambda: hash_batches(self._with_whole_cells(source), self._divide_new),
+                lambda: hash_batches(self._with_whole_cells(source), self._select_share),
                 self._threads,
             )
             self._hold_rounds()
@@ -237,7 +237,7 @@ class Exchange:
                 self._last_progress = time.monotonic()
             return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
-    def _divide_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+    def _select_share(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
         """Return which of some chunks, which the store lacks, this rank is to write.
 
         Waits for the round in which that is decided.
@@ -277,7 +277,7 @@ class Exchange:
             self._check_all_go_on([message.head.idle for message in received])
             self._settle(earlier, by_rank, [message.decisions for message in received])
             loads = [message.head.load for message in received]
-            decisions = self._assignment.assign(loads, [message.offers for message in received])
+            decisions = self._decider.decide(loads, [message.offers for message in received])
             earlier, by_rank = offers, sorted_offers
             # What was offered now is decided in the next round, which should come soon.
             urgent = any(message.head.asks for message in received)

@@ -67,14 +67,14 @@ class Hasher:
         source = SharedItems(batches(PIECE_BYTES), crew)
         crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))
 
-    def hash(self, batches: Iterable[list[Piece]], divide_new: SelectNew | None) -> None:
+    def hash(self, batches: Iterable[list[Piece]], select_share: SelectNew | None) -> None:
         """Hash batches of pieces; the work of one thread.
 
         Args:
             batches: The pieces.
-            divide_new: Returns which of some new chunks this rank is to write; None for all.
+            select_share: Returns which of some new chunks this rank is to write; None for all.
         """
-        writer = self._session.writer(divide_new)
+        writer = self._session.writer(select_share)
         try:
             for batch in batches:
                 try:

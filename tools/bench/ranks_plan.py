@@ -168,9 +168,9 @@ def _digests(ranks: int) -> _Cost:
     asks = -(-_BYTES // _CHUNK // (ranks * turns))
 
     def decided() -> float:
-        decides = exchange.WriterAssignment(0, ranks)
+        decider = exchange.Decider(0, ranks)
         return sum(
-            _seconds(lambda asked=asked: decides.assign([0] * ranks, asked))[1]
+            _seconds(lambda asked=asked: decider.decide([0] * ranks, asked))[1]
             for asked in (_questions(ranks, asks) for _ in range(turns))
         )
 

@@ -142,16 +142,16 @@ class Session:
         """Bytes of the new chunks and nodes, as stored; those of other ranks included."""
         return self.new_packs.stored_bytes + self._others.new_bytes
 
-    def writer(self, divide_new: SelectNew | None = None) -> ChunkWriter:
+    def writer(self, select_share: SelectNew | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.
 
         Args:
-            divide_new: Returns which of the chunks that the store lacks this rank is to write; None
-                for all.
+            select_share: Returns which of the chunks that the store lacks this rank is to write;
+                None for all.
         """
         # To compress a known chunk takes longer than to hash it twice, so then it is never guessed.
         guess = not self.base.live if self._codec == Codec.RAW else None
-        return ChunkWriter(self, divide_new, all_new=guess)
+        return ChunkWriter(self, select_share, all_new=guess)
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
         """Rely on the digests that live packs hold; return a place of each, or None."""
@@ -528,17 +528,17 @@ class ChunkWriter:
 
     Args:
         session: Where it stores them.
-        divide_new: Returns which of the chunks that the store lacks this rank is to write; None for
-            all.
+        select_share: Returns which of the chunks that the store lacks this rank is to write; None
+            for all.
         all_new: Whether to begin with the guess that all chunks are new; None to never guess so.
     """
 
     def __init__(
-        self, session: Session, divide_new: SelectNew | None, *, all_new: bool | None
+        self, session: Session, select_share: SelectNew | None, *, all_new: bool | None
     ) -> None:
         self._session = session
         self._filler = session.new_packs.filler()
-        self._divide_new = divide_new
+        self._select_share = select_share
         self._all_new = all_new
 
     def store(self, raws: Sequence[Raw]) -> list[Digest]:
@@ -552,9 +552,9 @@ class ChunkWriter:
 
     def _select_new(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
         is_new = self._session.claim_new(digests)
-        if self._divide_new is not None and any(is_new):
+        if self._select_share is not None and any(is_new):
             lacking = [i for i, is_new in enumerate(is_new) if is_new]
-            share = self._divide_new([digests[i] for i in lacking], [sizes[i] for i in lacking])
+            share = self._select_share([digests[i] for i in lacking], [sizes[i] for i in lacking])
             for i, is_mine in zip(lacking, share, strict=True):
                 is_new[i] = is_mine
         if self._all_new is not None:
