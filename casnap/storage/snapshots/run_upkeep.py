@@ -51,8 +51,8 @@ def upkeep_of_run(
         session: The session that commits. New manifests are stored there.
         replaced: Names of snapshots that go in any case.
         counts: Whether a snapshot is judged, and counts, at all.
-        strict: Whether an error of pruning is raised. By default it is a warning only: the next
-            commit judges the run again. An error of thinning always is one.
+        strict: Whether an error of pruning is raised. By default it is a warning only, as an error
+            of thinning always is: the next commit looks at the run again.
     """
     if retention is None:
         return Upkeep({}, {})
