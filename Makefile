@@ -40,8 +40,8 @@ AZURITE := azurite@3.37.0
 TRAINER_APIS := $(addprefix casnap.integrations.,accelerate engines lightning megatron torch_checkpointing torchtitan transformers)
 API := casnap casnap.backends casnap.integrations.dcp casnap.serving $(TRAINER_APIS) casnap.testing.backend_suite
 SOAK_TIMEOUT ?= 3600
-# Two more workers than cores, since some tests wait.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 + len(os.sched_getaffinity(0))))')
+# One more worker than cores, since some tests wait. Each costs 15 s of processor time to start.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
 ON_ALL_CORES := --numprocesses $(WORKERS) --dist worksteal
 # Tests start many interpreters: compiled modules are kept, against any setting of the caller.
 export PYTHONDONTWRITEBYTECODE :=

@@ -74,6 +74,7 @@ def test_a_training_that_forgets_a_part_of_its_state(tmp_path: Path, part: str) 
     assert "the two runs are DIFFERENT" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_serving_while_all_of_it_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "serve.py", tmp_path / "demo", "--seconds", "4"]

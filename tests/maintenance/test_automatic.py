@@ -86,9 +86,9 @@ def assert_newest(path: Path, step: int) -> None:
 @pytest.mark.parametrize("how", ["take", "async_take"])
 def test_a_disk_of_five_states(tmp_path: Path, how: str) -> None:
     with tmpfs(tmp_path, int(5.2 * STATE) + SMALL) as disk:
-        for step in range(30):
+        for step in range(16):
             take(Store(disk / "run"), step, how)
-        assert_newest(disk / "run", 29)
+        assert_newest(disk / "run", 15)
         assert Store(disk / "run").check(data=True).ok
 
 
@@ -102,11 +102,11 @@ def take_on_ranks(path: str, steps: int) -> None:
 
 def test_a_disk_of_five_states_of_two_ranks(tmp_path: Path, world: World) -> None:
     with tmpfs(tmp_path, int(5.2 * STATE) + SMALL) as disk:
-        world(2).run(take_on_ranks, str(disk / "run"), 20)
+        world(2).run(take_on_ranks, str(disk / "run"), 12)
         newest = Store(disk / "run").latest()
         assert newest is not None
-        assert newest.name == "step_19"
-        assert torch.equal(newest.read_object("0/s/w"), dense(19)[: STATE // 16])
+        assert newest.name == "step_11"
+        assert torch.equal(newest.read_object("0/s/w"), dense(11)[: STATE // 16])
 
 
 def test_a_disk_that_others_fill_during_a_take(tmp_path: Path) -> None:

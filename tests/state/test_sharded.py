@@ -92,8 +92,8 @@ def distributed(mesh_shape: tuple[int, ...], some: list[Case]) -> list[tuple[Pie
 
 @pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2), (4, 2), (2, 2, 2)], ids=str)
 def test_boxes_hold_what_full_tensor_returns(world: Worlds, mesh: tuple[int, ...]) -> None:
-    @settings(max_examples=8)
-    @given(st.lists(cases(len(mesh)), min_size=1, max_size=8))
+    @settings(max_examples=4)
+    @given(st.lists(cases(len(mesh)), min_size=4, max_size=12))
     def whatever_the_placements(some: list[Case]) -> None:
         by_rank = world(prod(mesh)).run(distributed, mesh, some)
         for case, results in zip(some, zip(*by_rank, strict=True), strict=True):
