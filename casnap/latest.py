@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from casnap.errors import SnapshotNotFoundError, StoreError
+from casnap.errors import SnapshotError, SnapshotNotFoundError, StoreError
 from casnap.format.records import Row
 from casnap.view import View
 
@@ -61,10 +61,7 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
     """Return the snapshot to resume from, as :meth:`casnap.Store.latest` describes."""
     newest, last = _newest(view, prefix, thinned=thinned)
     if newest is None and last is not None:
-        from casnap.storage.snapshots.rewinding import all_rewound_error
-        from casnap.storage.snapshots.thinning import all_thinned_error
-
-        error = all_rewound_error if last.row.is_rewound else all_thinned_error
+        error = _all_rewound_error if last.row.is_rewound else _all_thinned_error
         raise error(last.view.path_of(last.name))
     if newest is None:
         from casnap.storage.places.other_formats import hint_in
@@ -73,6 +70,23 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
         if folder is not None and (hint := hint_in(folder)):
             _log.warning("%s", hint)
     return newest
+
+
+def _all_rewound_error(path: str) -> SnapshotError:
+    """Return the error where only snapshots are left that runs went back from, given the last."""
+    return SnapshotError(
+        "only snapshots are left that their run went back from; the last one is "
+        f"{path}. To go on from it after all: `casnap rewind {path}`, or Store.rewind"
+    )
+
+
+def _all_thinned_error(path: str) -> SnapshotError:
+    """Return the error for a run of which only thinned snapshots are left, given the last one."""
+    return SnapshotError(
+        "only thinned snapshots are left, which have lost what a resume needs; the last one is "
+        f"{path}. To begin anew from its weights, ask for latest(thinned=True), and restore the "
+        "keys that it has: `casnap show` lists them"
+    )
 
 
 def _newest(

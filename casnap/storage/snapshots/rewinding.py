@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from casnap.errors import SnapshotError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.reading.repository import Repository
@@ -84,14 +83,6 @@ def rewind(
             mark(store, new_name, row)
     assert rewound is not None
     return rewound
-
-
-def all_rewound_error(path: str) -> SnapshotError:
-    """Return the error where only snapshots are left that runs went back from, given the last."""
-    return SnapshotError(
-        "only snapshots are left that their run went back from; the last one is "
-        f"{path}. To go on from it after all: `casnap rewind {path}`, or Store.rewind"
-    )
 
 
 def _free_folder(table: Table, run: str, seq: int) -> str:

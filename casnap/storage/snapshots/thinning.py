@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from casnap.errors import EntryNotFoundError, SnapshotError, nearest
+from casnap.errors import EntryNotFoundError, nearest
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest
 from casnap.format.names import folder_of, key_of
@@ -257,12 +257,3 @@ def thin(
     else:
         commit_change(store, lambda session: partial(change_with, putting_in(session)))
     return thinned
-
-
-def all_thinned_error(path: str) -> SnapshotError:
-    """Return the error for a run of which only thinned snapshots are left, given the last one."""
-    return SnapshotError(
-        "only thinned snapshots are left, which have lost what a resume needs; the last one is "
-        f"{path}. To begin anew from its weights, ask for latest(thinned=True), and restore the "
-        "keys that it has: `casnap show` lists them"
-    )
