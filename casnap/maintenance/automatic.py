@@ -1,11 +1,11 @@
 """Collecting garbage by itself: the process that lets snapshots go frees their bytes.
 
-A collection begins in the background once enough was let go, so its cost stays a small share of
-that of the takes. The first one of a process goes through all that the store holds; on a local disk
-those after it look only at what changed since. There a collection frees what was condemned before
-the one before it ended: so each reader and each take had a whole cycle. On a remote store, and
-where the store is set to one, a grace counts.
-Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
+A collection begins in the background once enough bytes were let go, if those of the process have
+not taken more than their share of its processor time. The first one of a process goes through all
+that the store holds; on a local disk those after it look only at what changed since. There a
+collection frees what was condemned before the one before it ended, so each reader and each take has
+the time between two collections to finish. On a remote store, and where the store is set to one, a
+grace counts. Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from casnap.storage.log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-# A process uses so many times the processor time that its collections do. What it has used before
-# counts, up to so many seconds: so they keep up where a run begins with many small takes.
-_SHARE, _SAVED = 40.0, 2.0
-# Those that go through the whole store find what no process has let go: what takes have left that
-# failed, and what was let go by processes that ended. They are rarer, unless they cost less, as
-# where little is kept. So that this shows, what the others cost counts for less each time.
-_WHOLE_SHARE, _FORGETTING = 100.0, 0.9
-# But on a local disk no more than so many states are let go without one, if that is so many bytes.
+SHARE = 0.04
+"""A collection begins if those before it took no more of the process's processor time."""
+# Those that go through the whole store have a share of their own. They find what no process has let
+# go: what takes have left that failed, and what was let go by processes that ended.
+_WHOLE_SHARE = 0.01
+# A first one that is likely to take long begins on a disk once so many states were let go, if that
+# is so many bytes.
 _MOST_STATES, _LITTLE = 3, 16 << 20
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
 _REPACK = 0.51
@@ -67,21 +66,10 @@ class AutomaticCollector:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
-        # The bytes that were let go since the last collection; what earlier processes left is not
-        # known. And the bytes that snapshots needed then.
-        self._released = math.inf
-        self._needed = 0
-        # Whether anything was committed since, that let snapshots go or not.
-        self._has_notes = False
-        # The same, but what this process alone has let go.
-        self._let_go = 0
-        # What a collection need not count anew.
-        self._counts = ReferenceCounts()
-        self._whole_at = 0.0
-        # The processor time of the last one through the whole store, and of those from counts.
-        self._whole_cost = math.inf
-        self._counted_cost = 0.0
-        # The bytes that it condemned, for the next one to free, whatever is let go until then.
+        # What this process has let go since the last collection: bytes and snapshots. What that
+        # one has left to free counts too, once anything is let go after it.
+        self._released = 0
+        self._gone = 0
         self._waiting = 0
         # The bytes of the last state that was let go, and of one that is taken.
         self._state = 0
@@ -89,12 +77,17 @@ class AutomaticCollector:
         # What was freed since the last take, and what the last collection did.
         self._freed = 0
         self.last_report: GcReport | None = None
+        # What a collection need not count anew.
+        self._counts = ReferenceCounts()
+        # The processor time of all collections but those through the whole store, of these, and of
+        # the last one of these. Where such a one is the cheaper kind, it counts as any other.
+        self._spent = 0.0
+        self._whole_spent = 0.0
+        self._whole_cost = 0.0
+        # By the clock: when the next one may begin, after the first or a failure.
         self._ready_at: float | None = None
-        self._processor_ready_at = 0.0
-        # Whether the first collection is likely to take long.
-        self._is_large = False
-        # What was condemned up to this root had a whole cycle; at first, what others condemned
-        # before this process took anything.
+        # What was condemned up to this root may be freed; at first, what others condemned before
+        # this process took anything.
         self._condemned_until: int | None = None
 
     def note(self, store: Repository, rows: Iterable[Row]) -> None:
@@ -108,10 +101,9 @@ class AutomaticCollector:
         if not (rows or self._waiting) or not collects_by_itself():
             return
         with self._lock:
-            nbytes = sum(row.stats.new_bytes for row in rows)
-            self._released += nbytes
-            self._let_go += nbytes
-            self._has_notes = True
+            self._released += sum(row.stats.new_bytes for row in rows) + self._waiting
+            self._gone += len(rows)
+            self._waiting = 0
             self._state = max([row.stats.logical_bytes for row in rows], default=self._state)
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
@@ -148,7 +140,7 @@ class AutomaticCollector:
                 # A collection that is under way has not condemned yet what it will.
                 with self._collecting:
                     root = store.newest()
-                if self._released or root.condemned:
+                if self.last_report is None or self._gone or root.condemned:
                     self._sweep(store)
         except Exception as e:  # noqa: BLE001 - the take may fit all the same
             _log.warning("%s: its garbage is not collected: %s", store.backend.uri, e)
@@ -230,18 +222,16 @@ class AutomaticCollector:
                 elif until is None:
                     until = root.seq
                 # States wait for the first one. What others have left to copy is for a later one.
-                is_hurried = self._is_large and self.last_report is None
+                is_first = self.last_report is None
+                is_hurried = is_first and self._first_cost(store) > _LAST_SECONDS
                 options = GcOptions(condemned_until=until, repack=0.0 if is_hurried else _REPACK)
-                is_cheaper = self._whole_cost < self._counted_cost
-                if time.process_time() >= self._whole_at or is_cheaper:
-                    self._counts.clear()
                 report = self._collect(store, options, progress)
         except _ExitError:
             return False
         except Exception as e:  # noqa: BLE001 - a backend may raise anything; the takes go on
             # It may take as long each time as one that goes well.
             took = time.monotonic() - began
-            self._ready_at = time.monotonic() + max(rest, _FAILURE_REST, _SHARE * took)
+            self._ready_at = time.monotonic() + max(rest, _FAILURE_REST, took / SHARE)
             _log.warning("%s: its garbage is not collected: %s", backend.uri, e)
             return False
         self._ready_at = time.monotonic() + rest
@@ -255,58 +245,73 @@ class AutomaticCollector:
         return True
 
     def _is_due(self, store: Repository) -> bool:
-        """Whether a collection is worth it, and the process has done enough else since the last."""
-        # What waits counts too: of packs that were copied it may be as much as what is kept.
-        worth = min(self._state, self._needed / 4)
-        if not self._has_notes or self._released + self._waiting < worth:
+        """Whether enough was let go, and collections have not taken more than their share."""
+        if not (self._released or self._gone):
             return False
         if self._ready_at is None:
             self._ready_at = time.monotonic() + store.backend.costs.collection_start
-            cost = _SNAPSHOT_SECONDS * len(store.table(store.recent()))
-            # For what costs less, the end of the process waits.
-            self._is_large = cost > _LAST_SECONDS
-            self._processor_ready_at = _SHARE * cost if self._is_large else 0.0
         if time.monotonic() < self._ready_at:
             return False
-        most = max(_LITTLE, _MOST_STATES * (worth or self._state))
-        is_urgent = self._let_go >= most and not store.backend.costly_requests
-        return is_urgent or time.process_time() >= self._processor_ready_at
+        processor_time = time.process_time()
+        report = self.last_report
+        if report is None:
+            # What earlier processes have let go is not known.
+            is_much = self._released >= max(_LITTLE, _MOST_STATES * self._state)
+            is_urgent = is_much and not store.backend.costly_requests
+            most = max(_LAST_SECONDS, SHARE * processor_time)
+            return is_urgent or self._first_cost(store) <= most
+        # Where little changes, what waits may be as much as what is kept.
+        worth = min(self._state, report.live_bytes / 4)
+        return self._released >= worth and self._spent <= SHARE * processor_time
+
+    def _first_cost(self, store: Repository) -> float:
+        """Return what the first collection is likely to take, in seconds of a processor."""
+        return _SNAPSHOT_SECONDS * len(store.table(store.recent()))
 
     def _collect(
         self, store: Repository, options: GcOptions, progress: Progress | None = None
     ) -> GcReport:
         with self._lock:
-            released, self._released = self._released, 0.0
-            let_go, self._let_go = self._let_go, 0
-            self._has_notes = False
+            released, self._released = self._released, 0
+            gone, self._gone = self._gone, 0
         counts = None if store.backend.costly_requests else self._counts
-        is_whole = not self._counts.is_known
+        is_most = self._is_most(released, gone)
+        whole_spent = self._whole_spent + self._whole_cost
+        if is_most or whole_spent <= _WHOLE_SHARE * time.process_time():
+            self._counts.clear()
+        is_whole = counts is not None and not counts.is_known
         try:
             report = collect(store, options, progress, counts)
         except BaseException:
             with self._lock:
                 self._released += released
-                self._let_go += let_go
+                self._gone += gone
             raise
         with self._lock:
             self._freed += report.freed_bytes
-        cost, now = report.processor_seconds, time.process_time()
-        since = max(self._processor_ready_at, now - _SAVED)
-        if is_whole and counts is not None:
-            if self.last_report is None:
-                since = now - _SAVED
-            self._whole_at, self._whole_cost = now + _WHOLE_SHARE * cost, cost
-            # It has a share of its own, as far as one from counts would have cost less.
-            cost = min(cost, self._counted_cost)
-            self._counted_cost *= _FORGETTING
+        cost = report.processor_seconds
+        if is_whole:
+            self._whole_cost = cost
+        if is_whole and not is_most:
+            self._whole_spent += cost
         else:
-            self._counted_cost = cost
-        self._processor_ready_at = since + _SHARE * cost
-        self._needed = report.live_bytes
+            self._spent += cost
         self._waiting = 0 if options.condemned_until is None else report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report
         return report
+
+    def _is_most(self, released: int, gone: int) -> bool:
+        """Whether to count what came and went takes longer than to count all.
+
+        So it is where half of all was let go, and as much came.
+        """
+        report = self.last_report
+        return (
+            report is not None
+            and 2 * gone >= report.snapshots
+            and 2 * released >= report.live_bytes
+        )
 
 
 def _main_thread_lives() -> bool:

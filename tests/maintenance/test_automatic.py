@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import math
 import os
 import random
 import re
@@ -143,12 +142,12 @@ def test_a_nearly_full_disk_whose_garbage_cannot_be_collected(
 
 
 RUN = """
-    import sys
+    import math, sys
     from casnap import Store
     from casnap.maintenance import automatic
     from tests.maintenance.test_automatic import STATE, take
 
-    automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
+    automatic.SHARE = math.inf  # states so small cost no more processor time than a collection
     store = Store(sys.argv[1])
     for step in range(int(sys.argv[2]), int(sys.argv[3])):
         take(store, step, sys.argv[4], 4 * STATE)
@@ -169,11 +168,8 @@ def test_what_a_process_leaves_and_the_next_one_frees(tmp_path: Path, how: str) 
     assert Store(path).check(data=True).ok
 
 
-def test_what_others_condemned_waits_for_a_cycle_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_condemned_waits_for_a_cycle_too(tmp_path: Path) -> None:
     """The first collection of a process frees what was condemned before it took anything."""
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
     Store(tmp_path / "store").make()
     own, other = Store(tmp_path / "store/own"), Store(tmp_path / "store/other")
 
@@ -198,8 +194,7 @@ def test_what_others_condemned_waits_for_a_cycle_too(
         assert (meanwhile <= condemned) == (step == 2)
 
 
-def test_adapters_on_a_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+def test_adapters_on_a_frozen_base(tmp_path: Path) -> None:
     store = Store(tmp_path / "run", chunk_size=64 << 10)
     base = dense(0)
     for step in range(120):
@@ -210,11 +205,8 @@ def test_adapters_on_a_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert nbytes_of(tmp_path / "run/casnap-store/packs") <= 1.5 * needed
 
 
-def test_a_state_that_changes_little_by_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_changes_little_by_little(tmp_path: Path) -> None:
     """What is still needed of mostly dead packs is copied, beside takes that rely on it."""
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
     store = Store(tmp_path / "run", chunk_size=64 << 10)
     state = {f"w{i}": dense(i, 64 << 10) for i in range(128)}
     pick = random.Random(1)
@@ -237,6 +229,34 @@ def test_small_states_one_after_the_other(tmp_path: Path) -> None:
     for step in range(10):
         take(store, step, nbytes=STATE // 4)
     assert nbytes_of(tmp_path / "run") <= 4.1 * STATE // 4
+
+
+def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
+    """Of a process that does nothing but take; the first one has to look at all."""
+    code = """
+        import sys, time
+        from casnap import Store
+        from casnap.maintenance import automatic
+        from tests.maintenance.test_automatic import take
+
+        costs = []
+        collect = automatic.collect
+
+        def note(*arguments):
+            report = collect(*arguments)
+            costs.append(report.processor_seconds)
+            return report
+
+        automatic.collect = note
+        store = Store(sys.argv[1])
+        for step in range(60):
+            take(store, step)
+        print(sum(costs[1:-1]) / time.process_time(), len(costs))
+        """
+    done = run_python(textwrap.dedent(code), tmp_path / "store")
+    share, count = done.stdout.split()
+    assert float(share) <= 0.05
+    assert int(count) > 2
 
 
 def test_it_is_turned_off(tmp_path: Path) -> None:
@@ -367,7 +387,6 @@ def test_beside_many_snapshots_of_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What does not change is looked at once: after that, a collection reads what came and went."""
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
     store = Store(tmp_path / "store")
     for step in range(300):
         store.take({"s": StateDict(w=torch.tensor(step))}, f"other/step_{step}")
@@ -388,12 +407,8 @@ def test_beside_many_snapshots_of_another_run(
     assert store.check(data=True).ok
 
 
-def test_where_little_is_kept_collections_look_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_little_is_kept_collections_look_at_all(tmp_path: Path) -> None:
     """That costs less than to count what came and went; and so they find what a dead take left."""
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
-    monkeypatch.setattr(automatic, "_WHOLE_SHARE", math.inf)
     store = Store(tmp_path / "store", chunk_size=64 << 10)
     keep = Retention(keep_last=1)
     orphan = tmp_path / "store/casnap-store" / pack_key(bytes(16))
@@ -461,8 +476,7 @@ def test_a_process_that_takes_while_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["retention", "overwrite"])
-def test_a_mirror_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+def test_a_mirror_on_a_disk(tmp_path: Path, how: str) -> None:
     there, retention = tmp_path / "there", KEEP if how == "retention" else None
     store = Store(tmp_path / "here", mirror=there, mirror_retention=retention)
     for step in range(12):
@@ -499,7 +513,6 @@ def test_a_disk_that_turns_read_only(
 ) -> None:
     """It is told as it is, all can be read, and the run goes on once it can be written to."""
     monkeypatch.setattr(automatic, "_FAILURE_REST", 0.0)
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
     with tmpfs(tmp_path / "disk", str(12 * STATE)) as disk:
         store = Store(disk / "run")
         for step in range(4):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import signal
 import time
@@ -55,7 +56,7 @@ FAULTS = {
 def turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASNAP_GC", "auto")
     # These states cost no more processor time than a collection.
-    monkeypatch.setattr(automatic, "_SHARE", 0.0)
+    monkeypatch.setattr(automatic, "SHARE", math.inf)
     monkeypatch.setattr(automatic, "_FAILURE_REST", 0.0)
 
 

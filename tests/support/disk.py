@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ def assert_bounded(
         parts: How many snapshots a state is.
     """
     os.environ["CASNAP_GC"] = "auto"
-    automatic._SHARE = 0.0  # states so small cost no more processor time than a collection
+    automatic.SHARE = math.inf  # states so small cost no more processor time than a collection
     start = automatic.AutomaticCollector._start
 
     def start_and_wait(self: automatic.AutomaticCollector, store: Repository) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,8 +109,10 @@ class _Rotation:
         self.processor_seconds = 0.0
         self._keep, self._share = Retention(keep_last=keep), share
 
-    def take(self) -> None:
+    def change(self) -> None:
         states.step(states.some(self.state, self._share, len(self.times)))
+
+    def take(self) -> None:
         state = {"model": StateDict(**self.state)}
         began = time.process_time()
         name = f"step_{len(self.times)}"
@@ -122,11 +125,32 @@ class _Rotation:
         return 0.0 if worker is None else seconds(worker.wait)
 
 
+class _Clock:
+    """The processor time of this process while it is counted."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._began: float | None = None
+
+    def __call__(self) -> float:
+        since = 0.0 if self._began is None else time.process_time() - self._began
+        return self._before + since
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self._began = time.process_time()
+        try:
+            yield
+        finally:
+            self._before, self._began = self(), None
+
+
 def _cost(settings: Settings, work: str) -> list[Row]:
     """Take in turns, ten at a time, with collections and without any.
 
-    A collection that is not over after its ten takes is waited for, and counts as theirs. What the
-    run without collections spends must not allow the other one more of them.
+    A collection that is not over after its ten takes is waited for, and counts as theirs. For the
+    collector the process does nothing but these takes: neither what it does before and between
+    them, nor what the run without collections spends, allows it more.
     """
     share = 0.01 if "1 %" in work else 1.0
     reports: list[GcReport] = []
@@ -137,12 +161,8 @@ def _cost(settings: Settings, work: str) -> list[Row]:
         return reports[-1]
 
     automatic.collect = collect_and_note
-    elsewhere, deleting = [0.0], [0.0]
-    automatic.time = SimpleNamespace(
-        monotonic=time.monotonic,
-        sleep=time.sleep,
-        process_time=lambda: time.process_time() - elsewhere[0],
-    )
+    clock, deleting = _Clock(), [0.0]
+    automatic.time = SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep, process_time=clock)
     delete_all = LocalBackend.delete_all
 
     def delete_and_note(*arguments: Any) -> Any:
@@ -157,10 +177,9 @@ def _cost(settings: Settings, work: str) -> list[Row]:
         _Rotation(settings.path("cost", gc, "store").parent, 2, share, gc) for gc in ("auto", "off")
     )
     for each in (off, auto):
-        began = time.process_time()
         for _ in range(10):
+            each.change()
             each.take()
-        elsewhere[0] += (time.process_time() - began) * (each is off)
     auto.wait()
     reports.clear()
     off.processor_seconds = deleting[0] = 0.0
@@ -168,15 +187,17 @@ def _cost(settings: Settings, work: str) -> list[Row]:
     for _ in range(2 if settings.quick else 10):
         totals = []
         for each in (auto, off):
-            began = time.process_time()
             for _ in range(10):
-                each.take()
-            totals.append(sum(each.times[-10:]) + each.wait())
+                each.change()
+                with clock.counted() if each is auto else nullcontext():
+                    each.take()
+            with clock.counted() if each is auto else nullcontext():
+                waited = each.wait()
+            totals.append(sum(each.times[-10:]) + waited)
             deleted = deleting[0]
             off.store.gc(grace=0)
             deleting[0] = deleted
             settle()
-            elsewhere[0] += (time.process_time() - began) * (each is off)
         ratios.append(totals[0] / totals[1])
     remove(settings.path("cost"))
     spent = sum(report.processor_seconds for report in reports)
@@ -206,6 +227,7 @@ def _bytes(settings: Settings, work: str) -> Row:
     most = 0.0
     count = 60 if settings.quick else 1_000
     for number in range(count):
+        run.change()
         run.take()
         if number >= 50 and number % 10 == 0:
             most = max(most, _stored(run))
