@@ -211,7 +211,7 @@ def test_a_state_that_changes_little_by_little(tmp_path: Path) -> None:
     state = {f"w{i}": dense(i, 64 << 10) for i in range(128)}
     pick = random.Random(1)
     sizes = []
-    for step in range(200):
+    for step in range(130):
         for name in pick.sample(sorted(state), 2):
             state[name] = state[name] + 1
         store.take({"s": StateDict(**state)}, f"step_{step}", retention=Retention(keep_last=3))
