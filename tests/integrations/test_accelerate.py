@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from tests.support.accelerate_fsdp import use_fsdp
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
-from tests.support.exports import assert_exports
 from tests.support.faults import in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
+from tests.support.trainer_contract import RunContract, TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -117,36 +117,48 @@ def full(state: Any) -> Any:
     return state.full_tensor() if hasattr(state, "full_tensor") else state
 
 
-def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
-    assert in_child(lambda: train(tmp_path / "whole", tmp_path / "whole-end")) == 0
-    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end", kill_at=2)) == -9
-    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end", resume=True)) == 0
-    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
-    assert_same(ends[0], ends[1])
-
-    folder = tmp_path / "run/checkpoints"
-    snapshots = Store(folder, create=False).snapshots()
-    assert [s.name for s in snapshots] == ["checkpoint_2", "checkpoint_3"]  # total_limit
-    assert sorted(p.name for p in folder.glob("checkpoint_*")) == ["checkpoint_2", "checkpoint_3"]
-    for snapshot in snapshots:
-        assert snapshot.stats.logical_bytes > FROZEN
-        assert snapshot.stats.new_bytes < FROZEN // 10
-    assert_same(dict(snapshots[-1].get_state_dict_for_key("model")), dict(ends[0]["model"]))
-    assert_exports(snapshots[-1], tmp_path, "model", ends[0]["model"])
+def trained(folder: Path, kill_at: int | None = None) -> dict[str, Any]:
+    """Go on from the last checkpoint, if there is one; return the state at the end."""
+    end = folder.with_name(f"end-{os.getpid()}")
+    train(folder, end, resume=(folder / "checkpoints").exists(), kill_at=kill_at)
+    state: dict[str, Any] = torch.load(end, weights_only=True)
+    return state
 
 
-def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
-    def go(name: str, **arguments: Any) -> None:
-        train(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", **arguments)
+class TestAccelerator(TrainerContract):
+    kill_at = 2
+    store = "checkpoints"
+    kept = ("checkpoint_2", "checkpoint_3")
+    least_bytes = FROZEN
+    most_new_bytes = FROZEN // 10
+    name = "checkpoint_2"
+    nothing = SnapshotNotFoundError
 
-    assert launched(2, lambda: go("whole")) == [0, 0]
-    assert launched(2, lambda: go("run", kill_at=2)) == [-9, -9]
-    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
-    for rank in range(2):
-        ends = [torch.load(tmp_path / f"{n}-{rank}", weights_only=True) for n in ("run", "whole")]
-        assert_same(ends[0], ends[1])
-    # The wrapper of DDP is no part of it.
-    assert "0.weight" in Store(tmp_path / "run/checkpoints")["checkpoint_3"].read_object("model")
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        return trained(folder, kill_at)
+
+    def load(self, folder: Path) -> object:
+        from casnap.integrations.accelerate import load_state
+
+        load_state(prepared(folder)[0])
+        return None
+
+
+class TestTwoProcesses(RunContract):
+    """The wrapper of DDP is no part of what is stored."""
+
+    ranks = 2
+    kill_at = 2
+    store = "checkpoints"
+    kept = TestAccelerator.kept
+    least_bytes = FROZEN
+    most_new_bytes = FROZEN // 10
+
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        return trained(folder, kill_at)
+
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        assert "0.weight" in snapshot.read_object("model")
 
 
 def test_fsdp_resumes_bit_exact_through_the_redirect(tmp_path: Path) -> None:

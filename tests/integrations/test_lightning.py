@@ -18,7 +18,6 @@ import torch
 
 from casnap import RNGState, Snapshot, Store
 from casnap.errors import (
-    DamagedError,
     InvalidNameError,
     SnapshotExistsError,
     SnapshotNotFoundError,
@@ -31,6 +30,7 @@ from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
+from tests.support.trainer_contract import TrainerContract
 from tests.support.volumes import volume
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -152,54 +152,39 @@ def own(state: Any) -> Any:
     return state.to_local() if hasattr(state, "to_local") else state
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    assert in_child(lambda: torch.save(train(folder / "ckpts"), folder / "end")) == 0
-    return folder
+class TestTrainer(TrainerContract):
+    ways = ("plain", "async", "wrapped")
+    kill_at = 11
+    kept = 3
+    least_bytes = FROZEN
+    most_new_bytes = FROZEN // 10
+    name = "last.ckpt"
+    nothing = SnapshotNotFoundError
+    other = None  # Fabric saves anything
 
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        return train(folder, kill_at, way or "plain")
 
-def test_each_save_writes_what_changed_and_top_k_is_kept(uninterrupted: Path) -> None:
-    store = Store(uninterrupted / "ckpts", create=False)
-    names = {s.name for s in store.snapshots()}
-    assert "last.ckpt" in names
-    assert len(names) == 3
-    assert names == {path.name for path in (uninterrupted / "ckpts").glob("*.ckpt")}
-    later = [s for s in store.snapshots() if "epoch=0" not in s.name]
-    assert len(later) >= 2
-    for snapshot in later:
-        # The weights of the head, Adam's two moments, a random state, and what is no tensor.
-        assert snapshot.stats.logical_bytes > FROZEN
-        assert snapshot.stats.new_bytes < FROZEN // 10
+    def load(self, folder: Path) -> object:
+        from casnap.integrations.lightning import CasnapCheckpointIO
+
+        return CasnapCheckpointIO().load_checkpoint(folder / "last.ckpt")
+
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        assert snapshot.name == "last.ckpt"
         assert snapshot.metadata.user["loss"] > 0
-    model = make_model(None)
-    Snapshot(uninterrupted / "ckpts/last.ckpt").restore({"state_dict": model})
-    end = torch.load(uninterrupted / "end", weights_only=True)
-    assert_same(model.state_dict(), end["model"])
-    last = Snapshot(uninterrupted / "ckpts/last.ckpt")
-    assert_exports(last, uninterrupted, "state_dict", end["model"])
+        model = make_model(None)
+        snapshot.restore({"state_dict": model})
+        assert_same(model.state_dict(), end["model"])
+        assert_exports(snapshot, folder, "state_dict", end["model"])
 
-
-@pytest.mark.parametrize("io", ["plain", "async", "wrapped"])
-def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, io: str) -> None:
-    folder = tmp_path / "ckpts"
-    assert in_child(lambda: train(folder, kill_at=11, io=io)) == -9
-    assert in_child(lambda: torch.save(train(folder, io=io), tmp_path / "end")) == 0
-    end = torch.load(tmp_path / "end", weights_only=True)
-    assert_same(end, torch.load(uninterrupted / "end", weights_only=True))
-    kept = {s.name for s in Store(folder).snapshots()}
-    assert kept == {path.name for path in folder.glob("*.ckpt")}
-
-
-def test_resumes_on_a_volume_that_gives_all_files_to_one_user(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    with volume(tmp_path / "volume", owner=4242) as disk:
-        folder = disk.path / "ckpts"
-        assert in_child(lambda: train(folder, kill_at=11)) == -9
-        assert in_child(lambda: torch.save(train(folder), tmp_path / "end")) == 0
-    end = torch.load(tmp_path / "end", weights_only=True)
-    assert_same(end, torch.load(uninterrupted / "end", weights_only=True))
+    def test_on_a_volume_that_gives_all_files_to_one_user(
+        self, whole: Path, tmp_path: Path
+    ) -> None:
+        with volume(tmp_path / "volume", owner=4242) as disk:
+            self.run(disk.path / "run", self.kill_at)
+            assert in_child(lambda: torch.save(train(disk.path / "run"), tmp_path / "end")) == 0
+        assert_same(torch.load(tmp_path / "end", weights_only=True), self.end(whole))
 
 
 @pytest.mark.parametrize("sharded", ["parallel", "fsdp"])
@@ -413,12 +398,6 @@ def test_links_files_and_what_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "old.ckpt").exists()
     with pytest.raises(SnapshotNotFoundError, match=r"no checkpoint at .*old\.ckpt"):
         io.load_checkpoint(tmp_path / "old.ckpt")
-
-    for pack in (tmp_path / "casnap-store/packs").rglob("*"):
-        if pack.is_file():
-            os.truncate(pack, 100)
-    with pytest.raises(DamagedError):
-        io.load_checkpoint(tmp_path / "a.ckpt")
 
 
 def configured() -> Any:

@@ -20,9 +20,10 @@ from casnap.errors import (
 )
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
-from tests.support.faults import disk_full, in_child, kill, system_faults
+from tests.support.faults import disk_full, kill, system_faults
 from tests.support.pages import run_examples
 from tests.support.ranks import World
+from tests.support.trainer_contract import TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -226,31 +227,36 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
     assert_exports(snapshots[-1], tmp_path, "model", model.state_dict())
 
 
-def train(folder: Path, end: Path, kill_at: int = 0) -> None:
-    model, optimizer = trained()
-    checkpoints, start = manager("async"), 0
-    if (last := Store(folder).latest()) is not None:
-        into = {"model": model.state_dict(), "optimizer": None, "step": 0, "random": None}
-        loaded = checkpoints.load(last.path, into=into)
-        optimizer.load_state_dict(loaded["optimizer"])
-        torch.set_rng_state(loaded["random"])
-        start = loaded["step"]
-    for number in range(start + 1, 9):
-        step(model, optimizer)
-        state = items(model, optimizer, number) | {"random": torch.get_rng_state()}
-        checkpoints.save(str(folder / f"step_{number}"), state)
-        if number == kill_at:
-            kill()
-    checkpoints.close()
-    torch.save(items(model, optimizer, 8), end)
+class TestManager(TrainerContract):
+    kill_at = 5
+    kept = tuple(f"step_{number}" for number in range(4, 9))
+    least_bytes = BASE
+    most_new_bytes = BASE // 10
+    name = "step_1"
+    nothing = FileNotFoundError
+    other = FileNotFoundError
 
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        model, optimizer = trained()
+        checkpoints, start = manager("async", retention=Retention(keep_last=5)), 0
+        if (last := Store(folder).latest()) is not None:
+            into = {"model": model.state_dict(), "optimizer": None, "step": 0, "random": None}
+            loaded = checkpoints.load(last.path, into=into)
+            optimizer.load_state_dict(loaded["optimizer"])
+            torch.set_rng_state(loaded["random"])
+            start = loaded["step"]
+        for number in range(start + 1, 9):
+            step(model, optimizer)
+            state = items(model, optimizer, number) | {"random": torch.get_rng_state()}
+            checkpoints.save(str(folder / f"step_{number}"), state)
+            if number == kill_at:
+                kill()
+        checkpoints.close()
+        return items(model, optimizer, 8)
 
-def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
-    assert in_child(lambda: train(tmp_path / "whole", tmp_path / "whole-end")) == 0
-    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end", kill_at=5)) == -9
-    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end")) == 0
-    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
-    assert_same(ends[0], ends[1])
+    def load(self, folder: Path) -> object:
+        last = (self.names(folder) if (folder / "casnap-store").exists() else ["step_1"])[-1]
+        return manager("sync").load(str(folder / last), into={"model": None, "step": 0})
 
 
 # --- ranks ------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from casnap.errors import EntryNotFoundError, SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.faults import in_child, kill, start, wait
-from tests.support.launched import kill_all, launched
+from tests.support.launched import kill_all
 from tests.support.pages import run_examples
+from tests.support.trainer_contract import RunContract, TrainerContract
 from tests.support.volumes import volume
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -121,6 +122,70 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
+def trained(folder: Path, kill_at: int | None = None, **arguments: Any) -> dict[str, Any]:
+    """Go on from the last checkpoint, if there is one; return the state at the end."""
+    resume = any(folder.glob("checkpoint-*"))
+    run(folder, end := Path(f"{folder}-{os.getpid()}"), resume=resume, at=kill_at, **arguments)
+    state: dict[str, Any] = load(end)
+    return state
+
+
+class TestTrainer(TrainerContract):
+    kill_at = 7
+    kept = ("checkpoint-6", "checkpoint-8")
+    least_bytes = most_new_bytes = FROZEN
+    name = "checkpoint-2"
+    nothing = ValueError
+
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        return trained(folder, kill_at)
+
+    def load(self, folder: Path) -> object:
+        elsewhere = trainer_of(folder.with_name("elsewhere"), max_steps=8)
+        last = sorted(folder.glob("checkpoint-*"))[-1:]
+        return elsewhere.train(resume_from_checkpoint=str(last[0]) if last else True)
+
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        assert snapshot.metadata.user["loss"] > 0
+        beside = {path.name for path in Path(snapshot.path).iterdir()}
+        assert beside >= {"trainer_state.json", "config.json", "generation_config.json"}
+        assert not {path for path in beside if path.endswith(".safetensors")}
+        model = trainer_of(folder / "out").model
+        snapshot.restore({"model": model})
+        assert_same(dict(model.state_dict()), dict(end["model"]))
+        assert_exports(snapshot, folder, "model", end["model"], tied=model)
+
+    def test_on_a_volume_that_gives_all_files_to_one_user(
+        self, whole: Path, tmp_path: Path
+    ) -> None:
+        with volume(tmp_path / "volume", owner=4242) as disk:
+            out = disk.path / "out"
+            assert in_child(lambda: run(out, tmp_path / "end", at=7)) == -9
+            assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
+            assert self.names(out) == list(self.kept)
+        assert_same(load(tmp_path / "end"), self.end(whole))
+
+
+class TestTwoProcesses(RunContract):
+    """With DDP; one process goes on with what two have saved."""
+
+    ranks = 2
+    kill_at = 5
+    kept = TestTrainer.kept
+    least_bytes = most_new_bytes = FROZEN
+
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        return trained(folder, kill_at)
+
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        manifest = snapshot.get_manifest()
+        assert manifest.is_global("1/model/transformer.wpe.weight")
+        assert not manifest.is_global("1/rng/torch")
+        out = folder / "alone"
+        shutil.copytree(Path(snapshot.path).parent, out)
+        assert in_child(lambda: run(out, folder / "end", resume=True, max_steps=9)) == 0
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -128,38 +193,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_save_writes_what_changed_and_the_limit_is_kept(uninterrupted: Path) -> None:
-    out = uninterrupted / "out"
-    snapshots = Store(out, create=False).snapshots()
-    assert [s.name for s in snapshots] == ["checkpoint-6", "checkpoint-8"]
-    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8"}
-    for snapshot in snapshots:
-        assert snapshot.stats.logical_bytes > FROZEN
-        assert snapshot.stats.new_bytes < FROZEN
-        assert snapshot.metadata.user["loss"] > 0
-    beside = {path.name for path in (out / "checkpoint-8").iterdir()}
-    assert beside >= {"trainer_state.json", "config.json", "generation_config.json"}
-    assert not {path for path in beside if path.endswith(".safetensors")}
-    end = load(uninterrupted / "end")
-    trainer = trainer_of(out)
-    snapshots[-1].restore({"model": trainer.model})
-    assert_same(dict(trainer.model.state_dict()), dict(end["model"]))
-    assert_exports(snapshots[-1], uninterrupted, "model", end["model"], tied=trainer.model)
-
-
-def test_resumes_on_a_volume_that_gives_all_files_to_one_user(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    with volume(tmp_path / "volume", owner=4242) as disk:
-        out = disk.path / "out"
-        assert in_child(lambda: run(out, tmp_path / "end", at=7)) == -9
-        assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
-        assert {s.name for s in Store(out).snapshots()} == {"checkpoint-6", "checkpoint-8"}
-    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
-
-
 @pytest.mark.parametrize("by_name", [False, True])
-def test_resumes_bit_exact_after_sigkill(
+def test_resumes_from_a_name_or_the_last_whole_one(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, by_name: bool
 ) -> None:
     out = tmp_path / "out"
@@ -192,27 +227,6 @@ def test_a_thinned_checkpoint_is_not_resumed_with_a_fresh_optimizer(
     trainer = trainer_of(out)
     with pytest.raises(EntryNotFoundError, match="thinned, and has lost optimizer"):
         trainer.train(resume_from_checkpoint=str(older))
-
-
-def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
-    def go(name: str, **arguments: Any) -> None:
-        run(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", **arguments)
-
-    assert launched(2, lambda: go("whole")) == [0, 0]
-    assert launched(2, lambda: go("run", at=5)) == [-9, -9]
-    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
-    for rank in range(2):
-        assert_same(load(tmp_path / f"run-{rank}"), load(tmp_path / f"whole-{rank}"))
-    snapshot = Snapshot(tmp_path / "run/checkpoint-8")
-    manifest = snapshot.get_manifest()
-    assert manifest.is_global("1/model/transformer.wpe.weight")
-    assert not manifest.is_global("1/rng/torch")
-    assert in_child(lambda: go_alone(tmp_path / "run", tmp_path / "alone")) == 0
-
-
-def go_alone(folder: Path, end: Path) -> None:
-    """One process goes on with what two have saved."""
-    run(folder, end, resume=True, max_steps=9)
 
 
 def test_saves_before_preemption(tmp_path: Path) -> None:

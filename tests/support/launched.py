@@ -5,25 +5,30 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 from tests.support.faults import kill, start, wait
 
 _met: Barrier | None = None
+_pids: Any = ()
 
 
 def launched(size: int, work: Callable[[], object]) -> list[int]:
     """Do some work on the ranks of a world, each a fork of this process; return how they ended."""
     port = free_port()
-    met = multiprocessing.get_context("fork").Barrier(size)
+    fork = multiprocessing.get_context("fork")
+    met, pids = fork.Barrier(size), fork.Array("i", size)
 
     def on(rank: int) -> None:
-        global _met
-        _met = met
+        global _met, _pids
+        _met, _pids = met, pids
+        pids[rank] = os.getpid()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0")
         os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)))
         os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
@@ -36,8 +41,7 @@ def launched(size: int, work: Callable[[], object]) -> list[int]:
         with suppress(BrokenBarrierError):
             met.wait(90)
 
-    pids = [start(partial(on, rank)) for rank in range(size)]
-    return [wait(pid) for pid in pids]
+    return [wait(pid) for pid in [start(partial(on, rank)) for rank in range(size)]]
 
 
 def kill_all() -> None:
@@ -47,6 +51,13 @@ def kill_all() -> None:
     """
     if _met is not None:
         _met.wait(90)
+    kill()
+
+
+def kill_world() -> None:
+    """Kill all ranks of this world at once, wherever the others are."""
+    for pid in set(_pids) - {0, os.getpid()}:
+        os.kill(pid, signal.SIGKILL)
     kill()
 
 
