@@ -14,7 +14,7 @@ import pytest
 
 import casnap
 from casnap.cli import COMMANDS, cli
-from tests.support import frameworks
+from tests.support import frameworks, trainer_contract
 from tests.support.stand_ins import trainers_stood_in
 
 ROOT = Path(__file__).parent.parent
@@ -97,4 +97,9 @@ def test_the_table_of_frameworks_is_filled_from_tests() -> None:
         for test in shown_by.values():
             file, _, name = test.partition("::")
             text = (ROOT / "tests/integrations" / file).read_text()
-            assert f"def {name}(" in text, f"{framework}: there is no {test}"
+            contract, _, inherited = name.rpartition(".")
+            if contract:
+                assert hasattr(getattr(trainer_contract, contract), inherited)
+                assert re.search(r"^class \w+\((Run|Trainer)Contract\)", text, re.MULTILINE)
+            else:
+                assert f"def {name}(" in text, f"{framework}: there is no {test}"

@@ -1,7 +1,7 @@
 """Snapshots whose folders a loop deletes, as it rotates the checkpoints of an adapter.
 
-A process knows the folders of the snapshots that it saved through DCP, Accelerate, DeepSpeed or
-Megatron, and of those of earlier processes that it saw when it first saved beside them. A snapshot
+A process knows the folders of the snapshots that it saved through DCP or a trainer, and of those
+of earlier processes that it saw when it first saved beside them. A snapshot
 whose folder is gone when the next save begins is forgotten then
 (``docs/decisions/0060-rotated-folders.md``).
 
@@ -168,7 +168,7 @@ def _key(view: View, run: str, inner: str) -> str:
 def forget(snapshot: Snapshot) -> bool:
     """Forget a snapshot that a trainer lets go, unless it is tagged, or not mirrored yet.
 
-    If its folder goes too, a later save looks again.
+    If its folder goes too, a later save of this process looks again.
 
     Returns:
         Whether it is gone.

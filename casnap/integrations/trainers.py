@@ -251,9 +251,8 @@ class _Path(msgspec.Struct, array_like=True):
 
 def agreed(comm: Comm, find: Callable[[], str | None]) -> str | None:
     """Return what rank 0 finds: on a network's file system, ranks may see other folders."""
-    with comm.reporting_errors():
-        found = find() if comm.rank == 0 else None
-        return comm.broadcast_message(_Path(found), _Path).path
+    found = find() if comm.rank == 0 else None
+    return comm.broadcast_message(_Path(found), _Path).path
 
 
 def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:

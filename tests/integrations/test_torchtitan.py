@@ -6,6 +6,7 @@ here by a loop of ours, on ranks that are processes of gloo.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from casnap import Store
+from casnap import Snapshot, Store
+from casnap.errors import DamagedError
 from tests.support import disk
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.faults import in_child, kill
 from tests.support.launched import launched
 from tests.support.pages import run_examples
+from tests.support.trainer_contract import TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -161,41 +165,50 @@ def in_world(size: int, work: Callable[[], object]) -> list[int]:
     return launched(size, joined)
 
 
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+class TestManager(TrainerContract):
+    ranks = 1
+    ways = ("disabled", "async")
+    kill_at = 5
+    store = "checkpoint"
+    # The last step is saved without a purge, as torchtitan does it.
+    kept = ("step-4", "step-6", "step-8")
+    least_bytes = FROZEN
+    most_new_bytes = FROZEN // 10
+    name = "step-2"
+    other = CheckpointException
+    damaged = (DamagedError, CheckpointException)
+
+    def work(self, work: Callable[[], object]) -> list[int]:
+        return in_world(1, work)
+
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        end = folder.with_name(f"end-{os.getpid()}")
+        train(folder, end, kill_at, async_mode=way or "disabled")
+        state: dict[str, Any] = load(end)
+        return state
+
+    def load(self, folder: Path) -> object:
+        manager, *_ = built(folder)
+        manager.load()
+        manager.close()
+        return None
+
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        assert snapshot.metadata.user == {"step": 8}
+        weight = snapshot.read_object("1.weight")
+        assert torch.equal(weight, end["1.weight"])
+        assert_exports(snapshot, folder, "1.weight", {"1.weight": weight})
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     assert in_world(1, lambda: train(folder, folder / "end")) == [0]
     return folder
-
-
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
-def test_each_save_writes_what_changed_and_the_latest_are_kept(uninterrupted: Path) -> None:
-    store = Store(uninterrupted / "checkpoint", create=False)
-    snapshots = store.snapshots()
-    # The last step is saved without a purge, as torchtitan does it.
-    assert [s.name for s in snapshots] == ["step-4", "step-6", "step-8"]
-    folders = {path.name for path in (uninterrupted / "checkpoint").glob("step-*")}
-    assert folders == {"step-4", "step-6", "step-8"}
-    for snapshot in snapshots:
-        assert snapshot.stats.logical_bytes > FROZEN
-        assert snapshot.stats.new_bytes < FROZEN // 10
-    assert snapshots[-1].metadata.user == {"step": 8}
-    weight = snapshots[-1].read_object("1.weight")
-    assert torch.equal(weight, load(uninterrupted / "end")["1.weight"])
-    assert_exports(snapshots[-1], uninterrupted, "1.weight", {"1.weight": weight})
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, mode: str) -> None:
-    end = tmp_path / "end"
-    killed = lambda: train(tmp_path, end, 5, async_mode=mode)  # noqa: E731
-    assert in_world(1, killed) == [-9]
-    resumed = lambda: train(tmp_path, end, async_mode=mode)  # noqa: E731
-    assert in_world(1, resumed) == [0]
-    assert_same(load(end), load(uninterrupted / "end"))
 
 
 def test_another_number_of_ranks_goes_on(uninterrupted: Path, tmp_path: Path) -> None:

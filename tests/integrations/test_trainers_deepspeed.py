@@ -7,6 +7,7 @@ number and the count of processes into its state; all else is as on GPUs.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, Store
+from casnap import Snapshot
 from casnap.errors import StateError
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.launched import kill_all, launched
+from tests.support.trainer_contract import RunContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -31,11 +33,6 @@ def on_ranks(size: int, work: Callable[[], object]) -> None:
 
 def rank() -> int:
     return torch.distributed.get_rank()
-
-
-def put(state: Any, path: Path) -> None:
-    if rank() == 0:
-        torch.save(state, path)
 
 
 def whole(engine: Any) -> dict[str, Any]:
@@ -121,45 +118,41 @@ class Accelerated:
         }
 
 
-def accelerated(folder: Path, end: Path, kill_at: int = 0) -> None:
-    from casnap.integrations.accelerate import load_state, save_state
+class TestAccelerate(RunContract):
+    ranks = 2
+    kill_at = 5
+    store = "checkpoints"
+    kept = ("checkpoint_3", "checkpoint_4", "checkpoint_5")
+    least_bytes = most_new_bytes = BASE
 
-    run = Accelerated(folder, 3)
-    if (folder / "checkpoints").exists():
-        load_state(run.accelerator)
-    while run.counter.count < 6:
-        run.train()
-        if run.counter.count == kill_at:
-            kill_all()
-        save_state(run.accelerator)
-    put(run.state(), end)
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        from casnap.integrations.accelerate import load_state, save_state
 
+        run = Accelerated(folder, 3)
+        if (folder / "checkpoints").exists():
+            load_state(run.accelerator)
+        while run.counter.count < 6:
+            run.train()
+            if run.counter.count == kill_at:
+                kill_all()
+            save_state(run.accelerator)
+        return run.state()
 
-def test_accelerate_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
-    on_ranks(2, lambda: accelerated(tmp_path / "whole", tmp_path / "whole-end"))
-    killed = launched(2, lambda: accelerated(tmp_path / "run", tmp_path / "end", kill_at=5))
-    assert killed == [-9, -9]
-    on_ranks(2, lambda: accelerated(tmp_path / "run", tmp_path / "end"))
-    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
-    assert_same(ends[0], ends[1])
-    snapshots = Store(tmp_path / "run/checkpoints", create=False).snapshots()
-    assert [s.name for s in snapshots] == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
-    assert all(s.stats.new_bytes < BASE for s in snapshots)
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        def goes_on() -> None:
+            from casnap.integrations.accelerate import load_state
 
-    def goes_on() -> None:
-        from casnap.integrations.accelerate import load_state
+            run = Accelerated(folder / "other", 1, seed=5)
+            load_state(run.accelerator, snapshot.path)
+            assert_same(whole(run.model), end["weights"])
+            assert run.scheduler.get_last_lr() == end["rate"]
 
-        run = Accelerated(tmp_path / "other", 1, seed=5)
-        load_state(run.accelerator, tmp_path / "run/checkpoints/checkpoint_5")
-        assert_same(whole(run.model), ends[0]["weights"])
-        assert run.scheduler.get_last_lr() == ends[0]["rate"]
-
-    on_ranks(1, goes_on)
-    module = torch.nn.Sequential(torch.nn.Linear(300, 400, bias=False), torch.nn.Linear(400, 7))
-    module.to(torch.bfloat16)
-    snapshots[-1].load_into(module, "model")
-    assert_same(dict(module.state_dict()), ends[0]["weights"])
-    assert_exports(snapshots[-1], tmp_path, "model", ends[0]["weights"])
+        on_ranks(1, goes_on)
+        module = torch.nn.Sequential(torch.nn.Linear(300, 400, bias=False), torch.nn.Linear(400, 7))
+        module.to(torch.bfloat16)
+        snapshot.load_into(module, "model")
+        assert_same(dict(module.state_dict()), end["weights"])
+        assert_exports(snapshot, folder, "model", end["weights"])
 
 
 def test_what_accelerate_refuses(tmp_path: Path) -> None:
@@ -224,7 +217,9 @@ def trainer_of(folder: Path, stage: int, **arguments: Any) -> Any:
     return Ours(model=model, args=args, train_dataset=Numbers())
 
 
-def trained(folder: Path, end: Path, stage: int, kill_at: int = 0, **arguments: Any) -> None:
+def trained(
+    folder: Path, stage: int, kill_at: int | None = None, **settings: Any
+) -> dict[str, Any]:
     import transformers
 
     class Striking(transformers.TrainerCallback):
@@ -232,33 +227,35 @@ def trained(folder: Path, end: Path, stage: int, kill_at: int = 0, **arguments: 
             if state.global_step == kill_at:
                 kill_all()
 
-    trainer = trainer_of(folder, stage, **arguments)
+    trainer = trainer_of(folder, stage, **settings)
     trainer.add_callback(Striking)
     trainer.train(
         resume_from_checkpoint=True if folder.exists() and any(folder.iterdir()) else None
     )
     state = whole(trainer.deepspeed)
-    put(
-        state | {"rate": trainer.lr_scheduler.get_last_lr(), "step": trainer.state.global_step}, end
-    )
+    rate = trainer.lr_scheduler.get_last_lr()
+    return {"model": state, "rate": rate, "step": trainer.state.global_step}
 
 
-def test_transformers_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
-    on_ranks(2, lambda: trained(tmp_path / "whole", tmp_path / "whole-end", 3))
-    killed = launched(2, lambda: trained(tmp_path / "run", tmp_path / "end", 3, kill_at=4))
-    assert killed == [-9, -9]
-    on_ranks(2, lambda: trained(tmp_path / "run", tmp_path / "end", 3))
-    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
-    assert_same(ends[0], ends[1])
-    snapshots = Store(tmp_path / "run", create=False).snapshots()
-    assert [s.name for s in snapshots] == ["checkpoint-5", "checkpoint-6"]
-    assert all(s.stats.new_bytes < 4096 * 32 * 4 for s in snapshots)
-    weights = {n: ends[0][n] for n in ends[0] if n.startswith("transformer")}
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    assert_exports(snapshots[-1], tmp_path, "model", weights)
-    # Another number of ranks, and another stage, go on with it.
-    on_ranks(1, lambda: trained(tmp_path / "run", tmp_path / "other", 1, max_steps=8))
-    assert torch.load(tmp_path / "other", weights_only=True)["step"] == 8
+class TestTransformers(RunContract):
+    ranks = 2
+    kill_at = 4
+    kept = ("checkpoint-5", "checkpoint-6")
+    least_bytes = most_new_bytes = 4096 * 32 * 4
+
+    def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
+        return trained(folder, 3, kill_at)
+
+    def check_last(self, snapshot: Snapshot, end: dict[str, Any], folder: Path) -> None:
+        weights = {n: end["model"][n] for n in end["model"] if n.startswith("transformer")}
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+        assert_exports(snapshot, folder, "model", weights)
+
+        def goes_on() -> None:  # on another number of ranks, in another stage
+            shutil.copytree(Path(snapshot.path).parent, folder / "other")
+            assert trained(folder / "other", 1, max_steps=8)["step"] == 8
+
+        on_ranks(1, goes_on)
 
 
 def test_what_transformers_refuses(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child, untouched
 from tests.support.launched import kill_world, launched
 
-Errors = type[Exception] | tuple[type[Exception], ...]
+Errors = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class RunContract:
