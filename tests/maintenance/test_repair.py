@@ -332,19 +332,6 @@ def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 1
 
 
-def test_a_full_disk(store: Path) -> None:
-    damage_chunk(store, FROZEN)
-    root = Store(store)._view.repository.newest()
-
-    def full() -> None:
-        raise BackendError("no space left")
-
-    with backend_faults(0, full, ["write"]), pytest.raises(BackendError, match="no space"):
-        repair(store)
-    assert Store(store)._view.repository.newest() == root
-    assert len(repair(store).remaining) == 1
-
-
 # --- the command ------------------------------------------------------------------------------
 
 

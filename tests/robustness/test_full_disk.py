@@ -80,16 +80,6 @@ def test_a_disk_that_is_full(tmp_path: Path, how: Take) -> None:
         assert_store(store.uri, {0, 1})
 
 
-def test_a_disk_that_is_full_when_a_store_is_made(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", "64k") as disk:
-        fill(disk)
-        with pytest.raises(StorageFullError):
-            Store(disk / "store").make()
-        (disk / "fill").unlink()
-        Store(disk / "store").take({"s": StateDict(x=1)}, "step")
-        assert Snapshot(disk / "store/step").read_object("s/x") == 1
-
-
 def storage_full() -> None:
     raise StorageFullError("no space left, on purpose")
 
@@ -139,14 +129,6 @@ def left(path: Path) -> set[str]:
     return {s.name for s in Store(path).snapshots()}
 
 
-def assert_whole(path: Path) -> None:
-    store = Store(path)
-    assert_holds(store["step_0"], 0)
-    for name in left(path) - {"step_0"}:
-        step = int(name.removeprefix("large_"))
-        assert torch.equal(store[name].read_object("s/x"), large(step)["s"]["x"])
-
-
 @pytest.mark.usefixtures("collected_by_hand")
 def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
     """What it takes: four pages for a delete; three more to collect, and three to copy."""
@@ -162,31 +144,6 @@ def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
         Store(path).delete("large_2")
         Store(path).gc(grace=0)
         assert_store(path, {0, 1})
-
-
-@pytest.mark.parametrize("pages", range(6))
-def test_what_fails_for_want_of_space_leaves_nothing(tmp_path: Path, pages: int) -> None:
-    """Else each attempt would take some of what is left, until not even a delete fits."""
-    with tmpfs(tmp_path / "disk", "4m") as disk:
-        path = garbage(disk)
-        fill(disk, leave=pages * PAGE)
-        for work in (lambda s: s.delete("large_1"), lambda s: s.gc(grace=0)):
-            for _ in range(3):
-                roots, there = files(path, "roots"), files(path, "index") | files(path, "packs")
-                try:
-                    work(Store(path))
-                    break
-                except StorageFullError:
-                    assert_whole(path)
-                # What was committed on the way is progress.
-                if files(path, "roots") == roots:
-                    assert files(path, "index") | files(path, "packs") == there
-        (disk / "fill").unlink()
-        result = left(path)
-        assert result - {"large_1"} == {"step_0", "large_2"}
-        Store(path).gc(grace=0)
-        assert_no_orphans(path)
-        assert left(path) == result
 
 
 def test_garbage_is_freed_though_copies_do_not_fit(tmp_path: Path) -> None:

@@ -68,22 +68,14 @@ class Filling:
             os.close(fd)
 
 
-def assert_whole(store: Store, name: str, step: int, path: str = "s/w") -> None:
+def assert_whole(store: Store, name: str, step: int) -> None:
     snapshot = Store(store.uri)[name]
-    assert torch.equal(snapshot.read_object(path), dense(step))
+    assert torch.equal(snapshot.read_object("s/w"), dense(step))
     assert store.check(data=True).ok
 
 
 def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:
     return store.async_take(*args, **options).wait()
-
-
-@pytest.mark.parametrize("how", [Store.take, async_take], ids=["take", "async_take"])
-def test_a_take(tmp_path: Path, how: Callable[..., Snapshot]) -> None:
-    with disk_with_garbage(tmp_path) as disk:
-        store = Store(disk / "store")
-        how(store, state(9), "new", progress=Filling(disk))
-        assert_whole(store, "new", 9)
 
 
 def test_takes_that_wait_for_one_another(tmp_path: Path) -> None:
@@ -137,39 +129,39 @@ def test_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
             assert store.check(data=True).ok
 
 
-def test_a_copy(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source")
-    source.take(state(9), "new")
-    with disk_with_garbage(tmp_path) as disk:
-        store = Store(disk / "store")
-        Filling(disk)()
-        assert source.copy("new", to=store).copied == ["new"]
-        assert_whole(store, "new", 9)
+def copy_by_the_command(store: Store, tmp_path: Path, _: Filling) -> None:
+    invoke("cp", tmp_path / "source/new", Path(store.uri, "new"))
 
 
-def test_a_copy_by_the_command(tmp_path: Path) -> None:
+def mirror(store: Store, tmp_path: Path, _: Filling) -> None:
+    source = Store(tmp_path / "source", mirror=store.uri)
+    source.wait_mirrored(60)
+
+
+def import_file(store: Store, tmp_path: Path, filling: Filling) -> None:
+    save_file({"w": dense(9)}, tmp_path / "file.safetensors")
+    store.import_file(tmp_path / "file.safetensors", "new", key="s", progress=filling)
+
+
+WAYS: dict[str, Callable[[Store, Path, Filling], object]] = {
+    "take": lambda store, _, filling: store.take(state(9), "new", progress=filling),
+    "async_take": lambda store, _, filling: async_take(store, state(9), "new", progress=filling),
+    "copy": lambda store, tmp_path, _: Store(tmp_path / "source").copy("new", to=store),
+    "cp": copy_by_the_command,
+    "mirror": mirror,
+    "import": import_file,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_stored_goes_on(tmp_path: Path, way: str) -> None:
     Store(tmp_path / "source").take(state(9), "new")
     with disk_with_garbage(tmp_path) as disk:
-        Filling(disk)()
-        invoke("cp", tmp_path / "source/new", disk / "store/new")
+        filling = Filling(disk)
+        if way in ("copy", "cp", "mirror"):
+            filling()
+        WAYS[way](Store(disk / "store"), tmp_path, filling)
         assert_whole(Store(disk / "store"), "new", 9)
-
-
-def test_a_mirror(tmp_path: Path) -> None:
-    with disk_with_garbage(tmp_path) as disk:
-        Filling(disk)()
-        store = Store(tmp_path / "source", mirror=disk / "store")
-        store.take(state(9), "new")
-        store.wait_mirrored(60)
-        assert_whole(Store(disk / "store"), "new", 9)
-
-
-def test_an_import(tmp_path: Path) -> None:
-    save_file({"w": dense(9)}, tmp_path / "file.safetensors")
-    with disk_with_garbage(tmp_path) as disk:
-        store = Store(disk / "store")
-        store.import_file(tmp_path / "file.safetensors", "new", progress=Filling(disk))
-        assert_whole(store, "new", 9, "model/w")
 
 
 # --- not a byte is free --------------------------------------------------------------------------

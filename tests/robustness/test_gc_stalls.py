@@ -40,6 +40,7 @@ from tests.support.faults import (
     while_stopped,
 )
 from tests.support.sweep import sweep
+from tests.support.verbs import run_state, run_store, whole
 
 pytestmark = pytest.mark.sweep
 
@@ -79,9 +80,17 @@ def fresh(base: Path) -> Path:
     return copy
 
 
-def stalls(base: Path, work: Act, meanwhile: Act, check: Check, faults: Faults) -> int:
+def stalls(
+    base: Path,
+    work: Act,
+    meanwhile: Act,
+    check: Check,
+    faults: Faults,
+    end: signal.Signals = signal.SIGCONT,
+    times: int = 2,
+) -> int:
     """Do some work on copies of a store, stopped at each of its calls in turn; return how many."""
-    for k in sweep(times=2):
+    for k in sweep(times):
         copy = fresh(base)
         cache = mkdtemp(dir=base.parent)
 
@@ -90,7 +99,9 @@ def stalls(base: Path, work: Act, meanwhile: Act, check: Check, faults: Faults) 
             os.environ["CASNAP_CACHE_DIR"] = cache
             work(copy)
 
-        stopped, ended = while_stopped(with_cold_cache, faults(k, stop), partial(meanwhile, copy))
+        stopped, ended = while_stopped(
+            with_cold_cache, faults(k, stop), partial(meanwhile, copy), end
+        )
         shutil.rmtree(cache)
         if not stopped:
             assert ended == 0
@@ -336,6 +347,47 @@ def test_a_take_and_a_collector_that_stand_still(littered: Path, record_property
     faults = partial(backend_faults, names=["write", "put_if_absent"])
     count = stalls(littered, collect, meanwhile, check, faults)
     note(record_property, "a collector and a take", count)
+
+
+# --- what recodes -------------------------------------------------------------------------------
+
+
+def recode(path: Path) -> None:
+    Store(path).gc(grace=0, recode_after=1)
+
+
+def undercut(path: Path) -> None:
+    """Do what undercuts chains: delete, take anew, take what is old, and collect twice."""
+    store = Store(path)
+    for step in (0, 2, 4):
+        store.delete(f"run/{step}")
+    recode(path)
+    store.take(run_state(2), "run/again-2", metadata={"step": 2})
+    store.delete("run/1")
+    store.gc(grace=0, recode_after=0, repack=1.0)
+    store.take(run_state(0), "run/again-0", metadata={"step": 0})
+    Store(path).copy("run/5", to=Store(path.with_name("there"), chunk_size=CHUNK).make())
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_a_recoding_that_stands_still(
+    memory: Path, end: signal.Signals, record_property: Report
+) -> None:
+    """Then it goes on, or is killed there."""
+    kept = {"run/3": 3, "run/5": 5, "run/again-2": 2, "run/again-0": 0, "step_4": 4}
+
+    def check(path: Path, ended: int) -> None:
+        assert ended == (0 if end == signal.SIGCONT else -end)
+        assert whole(path) == kept
+        for repack in (0.5, 1.0):
+            Store(path).gc(grace=0, repack=repack)
+            assert whole(path) == kept
+        assert whole(path.with_name("there")) == {"run/5": 5}
+        shutil.rmtree(path.with_name("there"))
+
+    base = run_store(memory / f"run-{end}")
+    count = stalls(base, recode, undercut, check, backend_faults, end, times=16)
+    note(record_property, "recode, undercut", count)
 
 
 # --- readers ----------------------------------------------------------------------------------

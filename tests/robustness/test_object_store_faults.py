@@ -6,15 +6,18 @@ a bounded number of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from casnap import Store
+from casnap import Snapshot, Store
 from casnap.errors import CasnapError, StoreError, UnavailableError
-from tests.support.faults import CHUNK, KEY, app_state, assert_holds, content, take
+from tests.support.faults import CHUNK, app_state, assert_holds, take
 from tests.support.faulty import (
     FaultyProxy,
     HttpFault,
@@ -28,7 +31,9 @@ from tests.support.faulty import (
 )
 from tests.support.object_stores import IMPATIENT, assert_bucket, store_in
 from tests.support.ranks import World
-from tests.support.servers import Bucket, Server
+from tests.support.servers import Bucket, Server, deaf_port
+from tests.support.unavailable import unavailable
+from tests.support.verbs import LITTERED, VERBS, whole
 
 pytestmark = pytest.mark.servers
 
@@ -52,57 +57,25 @@ FAULTS: dict[str, Faults] = {
 }
 
 
-def _restore(bucket: Bucket, endpoint: str) -> None:
-    assert_holds(store_in(bucket, endpoint)["step_1"], 1)
+def copy_in(store: Store, case: Path) -> None:
+    if not (case / "source").exists():
+        take(case / "source", 9)
+    Store(case / "source").copy(to=store)
 
 
-def _read_object(bucket: Bucket, endpoint: str) -> None:
-    found = store_in(bucket, endpoint)["step_0"].read_object(f"{KEY}/weight")
-    assert torch.equal(found, content(0)["weight"])
-
-
-def _take(bucket: Bucket, endpoint: str) -> None:
-    take(store_in(bucket, endpoint), 3)
-
-
-def _async_take(bucket: Bucket, endpoint: str) -> None:
-    pending = store_in(bucket, endpoint).async_take(app_state(3), "step_3", metadata={"step": 3})
-    pending.wait()
-
-
-def _collect(bucket: Bucket, endpoint: str) -> None:
-    store_in(bucket, endpoint).gc(grace=0)
-
-
-def _copy_in(bucket: Bucket, endpoint: str) -> None:
-    """Copy a snapshot into the bucket, from a store that the first call makes."""
-    source = Store(f"memory://{bucket.uri[5:]}/source", chunk_size=CHUNK)
-    if not source.snapshots():
-        take(source, 3)
-    source.copy(to=store_in(bucket, endpoint))
-
-
-def _copy_out(bucket: Bucket, endpoint: str) -> None:
+def copy_out(store: Store, case: Path) -> None:
     """Copy all snapshots of the bucket; what an earlier call has copied stays."""
-    there = Store(f"memory://{bucket.uri[5:]}/there", chunk_size=CHUNK)
     try:
-        store_in(bucket, endpoint).copy(to=there)
+        store.copy(to=Store(case / "there", chunk_size=CHUNK))
     finally:
-        for snapshot in there.snapshots():
-            assert_holds(snapshot, snapshot.metadata.user["step"])
-    assert {0, 1} <= {s.metadata.user["step"] for s in there.snapshots()}
+        there = whole(case / "there")
+    assert LITTERED.items() <= there.items()
 
 
-OPERATIONS: dict[str, Callable[[Bucket, str], None]] = {
-    "take": _take,
-    "async_take": _async_take,
-    "restore": _restore,
-    "read_object": _read_object,
-    "gc": _collect,
-    "copy in": _copy_in,
-    "copy out": _copy_out,
-}
-_WRITING_STEP_3 = ("take", "async_take", "copy in")
+OPERATIONS: dict[str, Callable[[Store, Path], object]] = {
+    verb: VERBS[verb].do for verb in ("take", "async-take", "restore", "read_object", "gc")
+} | {"copy in": copy_in, "copy out": copy_out}
+_WRITING_STEP_9 = ("take", "async-take", "copy in")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +91,7 @@ def known_proxy(server_of: Callable[[str], Server]) -> Iterator[FaultyProxy]:
 def proxy(bucket: Bucket, known_proxy: FaultyProxy) -> FaultyProxy:
     """Return a proxy before a store with two snapshots, and the garbage of a third."""
     store = store_in(bucket)
-    for step in range(3):
+    for step in (2, *LITTERED.values()):
         take(store, step)
     store.delete("step_2")
     known_proxy.log.clear()
@@ -127,23 +100,23 @@ def proxy(bucket: Bucket, known_proxy: FaultyProxy) -> FaultyProxy:
 
 def assert_all_is_well(bucket: Bucket, operation: str) -> None:
     """Check what is left after an operation that may have failed, and that all works again."""
-    maybe = 3 if operation in _WRITING_STEP_3 else None
-    assert_bucket(bucket, {0, 1}, maybe=maybe)
+    maybe = 9 if operation in _WRITING_STEP_9 else None
+    assert_bucket(bucket, {3, 4}, maybe=maybe)
     store = store_in(bucket)
-    take(store, 4)
+    take(store, 20)
     store.gc(grace=0)
-    assert_bucket(bucket, {0, 1, 4}, maybe=maybe)
+    assert_bucket(bucket, {3, 4, 20}, maybe=maybe)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes(
-    bucket: Bucket, proxy: FaultyProxy, fault: str, operation: str
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, fault: str, operation: str
 ) -> None:
     """Two requests fail: the operation succeeds all the same, by few requests more."""
     times = None if fault == "latency" else 2
     with proxy.during(FAULTS[fault](skip=2, times=times)) as (struck,):
-        OPERATIONS[operation](bucket, proxy.url)
+        OPERATIONS[operation](store_in(bucket, proxy.url), tmp_path)
     tried = len(proxy.log)
     # A put if absent that is unclear costs a read and another put.
     extra = 0 if fault == "latency" else 3 * struck.struck
@@ -153,12 +126,14 @@ def test_a_fault_that_passes(
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "latency"])
-def test_a_fault_that_stays(bucket: Bucket, proxy: FaultyProxy, fault: str, operation: str) -> None:
+def test_a_fault_that_stays(
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, fault: str, operation: str
+) -> None:
     """From some request on each one fails: an error says so soon, or none was needed."""
     failed = False
     with proxy.during(FAULTS[fault](skip=3, times=None)) as (struck,):
         try:
-            OPERATIONS[operation](bucket, proxy.url)
+            OPERATIONS[operation](store_in(bucket, proxy.url), tmp_path)
         except UnavailableError:
             failed = True
     if fault not in ("409", "lost answer"):
@@ -168,16 +143,18 @@ def test_a_fault_that_stays(bucket: Bucket, proxy: FaultyProxy, fault: str, oper
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_server_that_is_down(bucket: Bucket, proxy: FaultyProxy, operation: str) -> None:
+def test_a_server_that_is_down(
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, operation: str
+) -> None:
     with proxy.down(), pytest.raises(UnavailableError):
-        OPERATIONS[operation](bucket, proxy.url)
+        OPERATIONS[operation](store_in(bucket, proxy.url), tmp_path)
     assert_all_is_well(bucket, operation)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("chance", [0.05, 0.3])
 def test_a_line_that_fails_at_random(
-    bucket: Bucket, proxy: FaultyProxy, operation: str, chance: float
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, operation: str, chance: float
 ) -> None:
     kinds = [name for name in FAULTS if name not in ("silence", "stall in the answer", "latency")]
     faults = [
@@ -187,7 +164,7 @@ def test_a_line_that_fails_at_random(
     for _ in range(3):
         with proxy.during(*faults):
             try:
-                OPERATIONS[operation](bucket, proxy.url)
+                OPERATIONS[operation](store_in(bucket, proxy.url), tmp_path)
             except CasnapError:
                 continue
     assert len(proxy.log) <= 3 * (60 + 8 * IMPATIENT["attempts"]), proxy.log
@@ -197,7 +174,7 @@ def test_a_line_that_fails_at_random(
 def _ranks_take(bucket: Bucket, endpoint: str, timeout: float) -> str:
     """Take on this rank; return the error that it ended with."""
     try:
-        take(store_in(bucket, endpoint, create=False), 3, timeout=timeout)
+        take(store_in(bucket, endpoint, create=False), 9, timeout=timeout)
     except UnavailableError:  # or one of its kinds: of a commit whose end is not known
         return UnavailableError.__name__
     except CasnapError as e:
@@ -229,7 +206,7 @@ def test_ranks(
     assert set(raised) <= {"", "UnavailableError", "RankError"}
     assert len(proxy.log) <= 2 * (60 + 8 * IMPATIENT["attempts"]), proxy.log
     if "" in raised:
-        assert_bucket(bucket, {0, 1, 3})
+        assert_bucket(bucket, {3, 4, 9})
     assert_all_is_well(bucket, "take")
 
 
@@ -247,3 +224,82 @@ def test_making_a_store(bucket: Bucket, fault: str, times: int | None) -> None:
         assert len(proxy.log) <= 60 + 8 * IMPATIENT["attempts"], proxy.log
     take(store_in(bucket), 0)
     assert_bucket(bucket, {0})
+
+
+# --- a server that is away for a while: its time counts alone -------------------------------------
+
+QUICK: Mapping[str, Any] = {
+    "deadline": 100.0,
+    "silence": 0.2,
+    "first_contact": 1.0,
+    "first_delay": 0.01,
+    "longest_delay": 0.1,
+}
+"""A fiftieth of the usual patience between two attempts, so that an outage is short."""
+
+
+@contextmanager
+def away(proxy: FaultyProxy, kind: str, seconds: float) -> Iterator[None]:
+    """Have the server refuse connections, or hang, for a while that goes on within the block."""
+    with ExitStack() as outage:
+        outage.enter_context(
+            proxy.down() if kind == "refuses" else proxy.during(HttpFault(stall(600.0), times=None))
+        )
+        back = threading.Timer(seconds, outage.pop_all().close)
+        back.start()
+        yield
+    back.join()
+
+
+def direct_take(store: Store, uri: str, options: Mapping[str, Any]) -> None:
+    """Open the store anew, as a take by a URI does."""
+    Snapshot.take(f"{uri}/step_9", app_state(9), storage_options=options)
+    assert_holds(store["step_9"], 9)
+
+
+@pytest.mark.parametrize("work", ["take", "direct_take", "restore"])
+@pytest.mark.parametrize("kind", ["refuses", "hangs"])
+@pytest.mark.parametrize(
+    ("patience", "seconds"), [(QUICK, 4.0), pytest.param({}, 60.0, marks=pytest.mark.slow)]
+)
+def test_an_outage(
+    bucket: Bucket,
+    tmp_path: Path,
+    work: str,
+    kind: str,
+    patience: Mapping[str, Any],
+    seconds: float,
+) -> None:
+    uri = f"{bucket.uri}/run"
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": patience}
+        store = Store(uri, storage_options=options, chunk_size=CHUNK)
+        take(store, 3)
+        with away(proxy, kind, seconds):
+            if work == "direct_take":
+                direct_take(store, uri, options)
+            else:
+                VERBS[work].do(store, tmp_path)
+
+
+def test_a_server_that_never_answered_is_given_up_early(bucket: Bucket) -> None:
+    """Also one that takes connections, and is silent, as after each attempt."""
+    options = {**bucket.storage_options, "casnap": QUICK}
+    with (
+        deaf_port(drops=False) as url,
+        unavailable("unreachable", match=r"attempts? in \d\.\d s"),
+    ):
+        Store(f"{bucket.uri}/run", storage_options={**options, "endpoint_url": url}).make()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_tls_where_the_server_speaks_none(bucket: Bucket, scheme: str) -> None:
+    """It is told at the first attempt, by default: no later one would do better."""
+    options: dict[str, Any] = {"endpoint_url": bucket.server.endpoint.replace("http:", "https:")}
+    if scheme == "gs":
+        pytest.importorskip("gcsfs")
+        options |= {"token": "anon", "project": "x"}
+    else:
+        options |= {"key": "a", "secret": "b"}
+    with unavailable("unreachable", match=r"1 attempt in .* TLS handshake .* http://"):
+        Store(f"{scheme}://{bucket.name}/run", storage_options=options).make()

@@ -30,7 +30,6 @@ from casnap.serving import FollowEvent, PullOptions, verify
 from casnap.serving.version import RECORD
 from tests.support.faults import (
     backend_faults,
-    disk_full,
     elsewhere,
     in_child,
     memory_folder,
@@ -80,52 +79,6 @@ def step_of(live: Path) -> int:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_call(base: Path, after: bool) -> None:
-    steps = set()
-    with memory_folder() as place:
-        folder = copy_of(base, place / "f")
-        live = folder / "live"
-        for number in sweep():
-
-            def pull(number: int = number) -> None:
-                with system_faults(number, names=CALLS, after=after):
-                    Store(folder / "store").pull(live, options=OPTIONS)
-
-            status = in_child(pull)
-            steps.add(step_of(live))
-            Store(folder / "store").pull(live, options=OPTIONS)
-            assert_served(live, 1)
-            assert len(versions_of(live)) == 1
-            if status == 0:
-                break
-            assert status == KILLED
-            # Back, in a version that was whole all the time.
-            Store(folder / "store").pull(live, "step_0", options=OPTIONS)
-    assert steps == {0, 1}
-
-
-@pytest.mark.sweep
-def test_a_first_pull_that_is_killed(base: Path) -> None:
-    with memory_folder() as place:
-        for number in sweep(2):
-            live = place / f"live{number}"
-
-            def pull(number: int = number, live: Path = live) -> None:
-                with system_faults(number, names=CALLS):
-                    Store(base / "store").pull(live)
-
-            status = in_child(pull)
-            if os.path.lexists(live):
-                assert_served(live, 1)
-            Store(base / "store").pull(live)
-            assert_served(live, 1)
-            assert len(versions_of(live)) == 1
-            if status == 0:
-                break
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("after", [False, True])
 def test_killed_around_the_callback(base: Path, after: bool) -> None:
     """Each version that stays is told of at least once, and never before it is whole."""
     with memory_folder() as place:
@@ -161,27 +114,6 @@ def test_killed_around_the_callback(base: Path, after: bool) -> None:
             assert told.read_text().splitlines()[-1] == live.resolve().name
             Store(folder / "store").pull(live, "step_0", options=OPTIONS)
             noted.unlink()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("lasting", [False, True])
-def test_a_full_disk_at_any_call(base: Path, lasting: bool) -> None:
-    names = ["pwrite", "posix_fallocate", "fsync", "link", "mkdir", "symlink", "rename"]
-    names += ["ftruncate"]
-    with memory_folder() as place:
-        folder = copy_of(base, place / "f")
-        live = folder / "live"
-        for number in sweep():
-            full = system_faults(number, disk_full, names, lasting=lasting)
-            with full as calls, suppress(StorageFullError):
-                Store(folder / "store").pull(live, options=OPTIONS)
-            step_of(live)
-            Store(folder / "store").pull(live, options=OPTIONS)
-            assert_served(live, 1)
-            assert len(versions_of(live)) == 1
-            if not calls.struck:
-                break
-            Store(folder / "store").pull(live, "step_0", options=OPTIONS)
 
 
 def test_a_disk_that_is_full(base: Path, tmp_path: Path) -> None:

@@ -64,22 +64,6 @@ def data_of(cache_dir: Path) -> Path:
     return data
 
 
-def test_a_cache_is_used(store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cached is not read again: not the segments, nor the nodes."""
-    read: list[str] = []
-
-    def work() -> None:
-        from casnap.backends import LocalBackend
-
-        real = LocalBackend.read
-        monkeypatch.setattr(LocalBackend, "read", lambda s, k, *n: read.append(k) or real(s, k, *n))
-        Store(store).snapshots()
-        Store(store)["step_1"].get_manifest()
-        assert not [k for k in read if k.startswith("index")]
-
-    assert in_child(work) == 0
-
-
 def test_a_deleted_cache(store: Path, cache_dir: Path) -> None:
     shutil.rmtree(cache_dir)
     use(store, 3)

@@ -18,6 +18,7 @@ from casnap.storage.lookup.ladder import Bases, Left, Lookup, Rung, Step, lookup
 from casnap.storage.packs.chunk_reads import Want
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.segments import drop_packs
+from tests.support.faulty import FaultyBackend
 from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
 from tests.support.written import change_of, commit, put_next_root
@@ -148,6 +149,18 @@ def test_a_hint_is_tried_first_and_not_believed(
         assert lookup.trace == ["hinted", "indexed"]
         [found] = store.index.find(store.view(), [CHUNK], only_live=True)
         assert found == there
+
+
+def test_what_a_host_has_read_of_the_index_it_does_not_read_again(
+    place: Open, cache_dir: Path
+) -> None:
+    put(place)
+    cache_dir.rename(cache_dir.with_name("another-host"))
+    cache_dir.mkdir()
+    for looks in (True, False):
+        backend = FaultyBackend(place())
+        read(Repository(backend))
+        assert any(key.startswith("index/") for _, key in backend.log) == looks
 
 
 def test_what_is_damaged_is_read_elsewhere(place: Open) -> None:

@@ -17,7 +17,6 @@ from casnap.backends import LocalBackend
 from casnap.cli.option_types import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format.records import Row
-from casnap.storage.writing.session import Session
 from tests.support.cli_calls import Terminal, document, failure, fill, invoke
 from tests.support.faults import (
     CHUNK,
@@ -183,22 +182,6 @@ def test_what_is_forgotten_in_the_meantime_is_no_error(path: Path) -> None:
     with meanwhile(lambda: Store(path).prune(Retention(keep_last=1))):
         report = Store(path).prune(Retention(keep_last=2))
     assert report.forgotten == []
-    assert names(path) == ["step_5"]
-
-
-def test_a_prune_starts_again_where_a_collector_went_past_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = [FencedError("x")]
-    real = Session.commit
-
-    def fenced(session: Session, *args: Any, **options: Any) -> Any:
-        if left:
-            raise left.pop()
-        return real(session, *args, **options)
-
-    monkeypatch.setattr(Session, "commit", fenced)
-    Store(path).prune(Retention(keep_last=1))
     assert names(path) == ["step_5"]
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,7 +13,7 @@ from casnap.errors import InvalidNameError, SnapshotError, SnapshotNotFoundError
 from casnap.storage.snapshots.changes import change_settings
 from casnap.storage.snapshots.published import SETTING
 from tests.support.cli_calls import document, failure, invoke
-from tests.support.faults import elsewhere, faults, files, start, take, wait
+from tests.support.faults import elsewhere, faults, files, take
 from tests.support.remote import RemoteDouble
 
 TINY = {"s": StateDict(x=1)}
@@ -192,32 +189,6 @@ def test_a_look_with_nothing_new_is_two_requests_at_most(tmp_path: Path) -> None
     backend.reset()
     assert follower.tagged("stable").name == "step_9"
     assert backend.count <= 6, backend.log
-
-
-def publish(uri: str, ready: int) -> None:
-    store = Store(uri)
-    os.write(ready, b".")
-    for step in range(10**6):
-        store.publish("stable", f"step_{step % 3}")
-
-
-def test_killed_while_it_publishes(store: Store) -> None:
-    """Whoever looks sees it on one snapshot, before and after."""
-    store.publish("stable", "step_0")
-    for _ in range(3):
-        begun, ready = os.pipe()
-        publisher = start(partial(publish, store.uri, ready))
-        os.close(ready)
-        assert os.read(begun, 1) == b"."
-        os.close(begun)
-        seen = set()
-        while len(seen) < 3:
-            seen.add(store.tagged("stable").name)
-        os.kill(publisher, signal.SIGKILL)
-        assert wait(publisher) == -signal.SIGKILL
-        (holder,) = holders(Store(store.uri), "stable")
-        assert store.tagged("stable").name == holder == store.tag_moves("stable", 1)[0].name
-    assert store.check().ok
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +19,10 @@ from casnap.serving import PullOptions
 from tests.support.cli_calls import document, invoke
 from tests.support.copies import mirrored, names
 from tests.support.faults import (
-    WRITING_CALLS,
     app_state,
     assert_holds,
-    backend_faults,
     elsewhere,
     faults,
-    in_child,
-    kill,
 )
 from tests.support.faulty import Fault, FaultyBackend, before
 from tests.support.ranks import World
@@ -327,32 +322,6 @@ def test_another_process_commits_meanwhile(tmp_path: Path) -> None:
         store.rewind("step_1")
     assert aside(store) == ["step_2", "step_3"]
     assert newest(other) == "step_1"
-
-
-def rewind_and_die(path: Path, k: int) -> None:
-    store = Store(path).make()
-    with backend_faults(k, kill, WRITING_CALLS):
-        store.rewind("step_1")
-
-
-def test_killed_at_each_step(tmp_path: Path) -> None:
-    """The run has gone back, or it has not; either way it can again."""
-    outcomes = set()
-    for k in range(100):
-        path = tmp_path / str(k)
-        fill(Store(path), 1, 2, 3)
-        died = in_child(partial(rewind_and_die, path, k)) == -signal.SIGKILL
-        store = Store(path)
-        found = newest(store)
-        outcomes.add(found)
-        assert found in ("step_1", "step_3")
-        assert store.check().ok
-        assert store.rewind("step_1").name == "step_1"
-        fill(store, 2, 3)
-        assert newest(store) == "step_3"
-        if not died:
-            break
-    assert outcomes == {"step_1", "step_3"}
 
 
 def rank_that_goes_back(path: str) -> list[int]:

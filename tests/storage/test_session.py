@@ -406,44 +406,6 @@ def test_again(path: Path, obstacles: str, options: dict[str, Any], ended: Any) 
     assert store.announces_at_once == ("f" in obstacles)
 
 
-def copy(store: Store, folder: Path) -> None:
-    source = Store(folder / "source", chunk_size=CHUNK)
-    source.take(state(new=NEW), "new")
-    source.copy("new", to=store)
-
-
-VERBS: dict[str, Callable[[Store, Path], object]] = {
-    "take": lambda store, _: store.take(state(new=NEW), "new"),
-    "async_take": lambda store, _: store.async_take(state(new=NEW), "new").wait(),
-    "copy": copy,
-    "tag": lambda store, _: store.tag("kept", "good"),
-    "gc": lambda store, _: store.delete("full") or store.gc(grace=0),
-}
-# What a disk that is full once ends: it can let go of nothing by itself.
-ENDED_BY_A_FULL_DISK = {"take", "async_take", "copy"}
-
-
-@pytest.mark.usefixtures("unannounced")
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("obstacle", ["a fence", "a full disk"])
-def test_verbs_start_again(path: Path, tmp_path: Path, verb: str, obstacle: str) -> None:
-    there = files(path)
-    collect = before(elsewhere(lambda: Store(path).gc(grace=0)))
-    act = collect if obstacle == "a fence" else fail(StorageFullError)
-    fault = Fault(act, "put_if_absent", "roots/*")
-    store = Store(FaultyBackend(LocalBackend(path), fault))
-    if obstacle == "a full disk" and verb in ENDED_BY_A_FULL_DISK:
-        with pytest.raises(StorageFullError):
-            VERBS[verb](store, tmp_path)
-        assert files(path) == there
-    else:
-        VERBS[verb](store, tmp_path)
-        assert ("new" in names_in(path)) == (verb in ENDED_BY_A_FULL_DISK)
-        assert store._view.repository.announces_at_once == (obstacle == "a fence")
-    assert fault.struck
-    assert_goes_on(path)
-
-
 @pytest.mark.usefixtures("unannounced")
 @pytest.mark.parametrize("fences", range(3))
 def test_a_change_of_the_table_that_was_fenced_makes_room_too(path: Path, fences: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from casnap.format.records import NodeRef
 from casnap.integrations.trainers import check_whole, load_own
 from casnap.storage.snapshots.changes import change_table
 from tests.support.cli_calls import document, failure, invoke
-from tests.support.faults import WRITING_CALLS, elsewhere, faults, files, in_child, kill
+from tests.support.faults import elsewhere, faults, files
 from tests.support.remote import RemoteDouble
 
 CHUNK = 64 << 10
@@ -438,31 +437,6 @@ def test_a_collection_meanwhile(store: Store) -> None:
     with faults(LocalBackend, ["put_if_absent"], 0, elsewhere(delete_and_collect)):
         assert set(store.thin({"optim/**": 1})) == {"run/000", "run/002"}
     assert store.check(data=True).ok
-
-
-def test_killed_at_each_call_it_thins_all_or_none(tmp_path: Path) -> None:
-    strikes = 0
-    while True:
-        path = tmp_path / str(strikes)
-        fill(Store(path, chunk_size=CHUNK), 3)
-
-        def thin(path: Path = path, at: int = strikes) -> None:
-            with faults(LocalBackend, WRITING_CALLS, at, kill):
-                Store(path).thin({"optim/**": 1})
-
-        status = in_child(thin)
-        after = Store(path)
-        assert thinned(after) in ([], ["run/000", "run/001"])
-        assert_whole(after["run/002"])
-        after.gc(grace=0)
-        assert after.check(data=True).ok
-        after.thin({"optim/**": 1})
-        assert thinned(after) == ["run/000", "run/001"]
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-        strikes += 1
-    assert strikes >= 4
 
 
 # --- costs, and the format ----------------------------------------------------------------------

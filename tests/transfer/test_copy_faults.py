@@ -7,7 +7,6 @@ goes on where the copy stopped.
 from __future__ import annotations
 
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,21 +19,14 @@ import pytest
 from casnap import Store
 from casnap.backends import MemoryBackend
 from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
-from tests.support.copies import assert_copied, copy_in_parts, filled, unfinished
+from tests.support.copies import assert_copied, copy_in_parts, filled
 from tests.support.faults import (
-    BACKEND_CALLS,
     CHUNK,
     WRITING_CALLS,
-    assert_no_orphans,
     backend_faults,
-    disk_full,
     elsewhere,
-    files,
-    in_child,
-    kill,
     memory_folder,
     stop,
-    system_faults,
     take,
     while_stopped,
 )
@@ -67,61 +59,6 @@ def fresh(stores: tuple[Path, Path]) -> tuple[Path, Path]:
         shutil.copytree(place, copy)
         copies.append(copy)
     return copies[0], copies[1]
-
-
-def assert_recovers(source: Path, destination: Path) -> None:
-    """Check that all is whole, that a repeat completes the copy, and that nothing is left over."""
-    there = Store(destination).make()
-    done = {s.name for s in there.snapshots()}
-    assert "step_8" in done
-    assert done <= ALL | {"step_8"}
-    assert_copied(source, there, done - {"step_8"})
-    # What is committed of an unfinished copy stays.
-    there.gc(grace=0, recode_after=None)
-    assert_copied(source, there, done - {"step_8"})
-    copy_in_parts(source, destination, PART)
-    assert unfinished(there) == []
-    assert_copied(source, there)
-    for place in (source, destination):
-        Store(place).gc(grace=0, recode_after=None)
-        assert_no_orphans(place)
-    assert_copied(source, there)
-
-
-@pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(
-    ("faults", "names"),
-    [
-        pytest.param(backend_faults, WRITING_CALLS, id="writes"),
-        pytest.param(backend_faults, BACKEND_CALLS, id="backend", marks=pytest.mark.slow),
-        pytest.param(system_faults, None, id="system", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.timeout(1200)
-def test_killed_at_a_call(
-    stores: tuple[Path, Path],
-    faults: Callable[..., object],
-    names: list[str] | None,
-    after: bool,
-    record_property: Report,
-) -> None:
-    """Both stores are on this machine, so the calls are those of either side."""
-    options = {"after": after} if names is None else {"after": after, "names": names}
-    for k in sweep():
-        source, destination = fresh(stores)
-
-        def crashing(k: int = k, places: tuple[Path, Path] = (source, destination)) -> None:
-            with faults(k, kill, **options):  # type: ignore[attr-defined]
-                copy_in_parts(*places, PART)
-
-        status = in_child(crashing)
-        assert_recovers(source, destination)
-        if status == 0:
-            record_property("cases", k)
-            print(f"{faults.__name__}, {after=}: {k} crashes")  # type: ignore[attr-defined]
-            assert k > 30
-            return
-        assert status == -signal.SIGKILL
 
 
 Collect = Callable[[Path, Path, float], None]
@@ -268,13 +205,3 @@ def test_a_slow_remote_place(tmp_path: Path) -> None:
     with source.during(slow()), destination.during(slow()):
         copy_in_parts(source, destination, PART)
     assert_copied(source, destination)
-
-
-def test_a_full_disk(stores: tuple[Path, Path]) -> None:
-    """An error says so, and nothing half made is left."""
-    source, destination = fresh(stores)
-    held = files(destination, "packs")
-    with system_faults(1, disk_full, names=["pwrite"], lasting=True), pytest.raises(CasnapError):
-        Store(source).copy(to=destination)
-    assert files(destination, "packs") == held
-    assert_recovers(source, destination)

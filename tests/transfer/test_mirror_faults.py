@@ -28,15 +28,11 @@ from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
 from tests.support.faults import (
-    BACKEND_CALLS,
     CHUNK,
-    WRITING_CALLS,
     app_state,
     assert_holds,
     assert_no_orphans,
-    backend_faults,
     in_child,
-    memory_folder,
     start,
     take,
     wait,
@@ -52,7 +48,6 @@ from tests.support.faulty import (
 )
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket
-from tests.support.sweep import sweep
 from tests.support.unavailable import UNREACHABLE, unavailable
 from tests.support.warm import run_python
 
@@ -83,56 +78,6 @@ def assert_all_well(folder: Path, count: int) -> None:
 
 
 # --- killed ---------------------------------------------------------------------------------------
-
-
-def take_two(folder: Path) -> None:
-    store = mirrored(folder)
-    for step in range(2):
-        take(store, step)
-    store.wait_mirrored(120)
-
-
-KILLED = [
-    pytest.param(True, WRITING_CALLS, id="after what writes", marks=pytest.mark.sweep),
-    pytest.param(False, BACKEND_CALLS, id="before any", marks=pytest.mark.slow),
-    pytest.param(True, BACKEND_CALLS, id="after any", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("after", "calls"), KILLED)
-def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
-    """The process dies before, or right after, each call of either backend."""
-    # Of a process that is not killed, there are no more calls to strike at.
-    for killed, strike_at in enumerate(sweep(times=2)):
-        with memory_folder() as folder:
-
-            def work(folder: Path = folder, strike_at: int = strike_at) -> None:
-                with backend_faults(strike_at, names=calls, after=after):
-                    take_two(folder)
-
-            status = in_child(work)
-            assert_all_well(folder, committed(folder / "here"))
-            if status == 0:
-                print(f"{killed} killed")
-                return
-            assert status == -signal.SIGKILL
-
-
-@pytest.mark.sweep
-def test_the_mirror_fails_at_any_call() -> None:
-    """Once, at each call of it: takes succeed, and all of them get there."""
-    for strike_at in sweep(times=3):
-        with memory_folder() as folder:
-            there = FaultyBackend(LocalBackend(folder / "there"))
-            with there.during(Fault(fail(), skip=strike_at)) as (fault,):
-                store = mirrored(folder, there)
-                for step in range(3):
-                    take(store, step)
-                store.wait_mirrored(120)
-            assert_copied(store, folder / "there")
-            if not fault.struck:
-                print(f"failed at {strike_at} calls")
-                return
 
 
 def test_the_source_is_collected_meanwhile(tmp_path: Path) -> None:
@@ -335,30 +280,6 @@ def follow(here: Any, there: Any, count: int) -> Iterator[str]:
         yield from report.copied
         if number == count:
             return
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [False, True])
-def test_follow_is_killed_at_any_call(after: bool) -> None:
-    for killed, strike_at in enumerate(sweep()):
-        with memory_folder() as folder:
-            source = filled(folder / "here")
-
-            def work(folder: Path = folder, strike_at: int = strike_at) -> None:
-                with backend_faults(strike_at, after=after):
-                    list(follow(folder / "here", folder / "there", 3))
-
-            status = in_child(work)
-            copy = Store(folder / "there", chunk_size=CHUNK).make()
-            left = 3 - sum(s.name in copy for s in source.snapshots())
-            if left:
-                list(follow(folder / "here", folder / "there", left))
-            assert_copied(folder / "here", copy)
-            assert len(copy.snapshots()) == 3
-            if status == 0:
-                print(f"{killed} killed")
-                return
-            assert status == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("side", ["there", pytest.param("here", marks=pytest.mark.slow)])

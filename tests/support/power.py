@@ -1,7 +1,12 @@
-"""The power fails at any moment: of what was not synced, any part may be lost."""
+"""A disk that fails, or whose power does: what of a folder is on it, and what may be lost.
+
+:class:`Disk` has one sync fail, and believes from then on that all is written, as Linux does.
+:class:`Journal` notes what a process changes and syncs, to tell what a cut at any moment leaves.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -13,14 +18,72 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 
-from casnap import Store
-from casnap.backends import store_folder
-from tests.support.faults import CHUNK, assert_holds, assert_no_orphans, take
-from tests.support.sweep import STEP
+class Disk:
+    """What of a folder is on the disk, on a system that believes in a write that has failed.
 
-pytestmark = pytest.mark.sweep
+    A folder is one block, which is written when it has changed since it was last tried to be.
+
+    Args:
+        top: The folder, all of which is on the disk at first.
+        fail_at: Which sync fails, from 0.
+        of: Of those of this folder alone.
+    """
+
+    def __init__(self, top: Path, fail_at: int | None = None, of: Path | None = None) -> None:
+        self.fail_at = fail_at
+        self.of = of
+        self.struck = False
+        self._top = top
+        self._lock = threading.Lock()
+        folders = [top, *(p for p in top.rglob("*") if p.is_dir())]
+        self._clean = {folder: self._listed(folder) for folder in folders}
+        self._written = dict(self._clean)
+        self._lost_files: set[int] = set()
+
+    @staticmethod
+    def _listed(folder: Path) -> dict[str, int]:
+        return {p.name: p.lstat().st_ino for p in folder.iterdir()}
+
+    def fsync(self, fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        with self._lock:
+            fails = self.of in (None, path) and self.fail_at == 0
+            if self.fail_at is not None and self.of in (None, path):
+                self.fail_at -= 1
+            self._sync(path, os.fstat(fd), fails=fails)
+            if fails:
+                self.struck = True
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _sync(self, path: Path, found: os.stat_result, *, fails: bool) -> None:
+        if not stat.S_ISDIR(found.st_mode):
+            if fails:
+                self._lost_files.add(found.st_ino)
+        else:
+            listed = self._listed(path)
+            if listed != self._clean.get(path) and not fails:
+                self._written[path] = listed
+            self._clean[path] = listed
+
+    @contextmanager
+    def used(self) -> Iterator[Disk]:
+        with mock.patch.object(os, "fsync", self.fsync):
+            yield self
+
+    def after_a_crash(self, to: Path) -> Path:
+        """Return a copy of what the disk holds."""
+        shutil.rmtree(to, ignore_errors=True)
+        self._restore(self._top, to)
+        return to
+
+    def _restore(self, folder: Path, to: Path) -> None:
+        to.mkdir()
+        for name, inode in self._written.get(folder, {}).items():
+            if (folder / name).is_dir():
+                self._restore(folder / name, to / name)
+            elif (folder / name).exists() and inode not in self._lost_files:
+                shutil.copy(folder / name, to / name)
 
 
 class Change(NamedTuple):
@@ -38,31 +101,26 @@ class Journal:
 
     Args:
         top: The folder; all that is in it at first is on the disk.
+
+    Attributes:
+        moments: One for each change, and for each sync.
     """
 
     def __init__(self, top: Path) -> None:
         self._top = top
-        self._base = top.parent / "base"
+        self._base = top.with_name(f"{top.name}-before")
         shutil.copytree(top, self._base)
         self._changes: list[Change] = []
-        self._contents: dict[int, bytes] = {}
+        self._contents = {p.stat().st_ino: p.read_bytes() for p in top.rglob("*") if p.is_file()}
         # Held while a change is made and noted: the notes are in the order of the changes.
         self._lock = threading.RLock()
         # For each moment how many changes there were, and how many of them each folder has synced.
-        self.moments: list[tuple[int, dict[Path, int], frozenset[str]]] = [(0, {}, frozenset())]
-        self._told: frozenset[str] = frozenset()
-
-    def tell(self, *names: str) -> None:
-        """Note that a call has returned, after which the store holds these snapshots."""
-        with self._lock:
-            self._told = frozenset(names)
-            self._note(None)
+        self.moments: list[tuple[int, dict[Path, int]]] = [(0, {})]
 
     def _note(self, change: Change | None, synced: dict[Path, int] | None = None) -> None:
         if change is not None:
             self._changes.append(change)
-        before = self.moments[-1][1]
-        self.moments.append((len(self._changes), before | (synced or {}), self._told))
+        self.moments.append((len(self._changes), self.moments[-1][1] | (synced or {})))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -85,7 +143,11 @@ class Journal:
                     if name in ("unlink", "rmdir"):
                         self._note(Change(path, None))
                     else:
-                        self._note(Change(path, path.lstat().st_ino, name == "mkdir"))
+                        inode = path.lstat().st_ino
+                        if name == "open":
+                            # Of a file that was removed since, perhaps.
+                            self._contents.pop(inode, None)
+                        self._note(Change(path, inode, name == "mkdir"))
                 return result
 
             return call
@@ -114,7 +176,7 @@ class Journal:
             dice: Chooses which.
             to: Where to put the copy.
         """
-        count, synced, _ = self.moments[moment]
+        count, synced = self.moments[moment]
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(self._base, to)
         for number, change in enumerate(self._changes[:count]):
@@ -133,56 +195,3 @@ class Journal:
             else:
                 path.unlink(missing_ok=True)
         return to
-
-
-def take_all(path: Path, journal: Journal) -> None:
-    take(path, 1)
-    journal.tell("step_0", "step_1")
-    take(path, 2)
-    journal.tell("step_0", "step_1", "step_2")
-
-
-def delete_and_collect(path: Path, journal: Journal) -> None:
-    store = Store(path)
-    take(store, 1)
-    journal.tell("step_0", "step_1")
-    store.delete("step_0")
-    journal.tell("step_1")
-    store.gc(grace=0, repack=1.0)
-    take(store, 2, overwrite=True)
-    journal.tell("step_1", "step_2")
-
-
-def assert_goes_on(path: Path, told: frozenset[str]) -> None:
-    """Check that all is whole that was told, that takes go on, and that orphans are collected."""
-    store = Store(path, create=False)
-    assert told <= {snapshot.name for snapshot in store.snapshots()}
-    assert store.check(data=True).damages == []
-    for step in (2, 3):
-        take(store, step, overwrite=True)
-    store.gc(grace=0)
-    for snapshot in Store(path).snapshots():
-        assert_holds(snapshot, snapshot.metadata.user["step"])
-    assert_no_orphans(path)
-
-
-@pytest.mark.parametrize("share", [0, 0.5, 1], ids=["none", "some", "all"])
-@pytest.mark.parametrize("work", [take_all, delete_and_collect])
-def test_the_power_fails_at_any_moment(
-    tmp_path: Path, work: Callable[[Path, Journal], None], share: float
-) -> None:
-    path = tmp_path / "store"
-    take(Store(path, chunk_size=CHUNK), 0)
-    # What another process has synced is not known to this one.
-    store_folder._durable.clear()
-    journal = Journal(path)
-    journal.tell("step_0")
-    with journal.kept():
-        work(path, journal)
-    dice = random.Random(1)
-    for moment in range(0, len(journal.moments), 1 if STEP == 1 else 2 * STEP):
-        told = journal.moments[moment][2]
-        # A delete may be on the disk before it has returned.
-        later = [names for _, _, names in journal.moments[moment:] if names != told][:1]
-        crashed = journal.after_a_cut(moment, share, dice, tmp_path / "crashed")
-        assert_goes_on(crashed, told.intersection(*later))
