@@ -30,7 +30,6 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    FencedError,
     NotAStoreError,
     StorageFullError,
     UnavailableError,
@@ -246,8 +245,8 @@ THOROUGH = {
         interrupt, SYSTEM, of_system=True, **STOPPED, options={"after": True}
     ),
 }
-# What a take in the background relied on may be gone, and its state with it.
-LATE: dict[str, Any] = {"raises": (FencedError,), "without": ("make", "repair", "repair-some")}
+# What is damaged before no collector goes over.
+LATE: dict[str, Any] = {"without": ("make", "repair", "repair-some")}
 OVERTAKEN = {
     "overtaken as it commits": Failure(
         collector_passes, ("put_if_absent",), keys="roots/*", **LATE
