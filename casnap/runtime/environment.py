@@ -163,6 +163,11 @@ def collects_by_itself() -> bool:
     return os.environ.get("CASNAP_GC") != "off"
 
 
+def hashes_on_device() -> bool:
+    """Whether a device may hash what it holds: not if ``CASNAP_DEVICE_HASH`` is "off"."""
+    return os.environ.get("CASNAP_DEVICE_HASH") != "off"
+
+
 def _number_asked(variable: str, kind: str) -> int | None:
     """Return the value of a variable; None if it is not set.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -63,6 +63,23 @@ def synchronize_devices(contents: Iterable[object]) -> None:
 def _devices(contents: Iterable[object]) -> set[torch.device]:
     tensors = (c for c in contents if isinstance(c, torch.Tensor))
     return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Have a device be the current one of its kind within a ``with``."""
+    module = _module_of(device)
+    context: AbstractContextManager[object] = (
+        module.device(device) if hasattr(module, "device") else nullcontext()
+    )
+    return context
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device, and of its model where torch knows that."""
+    module = _module_of(device)
+    if not hasattr(module, "get_device_name"):
+        return str(device)
+    return f"{device} ({module.get_device_name(device)})"
 
 
 def pin(slot: Slot, device: torch.device) -> bool:

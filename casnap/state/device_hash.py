@@ -1,0 +1,248 @@
+"""Hashing where the bytes lie: BLAKE3 of cells in a device's memory, so that they need not cross.
+
+Only digests come to the host: 32 bytes a cell, and a word that says of which call and which cell
+they are. The kernels are in ``device_kernels.py``, which needs Triton; every build of torch for
+CUDA, ROCm or XPU brings it along.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from casnap.errors import DeviceError
+from casnap.format.digest import Digest, digest_of, split_digests
+from casnap.runtime.environment import hashes_on_device
+from casnap.runtime.fork import new_lock
+from casnap.state.devices import as_current, name_of
+
+_log = logging.getLogger("casnap")
+
+LEAF_BYTES = 1024
+"""The bytes that one lane hashes; BLAKE3 calls them a chunk."""
+WORD_BYTES = 4
+_VECTOR_BYTES = 16
+# The nodes of a batch take 54 bytes of the device's memory for each leaf: 27 MiB.
+_BATCH_LEAVES = 512 << 10
+_NODE_WORDS = 9
+# So that the kernels' numbers, tags among them, are below 2³¹.
+_MOST_CELLS, _MOST_CALLS = 1 << 27, 1 << 30
+_PROOF_BYTES = 1 << 20
+
+
+class Run(NamedTuple):
+    """Cells that lie one after the other in a device's memory.
+
+    Attributes:
+        memory: A contiguous tensor that begins with the first cell. Nothing may write to it.
+        sizes: The bytes of each cell.
+    """
+
+    memory: torch.Tensor
+    sizes: Sequence[int]
+
+    @property
+    def is_hashable(self) -> bool:
+        """Whether the device can hash it: each cell has bytes, and begins at a multiple of 4.
+
+        So all can but views that begin within a word, and cells behind one of an odd size.
+        """
+        begins = self.memory.data_ptr() % WORD_BYTES == 0
+        inner = all(size % WORD_BYTES == 0 for size in self.sizes[:-1])
+        return begins and inner and all(self.sizes)
+
+
+class Batch(NamedTuple):
+    """Cells that are hashed together.
+
+    Attributes:
+        first: The number of the first one.
+        cells: How many they are.
+        leaves: How many leaves they have, in all.
+        levels: The levels of nodes above the leaves of the largest one.
+        is_aligned: Whether each begins at a multiple of 16 bytes.
+        has_ends: Whether one of them ends with a part of a leaf.
+    """
+
+    first: int
+    cells: int
+    leaves: int
+    levels: int
+    is_aligned: bool
+    has_ends: bool
+
+
+HashBatch: TypeAlias = Callable[[torch.Tensor, Batch, int, torch.Tensor], None]
+"""Hashes a batch on the current stream, as ``device_kernels.hash_batch`` does."""
+
+
+class DeviceHasher:
+    """BLAKE3 of cells in the memory of one device.
+
+    Args:
+        device: The device.
+        hash_batch: What launches the kernels.
+    """
+
+    def __init__(self, device: torch.device, hash_batch: HashBatch) -> None:
+        self._device = device
+        self._hash_batch = hash_batch
+
+    def digests(self, runs: Iterable[Run]) -> list[Digest]:
+        """Return the digests of all cells, in order.
+
+        They are computed on the current stream of the calling thread, so after what this has begun
+        there, and waited for.
+
+        Args:
+            runs: Cells, which :attr:`Run.is_hashable` holds for.
+
+        Raises:
+            DeviceError: A digest is not of this call and its cell.
+            torch.OutOfMemoryError: There is no room for the nodes of a batch.
+        """
+        runs = list(runs)  # their memory stays until the end
+        spans = [span for run in runs for span in _spans(run)]
+        if not spans:
+            return []
+        assert len(spans) < _MOST_CELLS
+        call = _numbers.randrange(1, _MOST_CALLS)
+        # Aligned ones first: a batch is of one kind.
+        order = sorted(range(len(spans)), key=lambda i: spans[i][0] % _VECTOR_BYTES != 0)
+        spans = [spans[i] for i in order]
+        batches, bases = _batches(spans)
+        with as_current(self._device):
+            rows = np.array([*zip(*spans, strict=True), bases])
+            table = torch.from_numpy(rows).to(self._device)
+            # No tag of this call, wherever nothing is written.
+            shape = (_NODE_WORDS, len(spans))
+            on_device = torch.full(shape, call - 1, dtype=torch.int32, device=self._device)
+            for batch in batches:
+                self._hash_batch(table, batch, call, on_device)
+            columns = on_device.cpu().numpy()
+        self._check(columns[-1], call)
+        digests = split_digests(np.ascontiguousarray(columns[:-1].T).tobytes())
+        in_order = [digests[0]] * len(digests)
+        for i, digest in zip(order, digests, strict=True):
+            in_order[i] = digest
+        return in_order
+
+    def _check(self, tags: np.ndarray, call: int) -> None:
+        """Raise an error if a tag is not that of its cell in this call."""
+        wrong = int(np.count_nonzero(tags != np.arange(call, call + len(tags))))
+        if wrong:
+            raise distrusted(
+                self._device, f"{wrong} of {len(tags)} digests are of another call or another cell"
+            )
+
+    def prove(self) -> None:
+        """Hash a random megabyte, in each way, and compare that with the host's BLAKE3.
+
+        Raises:
+            DeviceError: A digest is wrong.
+        """
+        data = memoryview(bytearray(os.urandom(_PROOF_BYTES)))
+        with as_current(self._device):
+            memory = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
+        # Whole; with a last leaf that is not; from a multiple of 4.
+        cells = (0, len(data)), (len(data) // 2, len(data) // 3 | 1), (WORD_BYTES, LEAF_BYTES * 70)
+        runs = [Run(memory[start : start + size], (size,)) for start, size in cells]
+        expected = [digest_of(data[start : start + size]) for start, size in cells]
+        if self.digests(runs) != expected:
+            raise distrusted(self._device, "of a random megabyte, it computes another BLAKE3")
+
+
+def _spans(run: Run) -> Iterable[tuple[int, int]]:
+    """Yield where each cell begins, and its bytes."""
+    assert run.is_hashable
+    assert sum(run.sizes) <= run.memory.nbytes
+    address = run.memory.data_ptr()
+    for size in run.sizes:
+        yield address, size
+        address += size
+
+
+def _batches(spans: Sequence[tuple[int, int]]) -> tuple[list[Batch], list[int]]:
+    """Divide cells into batches of one kind; return these, and how many leaves are before each."""
+    batches, bases = list[Batch](), list[int]()
+    batch: Batch | None = None
+    for i, (address, size) in enumerate(spans):
+        leaves, is_aligned = -(-size // LEAF_BYTES), address % _VECTOR_BYTES == 0
+        if batch is None or (
+            batch.is_aligned != is_aligned or batch.leaves + leaves > _BATCH_LEAVES
+        ):
+            batches.append(batch := Batch(i, 0, 0, 0, is_aligned, False))
+        bases.append(batch.leaves)
+        batches[-1] = batch = batch._replace(
+            cells=batch.cells + 1,
+            leaves=batch.leaves + leaves,
+            levels=max(batch.levels, (leaves - 1).bit_length()),
+            has_ends=batch.has_ends or size % LEAF_BYTES != 0,
+        )
+    return batches, bases
+
+
+# --- one for each device ----------------------------------------------------------------------
+
+_numbers = random.SystemRandom()
+_lock = new_lock()
+# None for a device that hashes nothing.
+_hashers: dict[torch.device, DeviceHasher | None] = {}
+_distrusted: list[torch.device] = []
+
+
+def hasher_of(device: torch.device) -> DeviceHasher | None:
+    """Return the hasher of a device; None if its bytes are to be copied to the host and hashed.
+
+    That is so for the CPU, without Triton, with ``CASNAP_DEVICE_HASH=off``, where Triton cannot
+    compile, and from the first wrong digest on. The first call for a device compiles the kernels,
+    and proves them.
+
+    Raises:
+        DeviceError: The device computes wrong digests.
+    """
+    if device.type in ("cpu", "meta") or _distrusted or not hashes_on_device():
+        return None
+    with _lock:
+        if device not in _hashers:
+            try:
+                _hashers[device] = _proven(device)
+            except torch.OutOfMemoryError:
+                return None  # perhaps there is memory next time
+        return _hashers[device]
+
+
+def _proven(device: torch.device) -> DeviceHasher | None:
+    try:
+        from casnap.state import device_kernels
+    except ImportError:
+        return None
+    try:
+        if not device_kernels.runs_on(device):
+            return None
+        hasher = DeviceHasher(device, device_kernels.hash_batch)
+        hasher.prove()
+    except (DeviceError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:  # noqa: BLE001 - Triton, its compilers and drivers raise what they like
+        _log.warning(
+            "%s does not hash, so what it holds is copied to the host for that: %s", device, e
+        )
+        return None
+    return hasher
+
+
+def distrusted(device: torch.device, reason: str) -> DeviceError:
+    """Have no device hash any more in this process; return an error that says why."""
+    _distrusted.append(device)
+    return DeviceError(
+        f"{name_of(device)} does not hash as it should: {reason}. From now on this process hashes "
+        "on the host alone; with CASNAP_DEVICE_HASH=off it does from the start. The device, its "
+        "driver or Triton may be at fault"
+    )
