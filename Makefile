@@ -4,7 +4,7 @@
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
 # make test-engines  the tests with vLLM, on the CPU
-# make test-triton  the kernels that hash on a device, in Triton's interpreter, and compiled for an H100
+# make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers, names in docstrings
