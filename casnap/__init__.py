@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from casnap.runtime.buffers import release_memory
     from casnap.serving.options import FollowEvent, PullReport
     from casnap.state.stateful import RNGState, StateDict, Stateful
-    from casnap.storage.snapshots.published import TagMove
-    from casnap.storage.snapshots.retention import PruneReport, Retention
+    from casnap.storage import (
+        PruneReport,
+        Retention,
+        TagMove,
+    )
     from casnap.transfer.copy_jobs import CopyReport
 
 __all__ = [

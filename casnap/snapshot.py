@@ -21,7 +21,7 @@ from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.units import Size, bytes_if_given
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.version import __version__
 from casnap.view import View, find_view, find_view_together, view_of

@@ -48,8 +48,11 @@ if TYPE_CHECKING:
     from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
     from casnap.state.stateful import AppState
-    from casnap.storage.snapshots.published import TagMove
-    from casnap.storage.snapshots.retention import PruneReport, Retention
+    from casnap.storage import (
+        PruneReport,
+        Retention,
+        TagMove,
+    )
     from casnap.take.options import AsyncTakeArguments, TakeArguments
     from casnap.transfer.copy_jobs import CopyReport
 
@@ -141,8 +144,7 @@ class Store:
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
-        from casnap.storage.log.settings import new_settings
-        from casnap.storage.places.creation import chunk_size_of
+        from casnap.storage import chunk_size_of, new_settings
 
         self._view = View.at(
             uri,
@@ -364,7 +366,7 @@ class Store:
             SnapshotExistsError: A name that is needed is taken.
         """
         from casnap.mirror.notes import notes_of_renamed
-        from casnap.storage.snapshots.rewinding import rewind
+        from casnap.storage import rewind
         from casnap.take.pending import wait_for_last
 
         wait_for_last()
@@ -421,7 +423,7 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
-        from casnap.storage.snapshots.pruning import forget
+        from casnap.storage import forget
 
         view = self._view
         row = view.row(name)
@@ -441,7 +443,7 @@ class Store:
             SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
                 that was published.
         """
-        from casnap.storage.snapshots.published import add_tags
+        from casnap.storage import add_tags
 
         commit_id = self._view.row(name).commit.hex()
         add_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
@@ -452,7 +454,7 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        from casnap.storage.snapshots.published import remove_tags
+        from casnap.storage import remove_tags
 
         commit_id = self._view.row(name).commit.hex()
         remove_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
@@ -474,7 +476,7 @@ class Store:
             InvalidNameError: The tag is not valid.
             SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
         """
-        from casnap.storage.snapshots.published import publish_tag
+        from casnap.storage import publish_tag
 
         view = self._view
         name, commit_id = (
@@ -491,7 +493,7 @@ class Store:
             SnapshotNotFoundError: No snapshot of this store or view has it.
             SnapshotError: Several have it, and it was never published.
         """
-        from casnap.storage.snapshots.published import tagged_row
+        from casnap.storage import tagged_row
 
         view = self._view
         name, row = tagged_row(view.repository, tag, view.folder(None))
@@ -504,7 +506,7 @@ class Store:
             tag: The tag.
             limit: How many to return at most. Each is read from a root of its own.
         """
-        from casnap.storage.snapshots.published import tag_moves
+        from casnap.storage import tag_moves
 
         return list(islice(tag_moves(self._view.repository, tag), limit))
 
@@ -546,7 +548,7 @@ class Store:
                 stores cannot be used.
             DamagedError: Something in this store cannot be read.
         """
-        from casnap.storage.writing.hooks import CommitHooks
+        from casnap.storage import CommitHooks
         from casnap.transfer.copy import copy_snapshots
         from casnap.transfer.copy_jobs import CopyOptions
         from casnap.transfer.copy_selection import check_pair, choose
@@ -732,7 +734,7 @@ class Store:
         Raises:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
-        from casnap.storage.snapshots.pruning import prune_by
+        from casnap.storage import prune_by
 
         view = self._view
         folder = view.folder(prefix)
@@ -762,7 +764,7 @@ class Store:
             ValueError: The rules make no sense.
             EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
-        from casnap.storage.snapshots.pruning import thin_by
+        from casnap.storage import thin_by
 
         view = self._view
         folder = view.folder(prefix)
@@ -812,7 +814,7 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
-        from casnap.storage.snapshots.published import SETTING as PUBLISHED
+        from casnap.storage import PUBLISHED
 
         repository = self._view.repository
         settings = repository.settings(repository.newest()).values
@@ -842,8 +844,7 @@ class Store:
             ValueError: There is no such codec, or ``mirror`` or ``gc`` is something else.
         """
         from casnap.mirror.notes import detach_mirror
-        from casnap.storage.log.settings import new_settings
-        from casnap.storage.snapshots.changes import change_settings
+        from casnap.storage import change_settings, new_settings
 
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
@@ -1001,7 +1002,7 @@ def _mirror_options(
     from casnap.mirror.status import MirrorOptions
 
     if retention is not None:
-        from casnap.storage.snapshots.retention import check_retention
+        from casnap.storage import check_retention
 
         check_retention(retention)
     place = mirror if isinstance(mirror, Backend) else given_path(mirror)

@@ -19,17 +19,22 @@ from casnap.format.names import check_name, name_text
 from casnap.format.records import Root, Row, StoreConfig
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
-from casnap.storage.places.location import Location, locate_snapshot, locate_store
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.opening import open_at
-from casnap.storage.snapshots.runs import in_commit_order
-from casnap.storage.snapshots.table import Table, row_of
+from casnap.storage import (
+    Location,
+    Repository,
+    Table,
+    in_commit_order,
+    locate_snapshot,
+    locate_store,
+    open_at,
+    row_of,
+)
 
 if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
     from casnap.ranks.comm import Comm
-    from casnap.storage.writing.hooks import CommitHooks
+    from casnap.storage import CommitHooks
 
 V = TypeVar("V")
 Opening = Callable[..., tuple[Repository, bool]]
@@ -326,7 +331,7 @@ def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
 def _disk_hooks(repository: Repository) -> CommitHooks:
     """Return what keeps the garbage of a store small."""
     from casnap.maintenance.automatic import automatic_collector
-    from casnap.storage.writing.hooks import CommitHooks
+    from casnap.storage import CommitHooks
 
     collector = automatic_collector(repository)
     return CommitHooks(
@@ -443,7 +448,7 @@ def view_above(
             place._replace(name=""), create=create, is_explicit=False, look_ahead=True, **options
         )
     except NotAStoreError as e:
-        from casnap.storage.snapshots.markers import only_marker_error
+        from casnap.storage import only_marker_error
 
         raise only_marker_error(place.backend, place.name) or e from None
     return View.of(repository, is_new=is_new), place.name

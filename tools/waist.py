@@ -1,7 +1,7 @@
 """How much of the storage the rest of casnap knows: ``python -m tools.waist [CHECKOUT]``.
 
-Counted: the names that modules outside `casnap.storage` import from it, the modules that give and
-that take them, and who asks whether a place is remote.
+Counted: the names that modules outside `casnap.storage` import from it, the modules that they come
+from and go to, those of `casnap.maintenance` apart, and who asks whether a place is remote.
 """
 
 from __future__ import annotations
@@ -33,18 +33,29 @@ def main(checkout: Path, names: bool) -> None:
             ):
                 for alias in node.names:
                     users[node.module or "", alias.name].add(module)
-    takers = set[Path]().union(*users.values())
-    singles = sum(len(modules) == 1 for modules in users.values())
-    print(
-        f"{len(users)} names of {len({giver for giver, _ in users})} modules, imported by "
-        f"{len(takers)} modules; {singles} of them by one alone"
-    )
+    inside = {module for module in set[Path]().union(*users.values()) if _is_inside(module)}
+    for title, is_counted in (("maintenance", True), ("all others", False)):
+        counted = {
+            name: chosen
+            for name, modules in users.items()
+            if (chosen := modules & inside if is_counted else modules - inside)
+        }
+        takers = set[Path]().union(*counted.values())
+        singles = sum(len(modules) == 1 for modules in counted.values())
+        print(
+            f"{title}: {len(counted)} names of {len({giver for giver, _ in counted})} modules, "
+            f"imported by {len(takers)} modules; {singles} of them by one alone"
+        )
     print(
         f"{sum(asks.values())} times in {len(asks)} modules it is asked whether a place is remote"
     )
     if names:
         for (giver, name), modules in sorted(users.items()):
             print(f"{len(modules):3} {giver}.{name}")
+
+
+def _is_inside(module: Path) -> bool:
+    return module.parts[0] == "maintenance"
 
 
 if __name__ == "__main__":

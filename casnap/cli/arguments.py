@@ -23,8 +23,7 @@ from casnap.errors import (
 from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage.places.location import locate_store
-from casnap.storage.snapshots.opening import open_at
+from casnap.storage import locate_store, open_at
 from casnap.store import Store
 from casnap.view import View, repository_of, view_above
 

@@ -20,7 +20,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, local_path
-from casnap.storage.reading.host_cache import KeptStore, kept_stores
+from casnap.storage import KeptStore, kept_stores
 
 
 @click.command()

@@ -9,7 +9,7 @@ import click
 from casnap.cli.arguments import open_store, writing_options
 from casnap.cli.option_types import duration_or_none
 from casnap.cli.output import emit, json_values, quote, safe, say
-from casnap.storage.log.settings import CODECS
+from casnap.storage import CODECS
 from casnap.view import repository_of
 
 SETTINGS = ("codec", "gc", "mirror")

@@ -32,7 +32,7 @@ from casnap.cli.output import (
 )
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
-from casnap.storage.places.location import locate_store
+from casnap.storage import locate_store
 from casnap.store import Store
 from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport

@@ -23,8 +23,7 @@ from casnap.format.entries import (
 from casnap.format.names import Key, Tagged, components_of, is_hashed
 from casnap.format.plain_values import PLAIN_CODECS, decode_text
 from casnap.format.records import decode
-from casnap.storage.packs.chunk_reads import Want
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents, Want
 
 SMALL = 1 << 10
 _MOST_SPEC_BYTES = 16 << 20

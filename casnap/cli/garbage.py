@@ -13,7 +13,7 @@ from casnap.maintenance.automatic import (
     waiting_until,
 )
 from casnap.maintenance.usage import DiskUsage
-from casnap.storage.reading.repository import Repository
+from casnap.storage import Repository
 from casnap.store import Store
 from casnap.view import repository_of
 

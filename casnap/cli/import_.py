@@ -9,7 +9,7 @@ import click
 from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
 from casnap.cli.output import amount, emit, progress_bars, say, size
 from casnap.files.file_reports import ImportReport
-from casnap.storage.places.location import locate_snapshot
+from casnap.storage import locate_snapshot
 from casnap.store import Store, import_snapshot
 from casnap.view import View, view_above
 

@@ -7,10 +7,12 @@ import click
 from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
-from casnap.storage.log.settings import CODECS
-from casnap.storage.places.creation import chunk_size_of
-from casnap.storage.places.location import locate_store
-from casnap.storage.snapshots.changes import change_settings
+from casnap.storage import (
+    CODECS,
+    change_settings,
+    chunk_size_of,
+    locate_store,
+)
 from casnap.view import repository_of, view_of
 
 

@@ -35,7 +35,7 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
         emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
         return
     if not snapshots:
-        from casnap.storage.places.other_formats import hint_in
+        from casnap.storage import hint_in
 
         folder = repository_of(place).backend.folder
         hint = "" if folder is None else hint_in(folder / view_of(place).folder(prefix))

@@ -29,7 +29,11 @@ from casnap.cli.output import (
 )
 from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
-from casnap.storage.snapshots.retention import Best, PruneReport, Retention
+from casnap.storage import (
+    Best,
+    PruneReport,
+    Retention,
+)
 from casnap.store import Store
 from casnap.view import repository_of, view_of
 

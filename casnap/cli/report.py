@@ -26,7 +26,7 @@ from casnap.cli.output import (
 from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
-from casnap.storage.reading.repository import Repository
+from casnap.storage import Repository
 from casnap.view import repository_of
 
 

@@ -32,7 +32,7 @@ from casnap.format.names import is_hashed
 from casnap.format.records import Stats
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
-from casnap.storage.snapshots.contents import Contents, Entries
+from casnap.storage import Contents, Entries
 
 Facts = dict[str, Any]
 

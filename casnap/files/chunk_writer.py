@@ -11,8 +11,7 @@ from casnap.errors import DamagedError
 from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry
 from casnap.runtime.progress import ProgressCounter
-from casnap.storage.packs.chunk_reads import Want
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents, Want
 
 
 class Placed(NamedTuple):

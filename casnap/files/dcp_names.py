@@ -37,7 +37,7 @@ from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
 from casnap.state.values import decode_keys
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _MOST_GAPS = 1 << 16

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from casnap.errors import FileFormatError
 from casnap.format.entries import INLINE_BYTES, ContainerEntry, Entry, TensorEntry, check_known
 from casnap.format.names import key_of
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 class StoredTensor(NamedTuple):

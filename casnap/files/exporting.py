@@ -13,7 +13,7 @@ from casnap.files.export_output import ExportOutput, check_place
 from casnap.files.export_selection import part_of
 from casnap.files.file_reports import ExportOptions, ExportReport
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 def export(

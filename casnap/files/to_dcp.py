@@ -22,7 +22,7 @@ from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import inflate
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) -> ExportPlan:

@@ -18,7 +18,7 @@ from casnap.files.export_selection import (
 )
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.safetensors_header import DTYPES, header_of
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 _MOST_NAMED = 10
 INDEX = "model.safetensors.index.json"

@@ -22,7 +22,7 @@ from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import inflate
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions) -> ExportPlan:

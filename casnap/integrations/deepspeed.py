@@ -53,7 +53,7 @@ from casnap.snapshot import Snapshot
 from casnap.state.flatten import flatten
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe
-from casnap.storage.snapshots.retention import Retention
+from casnap.storage import Retention
 from casnap.store import Store
 from casnap.take.capture import DividedLeaves
 from casnap.take.options import TakeOptions

@@ -24,7 +24,7 @@ from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe_shards
-from casnap.storage.snapshots.contents import Entries
+from casnap.storage import Entries
 from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 
 Part: TypeAlias = tuple[Region, torch.Tensor]

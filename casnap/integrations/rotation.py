@@ -24,9 +24,11 @@ from casnap.integrations.notices import is_notice
 from casnap.maintenance.missing_folders import MissingFoldersChange
 from casnap.runtime.fork import new_lock
 from casnap.snapshot import Snapshot
-from casnap.storage.snapshots.markers import marked_commit
-from casnap.storage.snapshots.pruning import forget_unheld
-from casnap.storage.snapshots.table import Table
+from casnap.storage import (
+    Table,
+    forget_unheld,
+    marked_commit,
+)
 from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")

@@ -39,8 +39,7 @@ from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.containers import live_components
-from casnap.storage.places.other_formats import check_no_other_form
-from casnap.storage.snapshots.retention import Retention
+from casnap.storage import Retention, check_no_other_form
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 

@@ -31,7 +31,7 @@ from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
 from casnap.ranks.joining import join
 from casnap.runtime.environment import local_path
-from casnap.storage.places.other_formats import hint_in
+from casnap.storage import hint_in
 
 check_version("torchtitan", "0.3", "0.4")
 

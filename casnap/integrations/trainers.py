@@ -29,7 +29,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.stateful import Stateful
-from casnap.storage.places.other_formats import hint_at, hint_in
+from casnap.storage import hint_at, hint_in
 from casnap.take.capture import StateSource
 from casnap.take.options import TakeOptions
 from casnap.view import find_view_together

@@ -38,7 +38,7 @@ from casnap.integrations.trainers import (
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.environment import local_path
 from casnap.state.stateful import RNGState, Stateful
-from casnap.storage.places.other_formats import hint_at
+from casnap.storage import hint_at
 from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")

@@ -56,10 +56,12 @@ from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.threads import Worker
-from casnap.storage.places.location import locate_store
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.opening import open_at
-from casnap.storage.writing.hooks import CommitHooks
+from casnap.storage import (
+    CommitHooks,
+    Repository,
+    locate_store,
+    open_at,
+)
 from casnap.transfer.copier import Copier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
 from casnap.format.records import ORIGIN, UNMIRRORED, Root, Row
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import change_settings, change_table
-from casnap.storage.snapshots.runs import is_copy_from_here, rows_of_run
-from casnap.storage.snapshots.table import Table
+from casnap.storage import (
+    Repository,
+    Table,
+    change_settings,
+    change_table,
+    is_copy_from_here,
+    rows_of_run,
+)
 
 SETTING = "mirror"
 _SUCCEEDED = "succeeded"

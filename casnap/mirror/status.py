@@ -15,8 +15,7 @@ from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.runtime.environment import cache_folder, is_running
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.retention import Retention
+from casnap.storage import Repository, Retention
 from casnap.transfer.copy_jobs import CopyOptions
 
 

@@ -17,12 +17,16 @@ from casnap.mirror.notes import (
     follows_of,
     life_of,
 )
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.retention import Retention
-from casnap.storage.snapshots.run_upkeep import Upkeep, upkeep_of_run
-from casnap.storage.snapshots.runs import in_commit_order, is_copy_from_here
-from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.session import Session
+from casnap.storage import (
+    Repository,
+    Retention,
+    Session,
+    Table,
+    Upkeep,
+    in_commit_order,
+    is_copy_from_here,
+    upkeep_of_run,
+)
 from casnap.transfer.copy_jobs import Placement, PlacementError
 
 

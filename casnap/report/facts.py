@@ -16,8 +16,7 @@ from casnap.maintenance.diff import diff
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.usage import DiskUsage, disk_usage, usage
 from casnap.runtime.progress import Progress
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents, Repository
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""

@@ -20,7 +20,7 @@ from casnap.restore.targets import why_unfit
 from casnap.state.containers import DICT_KINDS, container_builder, live_components
 from casnap.state.stateful import TORCH_NAMES, RNGState
 from casnap.state.values import encode_key
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 # FSDP2's hook, there from the first forward on, only shards the parameters again. That of
 # activation checkpointing gives names the prefix of its wrapper, which the state dict is without.

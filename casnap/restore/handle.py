@@ -13,7 +13,7 @@ from casnap.restore.read_object import read_objects, read_tensor
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy, numpy_dtype
 from casnap.state.tensors import torch_dtype
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 class Handle:

@@ -19,7 +19,7 @@ from casnap.state.containers import DICT_KINDS, container_builder, live_componen
 from casnap.state.flatten import Known, Reopened, live_parts
 from casnap.state.parts import check_state
 from casnap.state.stateful import StateDict, Stateful
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from casnap.state.overlap import overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shard_again, shards_of
 from casnap.state.tensors import is_fillable, why_not_writable
-from casnap.storage.snapshots.contents import Contents, Listed
+from casnap.storage import Contents, Listed
 
 
 class LiveTensor(NamedTuple):

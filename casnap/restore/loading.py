@@ -44,8 +44,11 @@ from casnap.state.tensors import (
     is_its_memory,
     itemsize_of,
 )
-from casnap.storage.packs.chunk_reads import ReadOptions, Want
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import (
+    Contents,
+    ReadOptions,
+    Want,
+)
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]

@@ -29,8 +29,12 @@ from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.state.devices import synchronize_devices
 from casnap.state.sharded import Shards, shard_again, shards_of
 from casnap.state.tensors import carrier_dtype, is_its_memory
-from casnap.storage.packs.chunk_reads import Fill, ReadOptions, Want
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import (
+    Contents,
+    Fill,
+    ReadOptions,
+    Want,
+)
 
 
 class _Memory(NamedTuple):

@@ -31,7 +31,11 @@ from casnap.state.tensors import (
     itemsize_of,
     why_not_writable,
 )
-from casnap.storage.snapshots.contents import Contents, Entries, has_wildcards
+from casnap.storage import (
+    Contents,
+    Entries,
+    has_wildcards,
+)
 
 
 @without_torch_modes()

@@ -42,7 +42,7 @@ from casnap.state.stateful import (
 )
 from casnap.state.tensors import Leaf
 from casnap.state.values import check_pickle_allowed
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,11 @@ from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_read
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.packs.chunk_reads import ReadOptions, Want
-from casnap.storage.reading.repository import Repository
+from casnap.storage import (
+    ReadOptions,
+    Repository,
+    Want,
+)
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20

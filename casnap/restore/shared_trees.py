@@ -15,7 +15,7 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import Digest
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 _WINDOW_BYTES = 8 << 20
 """Bytes that are sent together."""

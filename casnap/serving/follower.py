@@ -33,9 +33,11 @@ from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source
-from casnap.storage.places.location import locate_store
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.opening import open_at
+from casnap.storage import (
+    Contents,
+    locate_store,
+    open_at,
+)
 
 _NONE = bytes(16)
 _PATIENCE = 60.0

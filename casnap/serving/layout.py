@@ -30,8 +30,7 @@ from casnap.runtime.fork import cached_property
 from casnap.runtime.units import bytes_of
 from casnap.serving.options import FLOATS, PullOptions
 from casnap.serving.version import VersionTensor
-from casnap.storage.packs.chunk_reads import Want
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents, Want
 
 # As PEFT names them; it knows no shards.
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

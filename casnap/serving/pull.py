@@ -15,9 +15,11 @@ from casnap.serving.folder import ServedFolder
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import Version
 from casnap.serving.writing import write_version
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.table import Table
+from casnap.storage import (
+    Contents,
+    Repository,
+    Table,
+)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped
-from casnap.storage.packs.chunk_reads import Fill
+from casnap.storage import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The file that says what a version is, and that of the digests of its chunks."""

@@ -34,8 +34,11 @@ from casnap.serving.version import (
     VersionRecord,
     VersionTensor,
 )
-from casnap.storage.packs.chunk_reads import ReadOptions, Want
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import (
+    Contents,
+    ReadOptions,
+    Want,
+)
 
 # The request to share the blocks of another file.
 _FICLONE = 0x40049409

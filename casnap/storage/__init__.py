@@ -9,6 +9,117 @@ Its rooms, each above those before it:
 - ``writing`` and ``places``: new packs, segments and commits; where a store is, and how it is made.
 - ``snapshots``: the table of snapshots, what each holds, and which of them stay.
 
+What the rest of casnap needs of them stands below: import-linter lets nothing else through, but for
+``maintenance``, which collects, checks and repairs what lies in the rooms, and so must know them.
+
 Imports ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
 ``writing/session.py``.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from casnap.storage.log.settings import CODECS as CODECS
+    from casnap.storage.log.settings import new_settings as new_settings
+    from casnap.storage.packs.chunk_reads import Fill as Fill
+    from casnap.storage.packs.chunk_reads import ReadOptions as ReadOptions
+    from casnap.storage.packs.chunk_reads import Want as Want
+    from casnap.storage.packs.pack import Raw as Raw
+    from casnap.storage.packs.pack import SelectNew as SelectNew
+    from casnap.storage.places.creation import chunk_size_of as chunk_size_of
+    from casnap.storage.places.location import Location as Location
+    from casnap.storage.places.location import locate_snapshot as locate_snapshot
+    from casnap.storage.places.location import locate_store as locate_store
+    from casnap.storage.places.other_formats import check_no_other_form as check_no_other_form
+    from casnap.storage.places.other_formats import hint_at as hint_at
+    from casnap.storage.places.other_formats import hint_in as hint_in
+    from casnap.storage.reading.host_cache import KeptStore as KeptStore
+    from casnap.storage.reading.host_cache import kept_stores as kept_stores
+    from casnap.storage.reading.repository import Repository as Repository
+    from casnap.storage.snapshots.cell_pairs import bases_in as bases_in
+    from casnap.storage.snapshots.changes import change_settings as change_settings
+    from casnap.storage.snapshots.changes import change_table as change_table
+    from casnap.storage.snapshots.contents import Contents as Contents
+    from casnap.storage.snapshots.contents import Entries as Entries
+    from casnap.storage.snapshots.contents import Listed as Listed
+    from casnap.storage.snapshots.contents import has_wildcards as has_wildcards
+    from casnap.storage.snapshots.markers import marked_commit as marked_commit
+    from casnap.storage.snapshots.markers import only_marker_error as only_marker_error
+    from casnap.storage.snapshots.markers import replace_markers as replace_markers
+    from casnap.storage.snapshots.opening import open_at as open_at
+    from casnap.storage.snapshots.pruning import forget as forget
+    from casnap.storage.snapshots.pruning import forget_unheld as forget_unheld
+    from casnap.storage.snapshots.pruning import prune_by as prune_by
+    from casnap.storage.snapshots.pruning import thin_by as thin_by
+    from casnap.storage.snapshots.published import PUBLISHED as PUBLISHED
+    from casnap.storage.snapshots.published import TagMove as TagMove
+    from casnap.storage.snapshots.published import add_tags as add_tags
+    from casnap.storage.snapshots.published import publish_tag as publish_tag
+    from casnap.storage.snapshots.published import remove_tags as remove_tags
+    from casnap.storage.snapshots.published import tag_moves as tag_moves
+    from casnap.storage.snapshots.published import tagged_row as tagged_row
+    from casnap.storage.snapshots.retention import Best as Best
+    from casnap.storage.snapshots.retention import PruneReport as PruneReport
+    from casnap.storage.snapshots.retention import Retention as Retention
+    from casnap.storage.snapshots.retention import check_retention as check_retention
+    from casnap.storage.snapshots.rewinding import rewind as rewind
+    from casnap.storage.snapshots.run_upkeep import Upkeep as Upkeep
+    from casnap.storage.snapshots.run_upkeep import upkeep_of_run as upkeep_of_run
+    from casnap.storage.snapshots.runs import in_commit_order as in_commit_order
+    from casnap.storage.snapshots.runs import is_copy_from_here as is_copy_from_here
+    from casnap.storage.snapshots.runs import rows_of_run as rows_of_run
+    from casnap.storage.snapshots.table import Table as Table
+    from casnap.storage.snapshots.table import check_free as check_free
+    from casnap.storage.snapshots.table import check_path_is_free as check_path_is_free
+    from casnap.storage.snapshots.table import row_of as row_of
+    from casnap.storage.writing.handovers import Handover as Handover
+    from casnap.storage.writing.hooks import CommitHooks as CommitHooks
+    from casnap.storage.writing.retries import again as again
+    from casnap.storage.writing.session import Session as Session
+
+# Where each name is. A module is loaded when one of its names is asked for: a reader needs no
+# writer.
+_NAMES = {
+    "log.settings": "CODECS new_settings",
+    "packs.chunk_reads": "Fill ReadOptions Want",
+    "packs.pack": "Raw SelectNew",
+    "places.creation": "chunk_size_of",
+    "places.location": "Location locate_snapshot locate_store",
+    "places.other_formats": "check_no_other_form hint_at hint_in",
+    "reading.host_cache": "KeptStore kept_stores",
+    "reading.repository": "Repository",
+    "snapshots.cell_pairs": "bases_in",
+    "snapshots.changes": "change_settings change_table",
+    "snapshots.contents": "Contents Entries Listed has_wildcards",
+    "snapshots.markers": "marked_commit only_marker_error replace_markers",
+    "snapshots.opening": "open_at",
+    "snapshots.pruning": "forget forget_unheld prune_by thin_by",
+    "snapshots.published": (
+        "PUBLISHED TagMove add_tags publish_tag remove_tags tag_moves tagged_row"
+    ),
+    "snapshots.retention": "Best PruneReport Retention check_retention",
+    "snapshots.rewinding": "rewind",
+    "snapshots.run_upkeep": "Upkeep upkeep_of_run",
+    "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run",
+    "snapshots.table": "Table check_free check_path_is_free row_of",
+    "writing.handovers": "Handover",
+    "writing.hooks": "CommitHooks",
+    "writing.retries": "again",
+    "writing.session": "Session",
+}
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import one of these names."""
+    try:
+        module = _MODULES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+    return value

@@ -11,9 +11,13 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.storage.places.other_formats import check_no_other_form
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
+from casnap.storage import (
+    Repository,
+    Table,
+    check_free,
+    check_no_other_form,
+    check_path_is_free,
+)
 from casnap.take.options import TakeOptions, unclear_commits
 
 

@@ -23,7 +23,7 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, SharedItems, Worker, cores
-from casnap.storage.packs.pack import SelectNew
+from casnap.storage import SelectNew
 from casnap.take.division import Division
 from casnap.take.hashing import Batches
 from casnap.take.split_cells import SHARED_BYTES, SplitCells

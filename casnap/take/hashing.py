@@ -9,8 +9,11 @@ from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage.packs.pack import Raw, SelectNew
-from casnap.storage.writing.session import Session
+from casnap.storage import (
+    Raw,
+    SelectNew,
+    Session,
+)
 from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 

@@ -24,8 +24,7 @@ from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
 
 if TYPE_CHECKING:
     from casnap.runtime.progress import Progress
-    from casnap.storage.snapshots.retention import Retention
-    from casnap.storage.writing.hooks import CommitHooks
+    from casnap.storage import CommitHooks, Retention
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
@@ -152,7 +151,7 @@ class AsyncTakeArguments(TakeArguments, total=False):
 
 
 def _no_hooks() -> CommitHooks:
-    from casnap.storage.writing.hooks import CommitHooks
+    from casnap.storage import CommitHooks
 
     return CommitHooks()
 
@@ -183,7 +182,7 @@ class TakeOptions:
 
     def __post_init__(self) -> None:
         if self.retention is not None:
-            from casnap.storage.snapshots.retention import check_retention
+            from casnap.storage import check_retention
 
             check_retention(self.retention)
         # Ranks compare the texts of options, so each has one form.

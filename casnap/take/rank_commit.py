@@ -17,12 +17,14 @@ from casnap.errors import RankError
 from casnap.format.records import Row, Stats, encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.markers import replace_markers
-from casnap.storage.snapshots.run_upkeep import upkeep_of_run
-from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.handovers import Handover
-from casnap.storage.writing.session import Session
+from casnap.storage import (
+    Handover,
+    Repository,
+    Session,
+    Table,
+    replace_markers,
+    upkeep_of_run,
+)
 from casnap.take.agreement import check_name
 from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions

@@ -29,7 +29,7 @@ from casnap.format.region import Region
 from casnap.ranks.shared_memory import Ring, SharedMemory
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
-from casnap.storage.packs.pack import Raw
+from casnap.storage import Raw
 from casnap.take.capture import Assignment
 from casnap.take.staging import Piece, give_back
 

@@ -25,7 +25,7 @@ from casnap.runtime.fork import in_child
 from casnap.runtime.threads import Crew, SharedItems, cores, python_gc_paused
 from casnap.state.devices import begin_copy, pin
 from casnap.state.tensors import as_copyable
-from casnap.storage.packs.pack import Raw
+from casnap.storage import Raw
 from casnap.take.plan import SentPart
 
 PIECE_BYTES = 8 << 20

@@ -15,9 +15,11 @@ from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
-from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.retries import again
-from casnap.storage.writing.session import Session
+from casnap.storage import (
+    Repository,
+    Session,
+    again,
+)
 from casnap.take import pending as background
 from casnap.take.agreement import agree
 from casnap.take.capture import StateSource

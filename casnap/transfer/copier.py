@@ -22,7 +22,7 @@ from casnap.errors import (
 )
 from casnap.runtime.backoff import Backoff
 from casnap.runtime.progress import Progress
-from casnap.storage.reading.repository import Repository
+from casnap.storage import Repository
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport, PlacementError
 

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 
 from casnap.errors import FencedError, SnapshotNotFoundError
 from casnap.runtime.progress import Progress
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.retries import again
+from casnap.storage import (
+    Contents,
+    Repository,
+    Table,
+    again,
+)
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.snapshot_copy import SnapshotCopy, placement_in
 from casnap.transfer.source_tree import SourceTree

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from casnap.errors import StoreError
 from casnap.format.records import Row
-from casnap.storage.snapshots.run_upkeep import Upkeep
-from casnap.storage.snapshots.runs import rows_of_run
-from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.hooks import CommitHooks
-from casnap.storage.writing.session import Session
+from casnap.storage import (
+    CommitHooks,
+    Session,
+    Table,
+    Upkeep,
+    rows_of_run,
+)
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0

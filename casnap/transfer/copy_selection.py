@@ -6,8 +6,7 @@ from casnap.backends import Backend, LocalBackend
 from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
 from casnap.format.records import Row
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import Table
+from casnap.storage import Repository, Table
 from casnap.transfer.copy_jobs import CopyJob
 
 

@@ -15,12 +15,16 @@ from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Root, Row
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.cell_pairs import bases_in
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.markers import replace_markers
-from casnap.storage.snapshots.table import Table, check_free, check_path_is_free
-from casnap.storage.writing.session import Session
+from casnap.storage import (
+    Contents,
+    Repository,
+    Session,
+    Table,
+    bases_in,
+    check_free,
+    check_path_is_free,
+    replace_markers,
+)
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
 from casnap.transfer.source_tree import SourceTree

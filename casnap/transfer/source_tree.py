@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from casnap.format.digest import Digest
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 from casnap.transfer.copy_jobs import CopyJob
 
 

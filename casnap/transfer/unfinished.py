@@ -14,8 +14,7 @@ from casnap.format.digest import Digest
 from casnap.format.entries import KnownEntry, Manifest, Payload, ValueEntry
 from casnap.format.records import NodeRef, Root, UnfinishedCopy, decode_kept, encode
 from casnap.format.tree import build
-from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.session import Session
+from casnap.storage import Repository, Session
 from casnap.transfer.copy_jobs import CopyJob
 
 

@@ -24,7 +24,7 @@ from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups
 from casnap.state.tensors import why_not_writable
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 
 class _TensorRead(NamedTuple):

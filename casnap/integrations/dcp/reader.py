@@ -27,7 +27,7 @@ from casnap.integrations.notices import is_notice
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.environment import local_path
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 from casnap.store import Store
 from casnap.view import find_view
 

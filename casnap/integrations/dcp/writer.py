@@ -27,7 +27,7 @@ from casnap.integrations.dcp.staging import KeptStager
 from casnap.integrations.trainers import Notices, Save
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.snapshot import Snapshot
-from casnap.storage.snapshots.retention import Retention
+from casnap.storage import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
 

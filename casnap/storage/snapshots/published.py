@@ -29,7 +29,7 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table, edit_row
 from casnap.storage.snapshots.table import Table, row_of
 
-SETTING = "published"
+PUBLISHED = "published"
 _MOST, _MOST_CHARS = 100, 200
 _MOST_TAGS = 100
 _TAG_CHARS = 100
@@ -62,11 +62,11 @@ def move_of(root: Root, tag: str) -> TagMove | None:
         InvalidNameError: The tag is no str.
     """
     tag = tag_text(tag)
-    setting = root.settings.get(SETTING)
+    setting = root.settings.get(PUBLISHED)
     if not isinstance(setting, dict) or tag not in setting:
         return None
     try:
-        move = decode(encode(setting[tag]), TagMove, SETTING)
+        move = decode(encode(setting[tag]), TagMove, PUBLISHED)
     except DamagedError:
         return None
     return move if 0 < move.root <= root.seq else None
@@ -204,7 +204,7 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
         before = move_of(root, tag)
         if not changes and before and (before.name, before.commit) == (name, commit_id):
             return root
-        setting = root.settings.get(SETTING)
+        setting = root.settings.get(PUBLISHED)
         moves = dict(setting) if isinstance(setting, dict) else {}
         if tag not in moves and len(moves) >= _MOST:
             raise SnapshotError(
@@ -220,7 +220,7 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
             previous=previous,
         )
         moves[tag] = msgspec.structs.asdict(move)
-        return msgspec.structs.replace(root, settings={**root.settings, SETTING: moves})
+        return msgspec.structs.replace(root, settings={**root.settings, PUBLISHED: moves})
 
     change_table(store, change, update_root)
 
