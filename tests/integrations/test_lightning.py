@@ -154,6 +154,7 @@ def own(state: Any) -> Any:
 
 class TestTrainer(TrainerContract):
     ways = ("plain", "async", "wrapped")
+    unordered = ("async", "wrapped")
     kill_at = 11
     kept = 3
     least_bytes = FROZEN
