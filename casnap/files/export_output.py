@@ -108,7 +108,15 @@ class ExportOutput:
             except OSError as e:  # a file system without links
                 check_absent(self._out, e)
                 self._partial.rename(self._out)
-        _sync_folder(self._out.parent)
+        try:
+            _sync_folder(self._out.parent)
+        except OSError:
+            # Whole and lasting, or not at all.
+            if self._is_folder:
+                self._out.rename(self._partial)
+            else:
+                self._out.unlink()
+            raise
 
 
 def check_place(out: Path, backend: Backend) -> None:
