@@ -427,7 +427,8 @@ class Store:
 
         view = self._view
         row = view.row(name)
-        forget(view.repository, view.full_name(name), commit_id or row.commit.hex())
+        commit = row.commit.hex() if commit_id is None else commit_id
+        forget(view.repository, view.full_name(name), commit)
         view.free_later([row])
 
     def tag(self, name: str, *tags: str) -> None:

@@ -26,6 +26,8 @@ class Codec(enum.IntEnum):
 
 KNOWN_CODECS = frozenset(map(int, Codec))
 """What this version can read."""
+WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
+"""Those of which a chunk can be read without another one."""
 
 
 def compress(raw: memoryview | bytes) -> bytes | None:

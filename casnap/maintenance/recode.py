@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from casnap.format.codec import Codec
+from casnap.format.codec import WHOLE_CODECS
 from casnap.format.digest import Digest
 from casnap.format.records import Root, Row
 from casnap.runtime.batches import batches
@@ -31,8 +31,6 @@ from casnap.storage.writing.session import Session
 
 RECODED = "recoded"
 """The note of a snapshot whose chunks were recoded."""
-# What is a delta, or has a form that this version does not know, stays as it is.
-_RECODED_FROM = frozenset({Codec.RAW, Codec.PLANES})
 # A form that saves less is not worth the copy.
 _WORTH = 0.9
 # So many bytes of chunks are held while they are encoded, and their bases too.
@@ -207,6 +205,7 @@ class _Recoder:
         if digest in self._spared or self._forms.has_written(digest):
             return 0
         places = self._store.index.find_all(view, digest)
-        if any(place.codec not in _RECODED_FROM for place in places):
+        # What is a delta, or has a form that this version does not know, stays as it is.
+        if any(place.codec not in WHOLE_CODECS for place in places):
             return 0
         return min((place.stored_size for place in places), default=0)

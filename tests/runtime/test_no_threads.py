@@ -149,4 +149,4 @@ def test_a_slot_whose_copy_cannot_begin_goes_back() -> None:
     source = torch.zeros(1, dtype=torch.uint8, device="meta")
     for _ in range(6):
         with pytest.raises(NotImplementedError):
-            staging._from_device(staging.Piece(0, 0, [1], b"", source=source))
+            staging._from_device(staging.Piece(0, 0, [1], b"", on_device=source))

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 
 import lmdb
 
-from casnap.format.codec import Codec
+from casnap.format.codec import WHOLE_CODECS, Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import (
@@ -56,7 +56,7 @@ C = TypeVar("C", bound="IndexCache")
 P = ParamSpec("P")
 R = TypeVar("R")
 # To read a member of an enum takes as long as to copy a small chunk.
-_WHOLE, _DELTA = frozenset({int(Codec.RAW), int(Codec.PLANES)}), int(Codec.DELTA)
+_DELTA = int(Codec.DELTA)
 # LMDB sorts the places of a digest by these bytes: of a chunk that stands twice in a pack, all
 # processes find the first place, which hints name too, and a cache of chunks has.
 _BARE_PLACE = struct.Struct(">16sQIIB")
@@ -294,7 +294,7 @@ class LmdbCache(IndexCache):
                 place = None if value is None else _decode_place(digest, bytes(value))
                 if place is not None and place.pack not in is_live:
                     is_live[place.pack] = place.pack in live
-                is_best = place is not None and is_live[place.pack] and place.codec in _WHOLE
+                is_best = place is not None and is_live[place.pack] and place.codec in WHOLE_CODECS
                 if value is not None and not is_best:
                     place = preferred(p for p in _all_places(txn, digest) if p.pack in live)
                 places.append(place)
@@ -376,7 +376,7 @@ def preferred(places: Iterable[Place]) -> Place | None:
 
 
 def _rank(place: Place) -> int:
-    return 0 if place.codec in _WHOLE else 1 if place.codec == _DELTA else 2
+    return 0 if place.codec in WHOLE_CODECS else 1 if place.codec == _DELTA else 2
 
 
 def _u32(data: bytes) -> int:

@@ -10,8 +10,9 @@ A fetch goes down the ladder until it has read everything. On a disk:
 5. **The index made anew** from the store, since the cache of it may be wrong.
 
 At a remote place the newest root is remembered (``newest.py``). A node is first looked for among
-those of the whole pack that its hint names, which are read together. A fetch of up to 64 chunks
-goes by two more rungs, which spare reading the index; they come after the first one:
+those of the whole pack that its hint names, which are read together. While this host does not know
+the index of that root, and up to 64 chunks are left to find, two more rungs spare reading it; they
+come after the first one:
 
 - **Hints** in the packs of nodes that were read lately (``node_hints.py``).
 - **Ranges** of large segments (``segment_search.py``).
