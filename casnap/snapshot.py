@@ -444,6 +444,7 @@ class Snapshot:
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.
         """
+        from casnap.mirror.notes import note_restored
         from casnap.ranks.joining import join
         from casnap.restore.restore import RestoreOptions, restore
 
@@ -457,8 +458,6 @@ class Snapshot:
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             report = restore(self.contents, app_state, options, comm)
-        from casnap.mirror.notes import note_restored
-
         note_restored(self.contents.store, self.contents.name, self.row)
         return report
 
@@ -925,7 +924,7 @@ def begin_take(
         options: How to take it.
         pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
         store: The :class:`casnap.Store` that it gets, if there is one already.
-        on_stored: Called with that snapshot before it is returned.
+        on_stored: Called with that snapshot before it is first returned.
     """
     from casnap.pending import PendingSnapshot
     from casnap.take.take import async_take
@@ -934,9 +933,11 @@ def begin_take(
     take = async_take(view.repository, view.full_name(name), source, options, comm)
 
     def stored(result: TakeResult) -> Snapshot:
+        nonlocal on_stored
         snapshot = _stored(view, name, pg, store, result)
-        if on_stored is not None:
-            on_stored(snapshot)
+        call, on_stored = on_stored, None
+        if call is not None:
+            call(snapshot)
         return snapshot
 
     return PendingSnapshot(view.path_of(name), take, stored)

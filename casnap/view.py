@@ -158,9 +158,9 @@ class View:
     @property
     def place(self) -> Location:
         """Where the store is, or would be; a remote one is not asked for that."""
-        if self._repository is not None or self._place.exists is None:
+        if self._repository is not None or self._place.backend.costly_requests:
             return self._place
-        # One above may have been made.
+        # One above may have been made, or it could not be looked at before.
         return locate_store(self._uri, None, may_take=self._create)
 
     def look(self) -> Repository | None:

@@ -181,7 +181,10 @@ def forget(snapshot: Snapshot) -> bool:
         row = table.get(name)
         return {name: row} if row is not None and row.commit == snapshot.row.commit else {}
 
-    return forget_unheld(view.repository, find, view.free_later)
+    is_gone = forget_unheld(view.repository, find, view.free_later)
+    if not is_gone:
+        note_saved(view, name, snapshot.row.commit)
+    return is_gone
 
 
 def forget_deleted(view: View, name: str) -> None:

@@ -223,9 +223,10 @@ class Checkpoints:
 
         One whose save was cut off, whose snapshot is gone or was thinned is passed over.
         """
-        return agreed(comm, self._find_last)
+        return agreed(comm, self.find_last)
 
-    def _find_last(self) -> str | None:
+    def find_last(self) -> str | None:
+        """Return the last one as this rank sees it."""
         for path in reversed(self.paths()):
             snapshot = snapshot_at(path)
             if self._is_own(path) or (snapshot is not None and not snapshot.thinned):

@@ -17,6 +17,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.cli import cli
 from casnap.errors import (
+    BackendError,
     CasnapError,
     DamagedError,
     InvalidNameError,
@@ -27,6 +28,7 @@ from casnap.errors import (
 )
 from casnap.view import find_view
 from tests.support.faults import files
+from tests.support.faulty import Fault, FaultyBackend, fail
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 
 LARGE = {"s": StateDict(x=torch.arange(100_000))}
@@ -57,6 +59,22 @@ def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
     assert first.stats.new_bytes > 800_000
     assert second.stats.new_bytes < 10_000
     assert names(Store(tmp_path / "run", create=False)) == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, None])
+def test_a_backend_that_does_not_answer_is_not_empty(tmp_path: Path, times: int | None) -> None:
+    """Neither when it is opened nor later: a run that asked for its latest would begin anew."""
+    Store(tmp_path / "run").take(tiny(), "a")
+    for create in (True, False):
+        backend = FaultyBackend(LocalBackend(str(tmp_path / "run")))
+        with backend.during(Fault(fail(), times=times)):
+            try:
+                store = Store(backend, create=create)
+                found = [store.latest() is not None, "a" in store]
+            except BackendError:
+                found = [True, True]
+        assert found == [True, True]
+        assert Store(backend, create=create).latest() is not None
 
 
 @pytest.mark.parametrize("kind", [LocalBackend, MemoryBackend])

@@ -82,9 +82,11 @@ def create_store(
         _check_folder(backend, is_explicit=is_explicit)
     backend.make()
     ours: StoreConfig | None = None
-    names = set(backend.names(""))
-    is_new = CONFIG_KEY not in names
+    # A list of a remote place shows more, and its objects are few folders.
+    names = set(backend.names("")) if backend.costly_requests else None
+    is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
+        names = set(backend.names("")) if names is None else names
         ours = _put_config(backend, names, chunk_size, is_explicit=is_explicit)
     config = ours or read_config(backend)  # raises if a newer version began to make it
     if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):

@@ -46,8 +46,8 @@ class Location(NamedTuple):
     Attributes:
         backend: Where the store lives, or would.
         name: A name or prefix in the store; empty for the store itself.
-        exists: Whether there is a store. None for a remote one, which was not asked: to open it
-            costs no more.
+        exists: Whether there is a store. None for a remote one, which was not asked, and for a
+            backend that did not answer: to open it costs no more.
     """
 
     backend: Backend

@@ -77,7 +77,7 @@ def open_at(
         store = _at(backend, or_none=may_make, look_ahead=look_ahead, marks=markers)
     if store is None and may_make:
         store, is_new = _made(backend, chunk_size, settings, open_here, is_explicit=is_explicit)
-    elif store is None and not place.exists:
+    elif store is None and place.exists is False:
         raise _absent_error(backend)
     store = store or open_here()
     if room is not None:
