@@ -368,6 +368,10 @@ class _Collector:
             The plan, for the last root that it was made for; and the root after it, or that root,
             if the plan puts none.
         """
+        if self._rewriting is not None:
+            # Left by a try that was fenced: its segments would be taken for orphans.
+            self._rewriting.discard(self._store)
+            self._rewriting = None
         view = self._store.index.view(root)
         marks = self._marks(view)
         self._check_missing(marks)
@@ -512,10 +516,11 @@ class _Collector:
 
     def _delete(self, files: Mapping[str, bytes], root: Root) -> None:
         """Delete files that a root does not name and never will: its fence has passed them."""
+        named = {ref.id for ref in root.segments}
         passed = {
             key: ident
             for key, ident in files.items()
-            if base_of(ident) < root.fence and ident in self._files
+            if base_of(ident) < root.fence and ident in self._files and ident not in named
         }
         if passed:
             # A take that the fence has passed moves its packs, if they are still there.

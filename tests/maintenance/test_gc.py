@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import SnapshotNotFoundError
+from casnap.errors import FencedError, SnapshotNotFoundError
+from casnap.maintenance.whole_marks import WholeMarks
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import (
     CHUNK,
@@ -228,6 +231,37 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
         (path / "casnap-store" / key).write_bytes(b"mine")
     store.gc(grace=0)
     assert all((path / "casnap-store" / key).exists() for key in foreign)
+
+
+# --- tries that are fenced ----------------------------------------------------------------------
+
+
+def fenced_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have marks be of no more use once, as if another collector had moved what they read."""
+    real, calls = getattr(WholeMarks, name), itertools.count()
+
+    def fence(*arguments: Any) -> Any:
+        if next(calls) == 0:
+            raise FencedError("on purpose")
+        return real(*arguments)
+
+    monkeypatch.setattr(WholeMarks, name, fence)
+
+
+def test_segments_that_a_fenced_try_wrote_are_not_taken_for_orphans(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(path, chunk_size=CHUNK).make()
+    for step in range(18):
+        take(store, step)
+    store.delete("step_1")
+    fenced_once(monkeypatch, "advance")
+    # The number of its root is taken, and what it goes on from then is gone.
+    commit = elsewhere(lambda: Store(path).configure(codec="raw"))
+    with backend_faults(0, commit, names=["put_if_absent"]):
+        assert store.gc(grace=0, repack=0, recode_after=None).deleted_packs
+    assert_tidy(path)
+    assert_store(path, {0, *range(2, 18)})
 
 
 # --- the command ------------------------------------------------------------------------------
