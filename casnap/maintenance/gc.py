@@ -264,6 +264,7 @@ class _Collector:
     ) -> None:
         self._store = store
         self._counts = counts
+        self._is_whole = counts is None
         self._backend = store.backend
         self._options = options
         self._grace = DAY
@@ -346,6 +347,8 @@ class _Collector:
         self.report.saved_bytes = recoding.before_bytes - recoding.after_bytes
 
     def _collect(self) -> None:
+        # For all its tries: the first one may complete the counts, and then be fenced.
+        self._is_whole = self._counts is None or not self._counts.is_known
         # Another collector may be faster, and delete the copies of this one.
         plan, root = again(
             self._store,
@@ -405,12 +408,13 @@ class _Collector:
         return done
 
     def _marks(self, view: View) -> Marks:
-        if self._counts is not None and self._counts.is_known:
+        if self._counts is not None and self._counts.is_known and not self._is_whole:
             try:
                 return RecentMarks(self._store, view, self._counts, self._progress)
             except DamagedError as e:
                 # What went was collected before this process counted it.
                 _log.debug("%s: all is counted anew: %s", self._backend.uri, e)
+        self._is_whole = True
         if self._counts is not None:
             self._counts.clear()
         # Otherwise the root names no abandoned copies; those that it names are needed.

@@ -13,7 +13,11 @@ import torch
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import FencedError, SnapshotNotFoundError
+from casnap.format.records import PackId, pack_key
+from casnap.maintenance.gc import GcOptions, collect
+from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.maintenance.whole_marks import WholeMarks
+from casnap.storage.packs.pack import new_id
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import (
     CHUNK,
@@ -262,6 +266,25 @@ def test_segments_that_a_fenced_try_wrote_are_not_taken_for_orphans(
         assert store.gc(grace=0, repack=0, recode_after=None).deleted_packs
     assert_tidy(path)
     assert_store(path, {0, *range(2, 18)})
+
+
+def test_a_fenced_collection_of_all_is_again_one_of_all(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(path, chunk_size=CHUNK).make()
+    for step in range(3):
+        take(store, step)
+    store.delete("step_1")
+    repository = store._view.repository
+    orphan = pack_key(PackId(new_id(1)))
+    repository.backend.write(orphan, bytes(1000))
+    fenced_once(monkeypatch, "advance")
+    commit = elsewhere(lambda: Store(path).configure(codec="raw"))
+    with backend_faults(0, commit, names=["put_if_absent"]):
+        report = collect(repository, GcOptions(grace=0), counts=ReferenceCounts())
+    assert report.live_chunks
+    assert repository.backend.size_if_there(orphan) is None
+    assert_tidy(path)
 
 
 # --- the command ------------------------------------------------------------------------------
