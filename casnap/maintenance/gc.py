@@ -392,10 +392,11 @@ class _Collector:
         if self._options.dry_run:
             return plan, root
         # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
-        self._delete(plan.orphans, root)
+        took_long = self._delete(plan.orphans, root)
         copied_to = self._copy_out(marks, plan) if plan.copied else {}
+        took_long = took_long or bool(plan.copied)
         try:
-            done = self._put_root_of(plan, _Candidates(marks, needs, copied_to))
+            done = self._put_root_of(plan, _Candidates(marks, needs, copied_to), took_long)
         except DamagedError as e:
             newest = self._store.newest()
             if marks.root == root or set(marks.root.segments) <= set(newest.segments):
@@ -463,8 +464,14 @@ class _Collector:
         self._files = StoredFiles(self._store, root, lists_packs=marks.finds_orphans)
         return copied_to
 
-    def _put_root_of(self, plan: Plan, candidates: _Candidates) -> tuple[Plan, Root]:
-        """Put the root of a plan; if it is no longer for the newest root, that of a new plan.
+    def _put_root_of(self, plan: Plan, candidates: _Candidates, is_old: bool) -> tuple[Plan, Root]:
+        """Put the root of a plan, or that of a new plan.
+
+        Args:
+            plan: The plan.
+            candidates: What a new plan may condemn.
+            is_old: Whether to plan anew in any case, since takes may have announced themselves
+                meanwhile. Otherwise only if the plan is no longer for the newest root.
 
         Returns:
             The plan, and the root that was put; that which the plan is for, if it puts none.
@@ -472,7 +479,7 @@ class _Collector:
 
         def prepare(root: Root) -> Root | None:
             nonlocal plan
-            if plan.copied or root != plan.view.root:
+            if is_old or root != plan.view.root:
                 view = self._store.index.view(root)
                 plan = self._plan(view, candidates.at(view))
             return self._next_root(plan)
@@ -518,8 +525,12 @@ class _Collector:
             self._rewriting = rewriting
         return stands
 
-    def _delete(self, files: Mapping[str, bytes], root: Root) -> None:
-        """Delete files that a root does not name and never will: its fence has passed them."""
+    def _delete(self, files: Mapping[str, bytes], root: Root) -> bool:
+        """Delete files that a root does not name and never will: its fence has passed them.
+
+        Returns:
+            Whether there were any.
+        """
         named = {ref.id for ref in root.segments}
         passed = {
             key: ident
@@ -540,6 +551,7 @@ class _Collector:
         # At a remote place, a collection with nothing to do asks nothing.
         if passed or not self._backend.costly_requests:
             self.report.freed_bytes += self._backend.tidy(self._grace)
+        return bool(passed)
 
     # --- the report ---
 
@@ -556,7 +568,9 @@ class _Collector:
         report.waiting_bytes = self._files.size_of(map(pack_key, plan.waiting))
         report.waiting_until = None
         if plan.waiting:
-            age = self._files.age_of(max(plan.waiting.values()), root)
+            newest = max(plan.waiting.values())
+            # What is condemned now has the number of the next root, which is just put.
+            age = 0.0 if newest > root.seq else self._files.age_of(newest, root)
             report.waiting_until = time.time() - age + self._grace
 
     def _note_deleted(self, files: Collection[str]) -> None:

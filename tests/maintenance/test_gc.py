@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -235,6 +237,44 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
         (path / "casnap-store" / key).write_bytes(b"mine")
     store.gc(grace=0)
     assert all((path / "casnap-store" / key).exists() for key in foreign)
+
+
+def test_a_take_that_begins_while_orphans_are_deleted_is_waited_for(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK).make()
+    for step in range(3):
+        take(store, step)
+    store.delete("step_1")
+    # This raises the fence past the orphan that is made then.
+    store.gc(grace=0)
+    backend = store._view.repository.backend
+    backend.write(pack_key(PackId(new_id(1))), bytes(1000))
+    store.delete("step_2")
+    base = store._view.repository.newest().seq
+    with ExitStack() as under_way:
+
+        def announce() -> None:
+            under_way.enter_context(backend.announced(base, at_once=True))
+
+        with backend_faults(0, announce, names=["delete_all"]):
+            report = store.gc(grace=0)
+    assert report.deleted_packs == 1
+    assert report.waiting_packs
+    assert store._view.repository.newest().fence <= base
+    store.gc(grace=0)
+    assert_tidy(path)
+
+
+def test_a_grace_begins_with_the_root_that_condemns(path: Path) -> None:
+    """Not with the one before, which may be hours old."""
+    store = Store(path, chunk_size=CHUNK).make()
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    before = time.time()
+    for dry_run in (True, False):
+        report = store.gc(grace=3600, dry_run=dry_run)
+        assert report.waiting_until is not None
+        assert before + 3600 <= report.waiting_until <= time.time() + 3600
 
 
 # --- tries that are fenced ----------------------------------------------------------------------
