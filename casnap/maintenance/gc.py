@@ -352,7 +352,7 @@ class _Collector:
         # Another collector may be faster, and delete the copies of this one.
         plan, root = again(
             self._store,
-            lambda: self._store.read_at_newest(self._plan_and_carry_out, self._store.recent),
+            lambda: self._store.read_at_newest(self._plan_and_carry_out, self._first_root),
             self._what,
             tries=None,
         )
@@ -363,6 +363,15 @@ class _Collector:
             self.report.freed_bytes = self._files.size_of(plan.deleted)
         else:
             self._delete(plan.deleted, root)
+
+    def _first_root(self) -> Root:
+        root = self._store.recent()
+        if self._options.dry_run:
+            # Before the root that it plans for is read: else what a take commits meanwhile would
+            # look like orphans. Any other run finds out when it puts a root.
+            self._files = StoredFiles(self._store, root)
+            root = self._store.newest()
+        return root
 
     def _plan_and_carry_out(self, root: Root) -> tuple[Plan, Root]:
         """Plan the collection from a root on; carry it out, up to a durable root.
@@ -381,7 +390,8 @@ class _Collector:
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
         report.live_bytes = marks.nbytes
-        self._files = StoredFiles(self._store, root, lists_packs=marks.finds_orphans)
+        if not self._options.dry_run:
+            self._files = StoredFiles(self._store, root, lists_packs=marks.finds_orphans)
         needs = Needs(
             dead=frozenset(p for p, use in marks.uses.items() if not use.needed and p in view.live),
             sparse=sparse_packs(marks, view, self._options.repack),

@@ -50,7 +50,7 @@ class Waiting:
         age_of: Returns the age of the root of a number in seconds. If it is wrong, the collection
             still frees only garbage.
         announced_bases: Returns the bases of the takes under way. It is called if anything could be
-            freed.
+            freed or deleted.
     """
 
     grace: float
@@ -72,9 +72,11 @@ class Plan:
         waiting: Packs that the next root condemns and does not free, each with the number of the
             root that condemned it.
         fence: The fence of the next root.
+        spared_from: Files of this base or a later one are not deleted now: the fence has not passed
+            them, or takes under way may move theirs.
         lost: Digests that the next root lists as lost.
         rewritten: Segments that are written anew, without the freed packs.
-        orphans: Keys and ids of files that no root names, and that the fence has passed.
+        orphans: Keys and ids of files that no root names, to be deleted.
         resets_time: Whether the newest root has a time in the future. After it nothing would ever
             seem old, so a root with the time of this host follows it.
     """
@@ -86,6 +88,7 @@ class Plan:
     freed: frozenset[PackId]
     waiting: Mapping[bytes, int]
     fence: int
+    spared_from: int
     lost: bytes
     rewritten: Groups
     orphans: Mapping[str, bytes]
@@ -106,11 +109,8 @@ class Plan:
     def deleted(self) -> dict[str, bytes]:
         """Keys and ids of the files to delete once the next root is durable."""
         old = {segment_key(ref.id): ref.id for group in self.rewritten for ref in group}
-        return {
-            **self.orphans,
-            **{pack_key(pack): pack for pack in self.freed},
-            **{key: ident for key, ident in old.items() if base_of(ident) < self.fence},
-        }
+        unnamed = {**self.orphans, **{pack_key(pack): pack for pack in self.freed}, **old}
+        return {key: i for key, i in unnamed.items() if base_of(i) < self.spared_from}
 
     @property
     def merged_segments(self) -> int:
@@ -152,9 +152,11 @@ def plan_collection(
     condemned |= dict.fromkeys(doomed, next_seq)
     fence = max(root.fence, _fence_after(waiting, view, unnamed.values()))
     freed, orphans = _freed_by(fence, condemned, unnamed)
+    bases: list[int] | None = None
     if freed or orphans:
         # Takes under way that say on which root they are based are waited for.
-        fence = max(root.fence, min([fence, *waiting.announced_bases()]))
+        bases = list(waiting.announced_bases())
+        fence = max(root.fence, min([fence, *bases]))
         freed, orphans = _freed_by(fence, condemned, unnamed)
     if not freed and all(base_of(ident) < root.fence for ident in orphans.values()):
         # These may be deleted as it is.
@@ -163,6 +165,9 @@ def plan_collection(
         groups = rewriting.groups
     else:
         groups = segments_to_rewrite(view, freed, costs)
+    if bases is None:
+        bases = list(waiting.announced_bases()) if groups else []
+    spared_from = min([fence, *bases])
     return Plan(
         view=view,
         condemned=doomed,
@@ -171,9 +176,10 @@ def plan_collection(
         freed=freed,
         waiting={pack: seq for pack, seq in condemned.items() if pack not in freed},
         fence=fence,
+        spared_from=spared_from,
         lost=b"".join(digest for digest in split_digests(root.lost) if digest not in needs.found),
         rewritten=groups,
-        orphans=orphans,
+        orphans={key: ident for key, ident in orphans.items() if base_of(ident) < spared_from},
         resets_time=waiting.age_of(root.seq) < -_SKEW,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,11 @@ from casnap import Store
 from casnap.format.records import PackId, Root, SegmentId, SegmentRef, pack_key
 from casnap.maintenance.gc import GcReport
 from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collection
+from casnap.maintenance.whole_marks import WholeMarks
 from casnap.storage.lookup.index import PackSet, View
 from casnap.storage.lookup.index_cache import MemoryCache
 from casnap.storage.packs.pack import new_id
-from tests.support.faults import CHUNK, files, take
+from tests.support.faults import CHUNK, elsewhere, files, take
 from tests.support.garbage import assert_tidy
 
 pytestmark = pytest.mark.usefixtures("collected_by_hand")
@@ -188,6 +190,43 @@ def test_a_dry_run_waits_for_takes_under_way_too(tmp_path: Path) -> None:
         assert (plan.condemned_packs, plan.deleted_packs) == (plan.waiting_packs, 0)
         assert told(plan) == told(store.gc(grace=0))
     assert store.gc(grace=0, dry_run=True).deleted_packs == plan.waiting_packs
+
+
+def test_a_dry_run_spares_what_takes_may_move(tmp_path: Path) -> None:
+    """The fence has passed them already; they move their files, if these are still there."""
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    store.delete("step_1")
+    store.gc(grace=0)
+    store.delete("step_2")
+    backend = store._view.repository.backend
+    for base in (1, 2, 3):
+        backend.write(pack_key(PackId(new_id(base))), bytes(1000))
+    with backend.announced(2, at_once=True):
+        plan = store.gc(grace=0, repack=0, dry_run=True)
+        assert plan.deleted_packs < 3
+        assert told(plan) == told(store.gc(grace=0, repack=0))
+    assert store.gc(grace=0, dry_run=True).deleted_packs >= 2
+
+
+def test_a_dry_run_does_not_take_for_garbage_what_is_committed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    for step in range(3):
+        take(store, step)
+    store.delete("step_1")
+    store.gc(grace=0)
+    mark = WholeMarks.__init__
+
+    def mark_slowly(*arguments: Any) -> None:
+        mark(*arguments)
+        elsewhere(lambda: take(store.uri, 9))()
+
+    monkeypatch.setattr(WholeMarks, "__init__", mark_slowly)
+    plan = store.gc(grace=0, dry_run=True)
+    assert (plan.deleted_packs, plan.freed_bytes) == (0, 0)
 
 
 def test_a_dry_run_tells_which_snapshots_are_recoded(tmp_path: Path) -> None:
