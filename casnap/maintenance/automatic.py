@@ -59,6 +59,33 @@ class _ExitError(Exception):
     """Ends a collection because the process ends."""
 
 
+class _Spending:
+    """The processor time that all collections of this process took, of whatever store.
+
+    Attributes:
+        whole: Of those through the whole store. Where such a one is the cheaper kind, it counts as
+            any other.
+        other: Of the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = new_lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.whole = self.other = 0.0
+
+    def add(self, cost: float, *, is_whole: bool) -> None:
+        with self._lock:
+            if is_whole:
+                self.whole += cost
+            else:
+                self.other += cost
+
+
+_spending = _Spending()
+
+
 class AutomaticCollector:
     """Collects the garbage of a store in the background of this process."""
 
@@ -79,10 +106,7 @@ class AutomaticCollector:
         self.last_report: GcReport | None = None
         # What a collection need not count anew.
         self._counts = ReferenceCounts()
-        # The processor time of all collections but those through the whole store, of these, and of
-        # the last one of these. Where such a one is the cheaper kind, it counts as any other.
-        self._spent = 0.0
-        self._whole_spent = 0.0
+        # The processor time of the last collection through the whole store.
         self._whole_cost = 0.0
         # By the clock: when the next one may begin, after the first or a failure.
         self._ready_at: float | None = None
@@ -262,7 +286,7 @@ class AutomaticCollector:
             return is_urgent or self._first_cost(store) <= most
         # Where little changes, what waits may be as much as what is kept.
         worth = min(self._state, report.live_bytes / 4)
-        return self._released >= worth and self._spent <= SHARE * processor_time
+        return self._released >= worth and _spending.other <= SHARE * processor_time
 
     def _first_cost(self, store: Repository) -> float:
         """Return what the first collection is likely to take, in seconds of a processor."""
@@ -276,26 +300,26 @@ class AutomaticCollector:
             gone, self._gone = self._gone, 0
         counts = None if store.backend.costly_requests else self._counts
         is_most = self._is_most(released, gone)
-        whole_spent = self._whole_spent + self._whole_cost
+        whole_spent = _spending.whole + self._whole_cost
         if is_most or whole_spent <= _WHOLE_SHARE * time.process_time():
             self._counts.clear()
         is_whole = counts is not None and not counts.is_known
+        report = GcReport()
         try:
-            report = collect(store, options, progress, counts)
+            collect(store, options, progress, counts, report)
         except BaseException:
             with self._lock:
                 self._released += released
                 self._gone += gone
             raise
-        with self._lock:
-            self._freed += report.freed_bytes
-        cost = report.processor_seconds
+        finally:
+            # What one costs that fails counts too.
+            cost = report.processor_seconds
+            _spending.add(cost, is_whole=is_whole and not is_most)
         if is_whole:
             self._whole_cost = cost
-        if is_whole and not is_most:
-            self._whole_spent += cost
-        else:
-            self._spent += cost
+        with self._lock:
+            self._freed += report.freed_bytes
         self._waiting = 0 if options.condemned_until is None else report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report
@@ -392,6 +416,8 @@ _collectors_lock = new_lock()
 def _forget_inherited() -> None:
     _collectors.clear()
     _recent.clear()
+    # The clock of the child begins anew, too.
+    _spending.clear()
 
 
 def automatic_collector(store: Repository) -> AutomaticCollector:

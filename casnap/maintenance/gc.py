@@ -147,6 +147,7 @@ def collect(
     options: GcOptions,
     progress: Progress | None = None,
     counts: ReferenceCounts | None = None,
+    report: GcReport | None = None,
 ) -> GcReport:
     """Collect the garbage of a store.
 
@@ -156,6 +157,7 @@ def collect(
         progress: Called with the current phase, how much of it is done, and the total.
         counts: What an earlier collection of this process has counted: then only packs that hold
             what nothing refers to since are collected. If it has counted nothing, this one does.
+        report: An empty report to fill in, for a caller that needs it if the collection fails.
 
     Raises:
         StoreError: The store cannot be written to, or not safely beside other writers.
@@ -163,8 +165,10 @@ def collect(
     """
     started = time.monotonic()
     check_allowed(store, options)
+    report = GcReport() if report is None else report
+    report.dry_run = options.dry_run
 
-    def work(crew: Crew) -> GcReport:
+    def work(crew: Crew) -> None:
         def tell(what: str, done: int, total: int) -> None:
             if crew.error is not None:
                 # Interrupted: keep what was collected so far.
@@ -172,17 +176,15 @@ def collect(
             if progress is not None:
                 progress(what, done, total)
 
-        collector = _Collector(store, options, tell, counts)
         try:
-            collector.run()
+            _Collector(store, options, tell, report, counts).run()
         except StorageFullError as e:
             raise with_advice(e, store.recent()) from e
         except DamagedError as e:
-            raise DamagedError(e.what, e.paths, _advice(store, collector.report)) from e
-        return collector.report
+            raise DamagedError(e.what, e.paths, _advice(store, report)) from e
 
     with as_exclusive(store.backend, store.backend.exclusive or options.exclusive):
-        report = run_shielded(work)
+        run_shielded(work)
     if report.freed_bytes:
         with suppress(*PLACE_ERRORS):
             report.warnings = store.backend.bucket_warnings()
@@ -260,6 +262,7 @@ class _Collector:
         store: Repository,
         options: GcOptions,
         progress: Progress,
+        report: GcReport,
         counts: ReferenceCounts | None = None,
     ) -> None:
         self._store = store
@@ -273,7 +276,7 @@ class _Collector:
         self._files: StoredFiles
         self._rewriting: Rewriting | None = None
         self._lacks_space = False
-        self.report = GcReport(dry_run=options.dry_run)
+        self.report = report
 
     def run(self) -> None:
         began = time.thread_time()

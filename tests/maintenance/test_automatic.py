@@ -51,6 +51,7 @@ SMALL = 4 << 20
 @pytest.fixture(autouse=True)
 def turned_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CASNAP_GC", "auto")
+    automatic._spending.clear()
     yield
     wait_for_collectors()
 
@@ -262,6 +263,41 @@ def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
     share, count = done.stdout.split()
     assert float(share) <= 0.05
     assert int(count) > 2
+
+
+def test_all_stores_of_a_process_have_one_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [Store(tmp_path / name) for name in ("one", "other")]
+    for store, share in zip(stores, (math.inf, 0), strict=True):
+        monkeypatch.setattr(automatic, "SHARE", share)
+        for step in range(6):
+            take(store, step, nbytes=STATE // 8)
+            wait_for_collectors()
+    # The first collection of a store, and none besides.
+    one, other = (nbytes_of(tmp_path / name) / (STATE // 8) for name in ("one", "other"))
+    assert one < 5
+    assert other > 6
+
+
+def test_what_a_failed_collection_takes_counts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "SHARE", math.inf)
+    store = Store(tmp_path / "store")
+    for step in range(4):
+        take(store, step)
+        wait_for_collectors()
+
+    def fail(*_: object) -> None:
+        raise BackendError("on purpose")
+
+    before = automatic._spending.other
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalBackend, "sizes", fail)
+        take(store, 4)
+        wait_for_collectors()
+    assert automatic._spending.other > before
 
 
 def test_it_is_turned_off(tmp_path: Path) -> None:
