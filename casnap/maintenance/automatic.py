@@ -43,6 +43,8 @@ _WHOLE_SHARE = 0.01
 # A first one that is likely to take long begins on a disk once so many states were let go, if that
 # is so many bytes.
 _MOST_STATES, _LITTLE = 3, 16 << 20
+# A later one begins on a disk whatever they have taken, once so many states were let go since.
+_MOST_STATES_LATER = 8
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
 _REPACK = 0.51
 # After a failure, so many seconds.
@@ -97,6 +99,8 @@ class AutomaticCollector:
         # one has left to free counts too, once anything is let go after it.
         self._released = 0
         self._gone = 0
+        # Of these bytes those that the last one has not left.
+        self._new = 0
         self._waiting = 0
         # The bytes of the last state that was let go, and of one that is taken.
         self._state = 0
@@ -125,7 +129,9 @@ class AutomaticCollector:
         if not (rows or self._waiting) or not collects_by_itself():
             return
         with self._lock:
-            self._released += sum(row.stats.new_bytes for row in rows) + self._waiting
+            new = sum(row.stats.new_bytes for row in rows)
+            self._new += new
+            self._released += new + self._waiting
             self._gone += len(rows)
             self._waiting = 0
             self._state = max([row.stats.logical_bytes for row in rows], default=self._state)
@@ -284,6 +290,9 @@ class AutomaticCollector:
             is_urgent = is_much and not store.backend.costly_requests
             most = max(_LAST_SECONDS, SHARE * processor_time)
             return is_urgent or self._first_cost(store) <= most
+        is_much = self._new >= max(_LITTLE, _MOST_STATES_LATER * self._state)
+        if is_much and not store.backend.costly_requests:
+            return True
         # Where little changes, what waits may be as much as what is kept.
         worth = min(self._state, report.live_bytes / 4)
         return self._released >= worth and _spending.other <= SHARE * processor_time
@@ -298,6 +307,7 @@ class AutomaticCollector:
         with self._lock:
             released, self._released = self._released, 0
             gone, self._gone = self._gone, 0
+            new, self._new = self._new, 0
         counts = None if store.backend.costly_requests else self._counts
         is_most = self._is_most(released, gone)
         whole_spent = _spending.whole + self._whole_cost
@@ -311,6 +321,7 @@ class AutomaticCollector:
             with self._lock:
                 self._released += released
                 self._gone += gone
+                self._new += new
             raise
         finally:
             # What one costs that fails counts too.

@@ -265,6 +265,20 @@ def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
     assert int(count) > 2
 
 
+def test_a_process_that_only_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no processor time of which collections could have a share."""
+    nbytes = STATE // 4
+    store = Store(tmp_path / "run")
+    for step in range(50):
+        store.take({"s": StateDict(w=dense(step, nbytes))}, f"step_{step}")
+    monkeypatch.setattr(automatic, "SHARE", 0.0)
+    for step in range(45):
+        store.delete(f"step_{step}")
+        wait_for_collectors()
+    # Five are kept. At most eight wait for a collection, and eight were condemned by the last one.
+    assert nbytes_of(tmp_path / "run") <= (5 + 8 + 8 + 1) * nbytes
+
+
 def test_all_stores_of_a_process_have_one_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
