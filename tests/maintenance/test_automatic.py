@@ -238,7 +238,10 @@ def test_small_states_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
-    """Of a process that does nothing but take; the first one has to look at all."""
+    """Of a process that does nothing but take; the first one has to look at all.
+
+    Those that begin after eight states may take some more.
+    """
     code = """
         import sys, time
         from casnap import Store
@@ -261,7 +264,7 @@ def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
         """
     done = run_python(textwrap.dedent(code), tmp_path / "store")
     share, count = done.stdout.split()
-    assert float(share) <= 0.05
+    assert float(share) <= 0.07
     assert int(count) > 2
 
 
