@@ -225,14 +225,16 @@ class Session:
             place = places[digest]
             return 0 if place is None else place.stored_size
 
+        # A store that compresses compresses all; another one takes chunks as they are.
+        compresses = self.store.settings(self.base.root).compresses_copies(gets_all=gets_all)
+        self.new_packs.use(Codec.PLANES if compresses else codec_among(places.values()))
+        if not places:
+            # To find candidates takes long.
+            return
         small: SmallCopier | None = None
-        if self.store.settings(self.base.root).compresses_copies(gets_all=gets_all):
-            # A store that compresses compresses all; another one takes chunks as they are.
-            self.new_packs.use(Codec.PLANES)
+        if compresses:
             writes_to = self.store, self.base, self._reused, self.new_packs
             small = SmallCopier(source, *writes_to, candidates())
-        else:
-            self.new_packs.use(codec_among(places.values()))
         for digests in batches(places, stored_bytes, _TURN_BYTES):
             if small is not None:
                 small.copy({digest: places[digest] for digest in digests}, note)
