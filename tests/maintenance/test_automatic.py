@@ -234,6 +234,7 @@ def test_small_states_one_after_the_other(tmp_path: Path) -> None:
     store = Store(tmp_path / "run")
     for step in range(10):
         take(store, step, nbytes=STATE // 4)
+        wait_for_collectors()
     assert nbytes_of(tmp_path / "run") <= 4.1 * STATE // 4
 
 
