@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from casnap import errors
 from casnap.errors import CasnapError
+from casnap.runtime.later import imported_later as _imported_later
 from casnap.snapshot import EntriesByPath, Snapshot, SnapshotMetadata, TakeStats
 from casnap.store import Store
 from casnap.version import __version__ as __version__
@@ -97,11 +97,7 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name]), name)
-    return value
+__getattr__ = _imported_later(globals(), _LATER)
 
 
 def __dir__() -> list[str]:

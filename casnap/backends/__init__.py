@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from casnap.backends.base import Backend
 from casnap.backends.local import LocalBackend
 from casnap.runtime.environment import local_path
+from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
     from casnap.backends.memory import MemoryBackend
@@ -44,9 +45,4 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
     return remote_backend(uri, storage_options or {})
 
 
-def __getattr__(name: str) -> Any:
-    if name != "MemoryBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from casnap.backends.memory import MemoryBackend
-
-    return MemoryBackend
+__getattr__ = imported_later(globals(), {"MemoryBackend": "casnap.backends.memory"})

@@ -6,8 +6,9 @@ They may import ``files/``, the verbs, and what is below these. Begin with ``pul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from casnap.runtime.later import imported_later
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.version import verify
 
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["AppliedVersion", "FollowEvent", "Follower", "PullOptions", "PullReport", "verify"]
 
 
-def __getattr__(name: str) -> Any:
-    # A pull needs no torch.
-    if name in ("AppliedVersion", "Follower"):
-        from casnap.serving import follower
-
-        value = globals()[name] = getattr(follower, name)
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# A pull needs no torch.
+__getattr__ = imported_later(
+    globals(), dict.fromkeys(("AppliedVersion", "Follower"), "casnap.serving.follower")
+)

@@ -18,8 +18,9 @@ Imports ``backends``, ``format`` and ``runtime``. Begin with ``reading/repositor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
     from casnap.storage.log.settings import CODECS as CODECS
@@ -111,15 +112,9 @@ _NAMES = {
     "writing.session": "Session",
 }
 
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = {
+    name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()
+}
 __all__ = list(_MODULES)
 
-
-def __getattr__(name: str) -> Any:
-    """Import one of these names."""
-    try:
-        module = _MODULES[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
-    return value
+__getattr__ = imported_later(globals(), _MODULES)
