@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, over
 
 import msgspec
 
-from casnap.backends.places import is_file
+from casnap.backends.local_paths import is_file
 from casnap.backends.uris import joined, name_below, store_uri
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry

@@ -139,7 +139,7 @@ _LOOK = re.compile(
 )
 # These own what they look at: the caches of this host, where each failure is a miss.
 _LOOKS_ITSELF = {
-    "casnap.backends.places",
+    "casnap.backends.local_paths",
     "casnap.backends.safe_paths",
     "casnap.backends.gcs_credentials",
     "casnap.storage.reading.chunk_cache",

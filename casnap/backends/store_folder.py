@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.durability import NewNames, doubtful
+from casnap.backends.local_paths import exists
 from casnap.backends.owners import new_file_in
-from casnap.backends.places import exists
 from casnap.backends.safe_paths import (
     OpenFolder,
     create_file,

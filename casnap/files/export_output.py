@@ -12,7 +12,7 @@ from pathlib import Path
 
 from casnap.backends import Backend
 from casnap.backends.client import without_secrets
-from casnap.backends.places import is_folder, is_taken
+from casnap.backends.local_paths import is_folder, is_taken
 from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER
 

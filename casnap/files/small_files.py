@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from casnap.backends.places import is_file, paths_in
+from casnap.backends.local_paths import is_file, paths_in
 
 FILES = "files"
 """The key of the small files in a snapshot: a dict of name to str or bytes."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.places import matching
+from casnap.backends.local_paths import matching
 from casnap.errors import SnapshotExistsError, StateError
 from casnap.integrations import with_deepspeed
 from casnap.integrations.trainers import (

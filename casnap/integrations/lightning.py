@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from casnap.backends.places import exists, is_file, is_folder, is_link, is_taken
+from casnap.backends.local_paths import exists, is_file, is_folder, is_link, is_taken
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.format.names import key_of
 from casnap.integrations.rotation import forget

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from casnap.backends.places import exists
+from casnap.backends.local_paths import exists
 from casnap.errors import CasnapError, DamagedError, StateError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.entries import TensorEntry

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import NoReturn
 
-from casnap.backends.places import is_file, is_taken
+from casnap.backends.local_paths import is_file, is_taken
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, StateError
 from casnap.format.names import NOTICE_HEAD

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
-from casnap.backends.places import is_file
+from casnap.backends.local_paths import is_file
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.notices import is_notice
 from casnap.integrations.rotation import forget

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from casnap.backends.places import is_folder, paths_in
+from casnap.backends.local_paths import is_folder, paths_in
 from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.format.names import component_of
 from casnap.integrations.notices import put_notices

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from casnap.backends.places import exists, is_file, is_folder, is_taken, matching, paths_in
+from casnap.backends.local_paths import exists, is_file, is_folder, is_taken, matching, paths_in
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
 from casnap.integrations import with_deepspeed

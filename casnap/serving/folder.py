@@ -18,8 +18,8 @@ from pathlib import Path
 from casnap.backends.durability import sync_folder
 from casnap.backends.file_io import write_cached
 from casnap.backends.file_locks import lock, open_to_lock
+from casnap.backends.local_paths import is_link, is_taken, status
 from casnap.backends.owners import Owners, new_file_in, owners_by
-from casnap.backends.places import is_link, is_taken, status
 from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, FileFormatError

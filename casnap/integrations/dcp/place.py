@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from casnap.backends.places import as_written
+from casnap.backends.local_paths import as_written
 from casnap.backends.uris import joined
 from casnap.errors import StateError
 from casnap.ranks.joining import own_rank

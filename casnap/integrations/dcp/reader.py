@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from casnap.backends.places import exists
+from casnap.backends.local_paths import exists
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad

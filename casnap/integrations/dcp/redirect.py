@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from casnap.backends.places import exists
+from casnap.backends.local_paths import exists
 from casnap.errors import InvalidNameError, StateError, StoreError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader

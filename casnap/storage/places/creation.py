@@ -12,7 +12,7 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.base import TEMPORARY
-from casnap.backends.places import exists, is_folder, status
+from casnap.backends.local_paths import exists, is_folder, status
 from casnap.backends.uris import store_uri
 from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError
 from casnap.format.names import MARKER, STORE_FOLDER

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
+from casnap.backends.local_paths import as_written, exists, is_folder, is_link, status
 from casnap.backends.owners import Owners, owners_by
-from casnap.backends.places import as_written, exists, is_folder, is_link, status
 from casnap.backends.system_errors import is_of_the_place
 from casnap.backends.uris import Uri, joined, store_uri
 from casnap.errors import (

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.places import exists, is_file, is_folder, is_taken
+from casnap.backends.local_paths import exists, is_file, is_folder, is_taken
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
