@@ -31,7 +31,7 @@ from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
-from casnap.storage.log.roots import read_root
+from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")

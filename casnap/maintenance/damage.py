@@ -9,7 +9,7 @@ from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.records import root_key
 from casnap.runtime.threads import mapped
-from casnap.storage.log.roots import read_root
+from casnap.storage.commit_log.roots import read_root
 from casnap.storage.packs.chunk_reads import Reason
 
 

@@ -31,7 +31,7 @@ from casnap.maintenance.whole_marks import WholeMarks
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
-from casnap.storage.log.roots import next_root, put_root, release_reserve, with_advice
+from casnap.storage.commit_log.roots import next_root, put_root, release_reserve, with_advice
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned

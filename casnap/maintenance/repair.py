@@ -42,7 +42,7 @@ from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.log.roots import next_root
+from casnap.storage.commit_log.roots import next_root
 from casnap.storage.lookup.index import View
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.packs.pack import moved_place, new_id

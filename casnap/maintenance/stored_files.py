@@ -10,7 +10,7 @@ from casnap.errors import BackendError, DamagedError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.log.roots import read_root
+from casnap.storage.commit_log.roots import read_root
 from casnap.storage.lookup.index import View
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.reading.repository import Repository

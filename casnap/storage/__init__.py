@@ -2,7 +2,7 @@
 
 Its rooms, each above those before it:
 
-- ``log``: the roots of a store, what they say of it, and put-if-absent, on which both rest.
+- ``commit_log``: the roots of a store, what they say of it, and put-if-absent, on which both rest.
 - ``packs``: files of many chunks, how they are written and read.
 - ``lookup``: in which packs a chunk lies: the index, and what this host and process remember.
 - ``reading``: a repository: nodes and chunks by digest, with the caches of this host.
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
-    from casnap.storage.log.settings import CODECS as CODECS
-    from casnap.storage.log.settings import new_settings as new_settings
+    from casnap.storage.commit_log.settings import CODECS as CODECS
+    from casnap.storage.commit_log.settings import new_settings as new_settings
     from casnap.storage.packs.chunk_reads import Fill as Fill
     from casnap.storage.packs.chunk_reads import ReadOptions as ReadOptions
     from casnap.storage.packs.chunk_reads import Want as Want
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 # Where each name is. A module is loaded when one of its names is asked for: a reader needs no
 # writer.
 _NAMES = {
-    "log.settings": "CODECS new_settings",
+    "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
     "packs.pack": "Raw SelectNew",
     "places.creation": "chunk_size_of",

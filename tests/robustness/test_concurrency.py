@@ -12,7 +12,7 @@ import pytest
 
 from casnap import Store
 from casnap.errors import CasnapError, SnapshotExistsError, SnapshotNotFoundError
-from casnap.storage.log.roots import COPIES
+from casnap.storage.commit_log.roots import COPIES
 from tests.support.faults import (
     CHUNK,
     app_state,

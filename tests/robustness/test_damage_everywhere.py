@@ -26,7 +26,7 @@ from casnap.format.digest import DIGEST_SIZE
 from casnap.format.names import MARKER
 from casnap.format.records import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.maintenance.survey import Survey
-from casnap.storage.log.roots import COPIES
+from casnap.storage.commit_log.roots import COPIES
 from casnap.storage.lookup.index_cache import MemoryCache
 from tests.support.faults import CHUNK, assert_equal, files, memory_folder
 from tests.support.layouts import (

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
 from casnap.runtime.buffers import Pool
-from casnap.storage.log.roots import release_reserve
+from casnap.storage.commit_log.roots import release_reserve
 from casnap.take import staging
 from tests.support.cli_calls import invoke
 from tests.support.garbage import forget_collectors, wait_for_collectors

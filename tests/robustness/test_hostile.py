@@ -22,7 +22,7 @@ from casnap.format.records import (
     root_key,
     seal,
 )
-from casnap.storage.log.config import read_config
+from casnap.storage.commit_log.config import read_config
 from tests.support.faults import CHUNK, in_child
 from tests.support.forger import (
     ABSENT,

@@ -27,7 +27,7 @@ from casnap.errors import BackendError, CasnapError, DamagedError, InvalidNameEr
 from casnap.format import names
 from casnap.format.names import is_row_name
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
-from casnap.storage.log.roots import COPIES
+from casnap.storage.commit_log.roots import COPIES
 from tests.support.far import FarFolder
 from tests.support.faults import in_child, untouched
 from tests.support.forger import limit_memory

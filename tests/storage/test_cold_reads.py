@@ -16,7 +16,7 @@ from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, decode_hints, encode_hints
 from casnap.format.records import Place, encode, pack_key
-from casnap.storage.log.roots import newest_root
+from casnap.storage.commit_log.roots import newest_root
 from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
 from tests.support.written import put_next_root

@@ -22,7 +22,7 @@ from casnap.format.records import (
     decode_segment,
     segment_key,
 )
-from casnap.storage.log.roots import newest_root
+from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.lookup.segment_search import search
 from casnap.storage.writing.segments import write_segments
 from tests.support.random_segments import put_segment, records_at_random

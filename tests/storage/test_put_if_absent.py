@@ -16,9 +16,9 @@ from casnap.backends import LocalBackend
 from casnap.backends.base import as_exclusive
 from casnap.errors import StoreError, UnavailableError
 from casnap.runtime.typing import override
-from casnap.storage.log import put_if_absent
-from casnap.storage.log.config import read_config
-from casnap.storage.log.put_if_absent import honours_put_if_absent
+from casnap.storage.commit_log import put_if_absent
+from casnap.storage.commit_log.config import read_config
+from casnap.storage.commit_log.put_if_absent import honours_put_if_absent
 from tests.support.faults import files
 from tests.support.unavailable import unavailable
 

@@ -11,7 +11,7 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import Root, pack_key
-from casnap.storage.log.roots import newest_root
+from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.reading.repository import Repository
 from tests.support.remote import RemoteDouble
 from tests.support.written import put_next_root

@@ -20,7 +20,7 @@ from casnap.backends.retries import Operation, Retries
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Segment, pack_key
 from casnap.runtime.typing import override
-from casnap.storage.log.roots import newest_root
+from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import copy_verified, one_at_a_time
 from tests.support.random_segments import put_segment

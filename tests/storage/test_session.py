@@ -28,7 +28,7 @@ from casnap.errors import (
 )
 from casnap.format.digest import digest_of
 from casnap.runtime.threads import run_shielded
-from casnap.storage.log.roots import COPIES
+from casnap.storage.commit_log.roots import COPIES
 from casnap.storage.lookup.index import Index
 from casnap.storage.writing import session as session_module
 from casnap.storage.writing.handovers import Handover

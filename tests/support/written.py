@@ -32,7 +32,7 @@ from casnap.runtime.buffers import bytes_at
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
-from casnap.storage.log.roots import next_root, put_root
+from casnap.storage.commit_log.roots import next_root, put_root
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.session import Session
 

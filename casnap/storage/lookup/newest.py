@@ -25,9 +25,9 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import CONFIG_KEY, Root, StoreConfig, encode
 from casnap.runtime.typing import override
-from casnap.storage.log.config import config_in, read_config
-from casnap.storage.log.roots import last_listed, newest_root, read_root, root_and_next
-from casnap.storage.log.same_store import check_same_store, id_in
+from casnap.storage.commit_log.config import config_in, read_config
+from casnap.storage.commit_log.roots import last_listed, newest_root, read_root, root_and_next
+from casnap.storage.commit_log.same_store import check_same_store, id_in
 from casnap.storage.lookup.index_cache import IndexCache, open_cache
 
 V = TypeVar("V")

@@ -29,14 +29,14 @@ from casnap.format.records import (
 )
 from casnap.runtime.environment import crowded_folders
 from casnap.runtime.units import parsed_size, whole_number
-from casnap.storage.log.config import (
+from casnap.storage.commit_log.config import (
     config_content,
     config_in,
     object_error,
     read_config,
 )
-from casnap.storage.log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
-from casnap.storage.log.roots import WRITER, read_root, sealed_root
+from casnap.storage.commit_log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
+from casnap.storage.commit_log.roots import WRITER, read_root, sealed_root
 from casnap.storage.places.location import has_object, is_ours
 
 _log = logging.getLogger("casnap")

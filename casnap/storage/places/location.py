@@ -31,8 +31,8 @@ from casnap.errors import (
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.environment import given_path, local_path
-from casnap.storage.log.config import no_config_error
-from casnap.storage.log.roots import newest_root
+from casnap.storage.commit_log.config import no_config_error
+from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")

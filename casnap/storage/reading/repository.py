@@ -27,9 +27,9 @@ from casnap.format.records import (
 from casnap.format.tree import TABLE_FANOUT, Tree
 from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores
-from casnap.storage.log.config import read_config
-from casnap.storage.log.roots import check_writable
-from casnap.storage.log.settings import Settings
+from casnap.storage.commit_log.config import read_config
+from casnap.storage.commit_log.roots import check_writable
+from casnap.storage.commit_log.settings import Settings
 from casnap.storage.lookup.index import Index, View
 from casnap.storage.lookup.ladder import Left, Lookup, Lost, lookup_at
 from casnap.storage.lookup.newest import RememberedRoot
@@ -135,7 +135,7 @@ class Repository:
             StoreError: The place does not honour put-if-absent, and the user does not vouch that
                 there is no other writer.
         """
-        from casnap.storage.log.put_if_absent import check_put_if_absent
+        from casnap.storage.commit_log.put_if_absent import check_put_if_absent
 
         check_put_if_absent(self.backend, self.config)
 

@@ -11,7 +11,7 @@ import msgspec
 from casnap.errors import SnapshotNotFoundError, StorageFullError
 from casnap.format.records import Root, Row
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.log.roots import release_reserve, with_advice
+from casnap.storage.commit_log.roots import release_reserve, with_advice
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.retries import Obstacle, again

@@ -14,7 +14,7 @@ from casnap.errors import PLACE_ERRORS, NotAStoreError, UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
-from casnap.storage.log.config import not_a_store_error, object_error
+from casnap.storage.commit_log.config import not_a_store_error, object_error
 from casnap.storage.places.location import Location, narrow_hint
 from casnap.storage.reading.chunk_cache import room_for
 from casnap.storage.reading.repository import Repository

@@ -24,7 +24,7 @@ from casnap.errors import (
     nearest,
 )
 from casnap.format.records import Root, Row, decode, encode, root_key
-from casnap.storage.log.roots import read_root
+from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table, edit_row
 from casnap.storage.snapshots.table import Table, row_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from casnap.errors import DamagedError
 from casnap.format.names import folder_of
 from casnap.format.records import Row
-from casnap.storage.log.roots import read_root
+from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import Table
 

@@ -1,4 +1,4 @@
 """What a writer puts: packs, segments, and the commit that makes them the next root.
 
-Imports ``log``, ``packs``, ``lookup`` and ``reading``. Begin with ``session.py``.
+Imports ``commit_log``, ``packs``, ``lookup`` and ``reading``. Begin with ``session.py``.
 """

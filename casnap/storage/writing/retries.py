@@ -15,7 +15,7 @@ from typing import NoReturn, TypeAlias, TypeVar
 
 from casnap.errors import FencedError, StorageFullError
 from casnap.format.records import Root
-from casnap.storage.log.roots import put_root
+from casnap.storage.commit_log.roots import put_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -39,7 +39,7 @@ def put_root_after(
         prepare: Given a root, writes all that the root after it names, and returns that one; None
             if none is to be put.
         put: Puts it; returns False if its number is taken, so that it will never stand. By default
-            :func:`~casnap.storage.log.roots.put_root`.
+            :func:`~casnap.storage.commit_log.roots.put_root`.
         first_root: Returns the root to follow at first; by default the newest.
 
     Returns:

@@ -41,7 +41,7 @@ from casnap.format.records import (
 from casnap.format.tree import Tree
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
-from casnap.storage.log.roots import next_root, put_root
+from casnap.storage.commit_log.roots import next_root, put_root
 from casnap.storage.lookup.index import View
 from casnap.storage.packs.pack import Raw, SelectNew
 from casnap.storage.reading.repository import Repository

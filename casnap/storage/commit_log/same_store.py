@@ -9,8 +9,8 @@ from __future__ import annotations
 from casnap.backends.base import Backend
 from casnap.errors import CasnapError, StoreError, UnavailableError
 from casnap.format.records import Root
-from casnap.storage.log.config import read_config
-from casnap.storage.log.roots import last_listed
+from casnap.storage.commit_log.config import read_config
+from casnap.storage.commit_log.roots import last_listed
 
 
 def id_in(root: Root) -> str | None:

@@ -1,4 +1,0 @@
-"""The log of a store: its roots, its record, and put-if-absent, on which both rest.
-
-Imports no other room of ``storage``. Begin with ``roots.py``.
-"""
