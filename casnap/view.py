@@ -46,7 +46,7 @@ class View:
     Args:
         uri: The store, as the user has named it.
         place: Where it is, or would be.
-        opening: Opens or makes it, as :func:`casnap.storage.snapshots.opening.open_at` does.
+        opening: Opens or makes it, as :func:`casnap.storage.opening.opening.open_at` does.
         create: Make the store if there is none.
         threads: How many threads of each step of a take may run, by default.
         mirror_options: The user's options for the mirror; None without one.
@@ -96,7 +96,7 @@ class View:
             storage_options: How a remote store is reached.
             threads: As for the class.
             mirror_options: As for the class.
-            options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which
+            options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which
                 also says what is raised.
         """
         place = locate_store(uri, storage_options, may_take=create)
@@ -437,7 +437,7 @@ def view_above(
         storage_options: How a remote store is reached.
         create: Make the store if there is none; what is returned is then to be changed.
         is_typed: Whether a person has typed the path, and is told which store it was.
-        options: Further arguments of :func:`casnap.storage.snapshots.opening.open_at`, which also
+        options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which also
             says what is raised.
     """
     place = locate_snapshot(path, storage_options, may_take=create, is_typed=is_typed)

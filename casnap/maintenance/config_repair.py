@@ -8,7 +8,7 @@ from casnap.format.records import CONFIG_KEY, Root, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
 from casnap.storage.commit_log.config import config_content, config_in, read_config
 from casnap.storage.commit_log.roots import read_root
-from casnap.storage.places.location import has_object
+from casnap.storage.opening.location import has_object
 from casnap.storage.reading.repository import Repository
 
 

@@ -44,9 +44,9 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit_log.roots import next_root
 from casnap.storage.lookup.index import View
+from casnap.storage.opening.location import locate_store
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.packs.pack import moved_place, new_id
-from casnap.storage.places.location import locate_store
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.writing.copying import one_at_a_time

@@ -6,7 +6,7 @@ Its rooms, each above those before it:
 - ``packs``: files of many chunks, how they are written and read.
 - ``lookup``: in which packs a chunk lies: the index, and what this host and process remember.
 - ``reading``: a repository: nodes and chunks by digest, with the caches of this host.
-- ``writing`` and ``places``: new packs, segments and commits; where a store is, and how it is made.
+- ``writing`` and ``opening``: new packs, segments and commits; finding, making and opening a store.
 - ``snapshots``: the table of snapshots, what each holds, and which of them stay.
 
 What the rest of casnap needs of them stands below: import-linter lets nothing else through, but for
@@ -25,18 +25,20 @@ from casnap.runtime.later import imported_later
 if TYPE_CHECKING:
     from casnap.storage.commit_log.settings import CODECS as CODECS
     from casnap.storage.commit_log.settings import new_settings as new_settings
+    from casnap.storage.opening.creation import chunk_size_of as chunk_size_of
+    from casnap.storage.opening.location import Location as Location
+    from casnap.storage.opening.location import locate_snapshot as locate_snapshot
+    from casnap.storage.opening.location import locate_store as locate_store
+    from casnap.storage.opening.no_store import check_no_other_form as check_no_other_form
+    from casnap.storage.opening.no_store import hint_at as hint_at
+    from casnap.storage.opening.no_store import hint_in as hint_in
+    from casnap.storage.opening.no_store import only_marker_error as only_marker_error
+    from casnap.storage.opening.opening import open_at as open_at
     from casnap.storage.packs.chunk_reads import Fill as Fill
     from casnap.storage.packs.chunk_reads import ReadOptions as ReadOptions
     from casnap.storage.packs.chunk_reads import Want as Want
     from casnap.storage.packs.pack import Raw as Raw
     from casnap.storage.packs.pack import SelectNew as SelectNew
-    from casnap.storage.places.creation import chunk_size_of as chunk_size_of
-    from casnap.storage.places.location import Location as Location
-    from casnap.storage.places.location import locate_snapshot as locate_snapshot
-    from casnap.storage.places.location import locate_store as locate_store
-    from casnap.storage.places.other_formats import check_no_other_form as check_no_other_form
-    from casnap.storage.places.other_formats import hint_at as hint_at
-    from casnap.storage.places.other_formats import hint_in as hint_in
     from casnap.storage.reading.host_cache import KeptStore as KeptStore
     from casnap.storage.reading.host_cache import kept_stores as kept_stores
     from casnap.storage.reading.repository import Repository as Repository
@@ -48,9 +50,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.contents import Listed as Listed
     from casnap.storage.snapshots.contents import has_wildcards as has_wildcards
     from casnap.storage.snapshots.markers import marked_commit as marked_commit
-    from casnap.storage.snapshots.markers import only_marker_error as only_marker_error
     from casnap.storage.snapshots.markers import replace_markers as replace_markers
-    from casnap.storage.snapshots.opening import open_at as open_at
     from casnap.storage.snapshots.pruning import forget as forget
     from casnap.storage.snapshots.pruning import forget_unheld as forget_unheld
     from casnap.storage.snapshots.pruning import prune_by as prune_by
@@ -87,16 +87,16 @@ _NAMES = {
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
     "packs.pack": "Raw SelectNew",
-    "places.creation": "chunk_size_of",
-    "places.location": "Location locate_snapshot locate_store",
-    "places.other_formats": "check_no_other_form hint_at hint_in",
+    "opening.creation": "chunk_size_of",
+    "opening.location": "Location locate_snapshot locate_store",
+    "opening.no_store": "check_no_other_form hint_at hint_in only_marker_error",
     "reading.host_cache": "KeptStore kept_stores",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",
     "snapshots.changes": "change_settings change_table",
     "snapshots.contents": "Contents Entries Listed has_wildcards",
-    "snapshots.markers": "marked_commit only_marker_error replace_markers",
-    "snapshots.opening": "open_at",
+    "snapshots.markers": "marked_commit replace_markers",
+    "opening.opening": "open_at",
     "snapshots.pruning": "forget forget_unheld prune_by thin_by",
     "snapshots.published": (
         "PUBLISHED TagMove add_tags publish_tag remove_tags tag_moves tagged_row"

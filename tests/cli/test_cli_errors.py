@@ -315,7 +315,7 @@ only_writers = (
     "casnap.pending",
     "casnap.preemption",
     "casnap.ranks.",
-    "casnap.storage.places.creation",
+    "casnap.storage.opening.creation",
     "casnap.storage.snapshots.changes",
     "casnap.storage.snapshots.published",
     "casnap.storage.snapshots.retention",

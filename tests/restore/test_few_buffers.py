@@ -10,7 +10,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.runtime.buffers import SLOTS, shared_pool
-from casnap.storage.places.creation import create_store
+from casnap.storage.opening.creation import create_store
 from tests.support.remote import RemoteDouble
 
 STATE = {"s": StateDict(x=torch.arange(6 << 20, dtype=torch.float32))}

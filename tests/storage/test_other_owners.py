@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import casnap.storage.places.location
+import casnap.storage.opening.location
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, CasnapError, SnapshotNotFoundError, StoreError
 from tests.support.faults import files, in_child
@@ -27,7 +27,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a store of ours that a group shares."""
     needs_root()
     # It is said once for a place, and these places have names that were used before.
-    casnap.storage.places.location._warn.cache_clear()
+    casnap.storage.opening.location._warn.cache_clear()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "shared"
     folder.mkdir()
@@ -316,7 +316,7 @@ def test_a_marker_whose_name_cannot_be_written(tmp_path: Path) -> None:
 def everybodys(tmp_path: Path) -> Path:
     """Return a folder like /tmp."""
     needs_root()
-    casnap.storage.places.location._warn.cache_clear()
+    casnap.storage.opening.location._warn.cache_clear()
     folder = tmp_path / "everybodys"
     folder.mkdir()
     folder.chmod(0o1777)

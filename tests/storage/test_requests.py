@@ -304,7 +304,7 @@ def test_a_snapshot_is_opened_and_read_in_few_round_trips(
         backend = RemoteDouble(name)
         # Long enough for a busy machine to begin all that belong to one trip.
         backend.latency = 0.25
-        monkeypatch.setattr("casnap.storage.places.location.backend_at", lambda *_: backend)
+        monkeypatch.setattr("casnap.storage.opening.location.backend_at", lambda *_: backend)
         tensor = Snapshot("double://store/first").read_object("m/a")
         assert torch.equal(tensor, torch.arange(1000.0))
         return backend
@@ -318,7 +318,7 @@ def test_a_snapshot_is_opened_and_read_in_few_round_trips(
 
 def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process commits after it is seen, whatever the first use was."""
-    monkeypatch.setattr("casnap.storage.places.location.backend_at", lambda *_: RemoteDouble(name))
+    monkeypatch.setattr("casnap.storage.opening.location.backend_at", lambda *_: RemoteDouble(name))
     other = Store(RemoteDouble(name)).make()
     taken = Snapshot.take("double://store/a", state_of(1))
     other.take(state_of(1), "b")

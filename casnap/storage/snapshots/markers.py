@@ -17,7 +17,7 @@ import msgspec
 from casnap.backends.base import Backend
 from casnap.backends.safe_paths import folder_at
 from casnap.backends.system_errors import is_of_the_place, translated
-from casnap.errors import BackendError, CasnapError, DamagedError, NotAStoreError
+from casnap.errors import BackendError, DamagedError
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, folder_of
 from casnap.format.records import Root, Row
@@ -90,8 +90,6 @@ class _Marker(msgspec.Struct):
     """What is read of a marker."""
 
     commit: str
-    name: str = ""
-    store: str = ""
 
 
 def commit_in(marker: bytes) -> bytes | None:
@@ -100,30 +98,6 @@ def commit_in(marker: bytes) -> bytes | None:
         return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
     except (ValueError, RecursionError):
         return None
-
-
-def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
-    """Return the error for a folder that has a marker, where there is no store.
-
-    Args:
-        backend: The place.
-        name: The name of the folder in it; empty for the place itself.
-    """
-    if backend.folder is None:
-        # The error of a remote place says how to name a store further up.
-        return None
-    try:
-        marker = json_decoder(_Marker).decode(
-            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
-        )
-    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
-        return None
-    place = f"{backend.uri}/{name}" if name else backend.uri
-    return NotAStoreError(
-        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
-        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
-        f"`casnap cp`"
-    )
 
 
 def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:

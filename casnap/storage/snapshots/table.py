@@ -24,7 +24,7 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     """
     row = table.get(name)
     if row is None:
-        from casnap.storage.places.other_formats import hint_at
+        from casnap.storage.opening.no_store import hint_at
 
         hint = "" if backend.folder is None else hint_at(backend.folder / name)
         hint = hint or nearest(name, (full_name for full_name, _ in table.items_in()))

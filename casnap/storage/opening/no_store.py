@@ -1,4 +1,4 @@
-"""What is there where no store or snapshot was found: stores below, checkpoints of another form.
+"""What is there where no store or snapshot was found: stores below, a marker, other checkpoints.
 
 A program that has changed libraries finds no snapshot, and would begin its run anew without a word.
 """
@@ -13,12 +13,16 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from casnap.backends import Backend
 from casnap.backends.local_paths import exists, is_file, is_folder, is_taken
 from casnap.backends.system_errors import translated
-from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotExistsError
+from casnap.errors import PLACE_ERRORS, CasnapError, NotAStoreError, SnapshotExistsError
+from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
-from casnap.storage.places.location import narrow_hint
+from casnap.storage.opening.location import narrow_hint
 
 _MOST = 1000
 """How many names of a folder are looked at."""
@@ -177,6 +181,38 @@ def no_store_error(folder: Path) -> NotAStoreError:
         return NotAStoreError(f"{base}. {hint}")
     return NotAStoreError(
         f"{base}{hint_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
+    )
+
+
+class _Marker(msgspec.Struct):
+    """What an error tells of a marker."""
+
+    commit: str
+    name: str = ""
+    store: str = ""
+
+
+def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
+    """Return the error for a folder that has a marker, where there is no store.
+
+    Args:
+        backend: The place.
+        name: The name of the folder in it; empty for the place itself.
+    """
+    if backend.folder is None:
+        # The error of a remote place says how to name a store further up.
+        return None
+    try:
+        marker = json_decoder(_Marker).decode(
+            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
+        )
+    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
+        return None
+    place = f"{backend.uri}/{name}" if name else backend.uri
+    return NotAStoreError(
+        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
+        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
+        f"`casnap cp`"
     )
 
 

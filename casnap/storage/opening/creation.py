@@ -37,7 +37,7 @@ from casnap.storage.commit_log.config import (
 )
 from casnap.storage.commit_log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.commit_log.roots import WRITER, read_root, sealed_root
-from casnap.storage.places.location import has_object, is_ours
+from casnap.storage.opening.location import has_object, is_ours
 
 _log = logging.getLogger("casnap")
 # Seconds after which another process has put what it was about to put, where all puts win.

@@ -15,7 +15,7 @@ from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
 from casnap.storage.commit_log.config import not_a_store_error, object_error
-from casnap.storage.places.location import Location, narrow_hint
+from casnap.storage.opening.location import Location, narrow_hint
 from casnap.storage.reading.chunk_cache import room_for
 from casnap.storage.reading.repository import Repository
 
@@ -94,7 +94,7 @@ def _made(
     is_explicit: bool,
 ) -> tuple[Repository, bool]:
     """Make a store, or finish the making of one that was cut off, and open it."""
-    from casnap.storage.places.creation import create_store
+    from casnap.storage.opening.creation import create_store
 
     created = create_store(
         backend, chunk_size=chunk_size, is_explicit=is_explicit, settings=settings
@@ -110,8 +110,7 @@ def _made(
 
 def _absent_error(backend: Backend) -> NotAStoreError:
     """Return the error for a place without a store, which says what is there instead."""
-    from casnap.storage.places.other_formats import no_store_error
-    from casnap.storage.snapshots.markers import only_marker_error
+    from casnap.storage.opening.no_store import no_store_error, only_marker_error
 
     if error := only_marker_error(backend, "") or _no_name_error(backend):
         return error
