@@ -243,7 +243,7 @@ class LocalBackend(Backend):
             fd, _ = open_file(self._path(key))
             try:
                 for offset, nbytes in runs:
-                    # The hint looks up each page, also where all of them are cached.
+                    # The call looks up each page, also where all of them are cached.
                     if not is_cached(fd, offset + nbytes - 1):
                         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
             finally:

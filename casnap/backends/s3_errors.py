@@ -251,11 +251,11 @@ def _credentials_error(status: int, code: str, detail: str, uri: str) -> Unavail
 
 
 def _denied(code: str, detail: str, subject: str, method: str) -> UnavailableError:
-    hint = f"the user needs {_RIGHTS[method]}"
+    advice = f"the user needs {_RIGHTS[method]}"
     if "KMS" in code or "kms" in detail:
-        hint = "the user needs kms:Decrypt and kms:GenerateDataKey for the bucket's key"
+        advice = "the user needs kms:Decrypt and kms:GenerateDataKey for the bucket's key"
     elif "requester" in detail.lower() or code == "InvalidPayer":
-        hint = "the requester pays for this bucket: pass storage_options={'requester_pays': True}"
+        advice = "the requester pays for this bucket: pass storage_options={'requester_pays': True}"
     return UnavailableError(
-        f"{subject}: the server does not allow this ({detail}); {hint}", reason="denied"
+        f"{subject}: the server does not allow this ({detail}); {advice}", reason="denied"
     )

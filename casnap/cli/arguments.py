@@ -232,8 +232,8 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     if not names:
         return []
     folders = set(map(folder_of, names)) - {""}
-    hint = nearest(outer, [*folders, *names])
-    raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{hint}")
+    advice = nearest(outer, [*folders, *names])
+    raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{advice}")
 
 
 def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:

@@ -20,7 +20,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, local_path
-from casnap.storage import KeptStore, kept_stores
+from casnap.storage import CachedStore, cached_stores
 
 
 @click.command()
@@ -36,7 +36,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     a month, is deleted when that of another one is made.
     """
     folder = cache_folder()
-    kept = kept_stores(folder)
+    kept = cached_stores(folder)
     if store is not None:
         kept = _named(store, kept)
     if clear:
@@ -68,7 +68,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     say(f"{size(index_bytes + cached_bytes)} {state} in {str(folder) if folder else 'no folder'}")
 
 
-def _fields(kept: KeptStore) -> dict[str, Any]:
+def _fields(kept: CachedStore) -> dict[str, Any]:
     return {
         "store": kept.uri or "?",
         "id": kept.store_id,
@@ -79,7 +79,7 @@ def _fields(kept: KeptStore) -> dict[str, Any]:
     }
 
 
-def _named(store: str, kept: list[KeptStore]) -> list[KeptStore]:
+def _named(store: str, kept: list[CachedStore]) -> list[CachedStore]:
     names = {store.rstrip("/"), store}
     if "://" not in store:
         # A store on this host is listed by its real path.
@@ -88,6 +88,6 @@ def _named(store: str, kept: list[KeptStore]) -> list[KeptStore]:
     stores = [each for each in kept if each.store_id]
     matches = [each for each in stores if names & {each.uri or "?", each.store_id}]
     if not matches:
-        hint = nearest(store, [each.uri or "?" for each in stores])
-        raise CommandError(f"nothing of {quote(store)} is cached on this host{hint}")
+        advice = nearest(store, [each.uri or "?" for each in stores])
+        raise CommandError(f"nothing of {quote(store)} is cached on this host{advice}")
     return matches

@@ -95,8 +95,8 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         try:
             place = open_whole_store(text)
         except CommandError as e:  # there is no such folder
-            hint = nearest(place.prefix, (s.name for s in whole_store.snapshots()))
-            raise CommandError(f"{e.message}{hint}") from e
+            advice = nearest(place.prefix, (s.name for s in whole_store.snapshots()))
+            raise CommandError(f"{e.message}{advice}") from e
     return place, None
 
 

@@ -216,9 +216,9 @@ def _show_new(uri: str, name: str | None, *, dry_run: bool) -> None:
         dry_run: Whether nothing is done.
     """
     would = "would become" if dry_run else "is"
-    hint = f"; to copy it into {Path(uri).parent} by another name, make that a store first"
+    advice = f"; to copy it into {Path(uri).parent} by another name, make that a store first"
     is_renamed = name is not None and "://" not in uri
-    say(f"{uri} {would} a new store{hint if is_renamed else ''}")
+    say(f"{uri} {would} a new store{advice if is_renamed else ''}")
 
 
 def _show(report: CopyReport, uri: str) -> None:

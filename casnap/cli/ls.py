@@ -35,11 +35,11 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
         emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
         return
     if not snapshots:
-        from casnap.storage import hint_in
+        from casnap.storage import advice_in
 
         folder = repository_of(place).backend.folder
-        hint = "" if folder is None else hint_in(folder / view_of(place).folder(prefix))
-        say(hint or f"{place.uri} holds no snapshot yet", err=True)
+        advice = "" if folder is None else advice_in(folder / view_of(place).folder(prefix))
+        say(advice or f"{place.uri} holds no snapshot yet", err=True)
         return
     rows = list(map(_cells, snapshots))
     header = ("NAME", "METADATA", "TIME", "NEW", "LOGICAL", "ENTRIES")

@@ -39,7 +39,7 @@ from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.containers import live_components
-from casnap.storage import Retention, check_no_other_form
+from casnap.storage import Retention, check_no_foreign_checkpoint
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
@@ -117,7 +117,7 @@ class CasnapCheckpointManager(CheckpointManager):
         """
         self._check_open("save")
         self._wait()
-        check_no_other_form(Path(local_path(checkpoint_id)), "torch_checkpointing")
+        check_no_foreign_checkpoint(Path(local_path(checkpoint_id)), "torch_checkpointing")
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
         options = TakeOptions(

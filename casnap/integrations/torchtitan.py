@@ -30,7 +30,7 @@ from casnap.integrations.notices import is_notice
 from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
 from casnap.runtime.environment import local_path
-from casnap.storage import hint_in
+from casnap.storage import advice_in
 
 check_version("torchtitan", "0.3", "0.4")
 
@@ -137,8 +137,8 @@ class CasnapCheckpointManager(CheckpointManager):
         checkpoints = Checkpoints(folder, _PREFIX, _is_own)
         # torchtitan calls this only on ranks that see the folder, so they cannot agree here.
         last = checkpoints.find_last()
-        if last is None and (hint := hint_in(Path(folder))):
-            _log.warning("%s", hint)
+        if last is None and (advice := advice_in(Path(folder))):
+            _log.warning("%s", advice)
         step = None if last is None else checkpoints.number(last)
         return -1 if step is None else step
 

@@ -29,7 +29,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.stateful import Stateful
-from casnap.storage import hint_at, hint_in
+from casnap.storage import advice_at, advice_in
 from casnap.take.capture import StateSource
 from casnap.take.options import TakeOptions
 from casnap.view import find_view_together
@@ -263,17 +263,17 @@ def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:
         path: The path of a checkpoint, or of a folder of checkpoints.
         others: What else than a snapshot a checkpoint could be here.
     """
-    text, hint = os.fspath(path), ""
+    text, advice = os.fspath(path), ""
     if "://" not in text:
         folder = Path(local_path(text))
-        inner_hint = hint_in(folder)
-        hint = hint_at(folder) or (f". {inner_hint}" if inner_hint else "")
+        inner_advice = advice_in(folder)
+        advice = advice_at(folder) or (f". {inner_advice}" if inner_advice else "")
     what = (
         f"checkpoint at {text}, neither a snapshot nor {others}"
         if others
         else f"snapshot at {text}"
     )
-    return SnapshotNotFoundError(f"there is no {what}{hint}")
+    return SnapshotNotFoundError(f"there is no {what}{advice}")
 
 
 def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:

@@ -38,7 +38,7 @@ from casnap.integrations.trainers import (
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.environment import local_path
 from casnap.state.stateful import RNGState, Stateful
-from casnap.storage import hint_at
+from casnap.storage import advice_at
 from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")
@@ -292,7 +292,7 @@ class CasnapTrainerMixin(_Base):
                     f"{resume_from_checkpoint} holds no whole checkpoint: its save was cut off, "
                     "its snapshot was deleted, or the store of casnap is not there. "
                     "resume_from_checkpoint=True takes the last whole one"
-                    + hint_at(Path(resume_from_checkpoint))
+                    + advice_at(Path(resume_from_checkpoint))
                 )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

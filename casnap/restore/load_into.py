@@ -157,8 +157,8 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
                 for path, names in by_name.items()
             }
     keys = sorted(contents.trees(None))
-    hint = nearest(prefix, keys) or f"; it has the keys {', '.join(keys)[:200]}"
-    raise EntryNotFoundError(f"{contents.label} has nothing below {prefix!r}{hint}")
+    advice = nearest(prefix, keys) or f"; it has the keys {', '.join(keys)[:200]}"
+    raise EntryNotFoundError(f"{contents.label} has nothing below {prefix!r}{advice}")
 
 
 # --- what the module has ------------------------------------------------------------------------

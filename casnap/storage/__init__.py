@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from casnap.storage.opening.location import Location as Location
     from casnap.storage.opening.location import locate_snapshot as locate_snapshot
     from casnap.storage.opening.location import locate_store as locate_store
-    from casnap.storage.opening.no_store import check_no_other_form as check_no_other_form
-    from casnap.storage.opening.no_store import hint_at as hint_at
-    from casnap.storage.opening.no_store import hint_in as hint_in
+    from casnap.storage.opening.no_store import advice_at as advice_at
+    from casnap.storage.opening.no_store import advice_in as advice_in
+    from casnap.storage.opening.no_store import (
+        check_no_foreign_checkpoint as check_no_foreign_checkpoint,
+    )
     from casnap.storage.opening.no_store import only_marker_error as only_marker_error
     from casnap.storage.opening.opening import open_at as open_at
     from casnap.storage.packs.chunk_reads import Fill as Fill
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
     from casnap.storage.packs.chunk_reads import Want as Want
     from casnap.storage.packs.pack import Raw as Raw
     from casnap.storage.packs.pack import SelectNew as SelectNew
-    from casnap.storage.reading.host_cache import KeptStore as KeptStore
-    from casnap.storage.reading.host_cache import kept_stores as kept_stores
+    from casnap.storage.reading.cached_stores import CachedStore as CachedStore
+    from casnap.storage.reading.cached_stores import cached_stores as cached_stores
     from casnap.storage.reading.repository import Repository as Repository
     from casnap.storage.snapshots.cell_pairs import bases_in as bases_in
     from casnap.storage.snapshots.changes import change_settings as change_settings
@@ -89,8 +91,8 @@ _NAMES = {
     "packs.pack": "Raw SelectNew",
     "opening.creation": "chunk_size_of",
     "opening.location": "Location locate_snapshot locate_store",
-    "opening.no_store": "check_no_other_form hint_at hint_in only_marker_error",
-    "reading.host_cache": "KeptStore kept_stores",
+    "opening.no_store": "check_no_foreign_checkpoint advice_at advice_in only_marker_error",
+    "reading.cached_stores": "CachedStore cached_stores",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",
     "snapshots.changes": "change_settings change_table",

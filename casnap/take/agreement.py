@@ -15,7 +15,7 @@ from casnap.storage import (
     Repository,
     Table,
     check_free,
-    check_no_other_form,
+    check_no_foreign_checkpoint,
     check_path_is_free,
 )
 from casnap.take.options import TakeOptions, unclear_commits
@@ -113,7 +113,7 @@ def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> R
     """Check it in the newest root, and return that."""
     check_path_is_free(store.backend, name)
     if store.backend.folder is not None:
-        check_no_other_form(store.backend.folder / name)
+        check_no_foreign_checkpoint(store.backend.folder / name)
 
     def check(root: Root) -> Root:
         table = store.table(root)

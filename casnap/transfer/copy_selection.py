@@ -31,9 +31,9 @@ def choose(source: Repository, prefix: str, name: str | None, rename: str | None
         row = table.get(check_name(outer)) if inner else None
         rows = [(outer, row)] if row is not None else list(table.items_in(outer))
         if outer and not rows:
-            hint = nearest(outer, (full for full, _ in table.items_in()))
+            advice = nearest(outer, (full for full, _ in table.items_in()))
             raise SnapshotNotFoundError(
-                f"{source.backend.uri} holds no snapshot {outer!r}, nor any below it{hint}"
+                f"{source.backend.uri} holds no snapshot {outer!r}, nor any below it{advice}"
             )
         return rows
 

@@ -27,7 +27,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import NodeRef, UnfinishedCopy, pack_key, root_key
-from casnap.storage.writing import small_copies
+from casnap.storage.writing import delta_copies
 from casnap.storage.writing.copying import ChunkBuffer
 from casnap.transfer import snapshot_copy
 from casnap.transfer.copy import copy_snapshots
@@ -158,10 +158,10 @@ def test_large_chunks_that_take_little_are_held_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas of large chunks, and many cores, take no more memory."""
-    monkeypatch.setattr(small_copies, "cores", lambda: 8)
+    monkeypatch.setattr(delta_copies, "cores", lambda: 8)
     monkeypatch.setattr(LocalBackend, "costs", LOCAL._replace(delta_bytes=CHUNK))
-    monkeypatch.setattr(small_copies, "_LEAST", CHUNK // 4)
-    monkeypatch.setattr(small_copies, "_MOST_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(delta_copies, "_LEAST", CHUNK // 4)
+    monkeypatch.setattr(delta_copies, "_MOST_BYTES", 2 * CHUNK)
     held: dict[ChunkBuffer, int] = {}
     most = [0]
     read, clear = ChunkBuffer.read, ChunkBuffer.clear

@@ -48,13 +48,13 @@ def object_error(uri: str) -> NotAStoreError:
 def not_a_store_error(backend: Backend) -> NotAStoreError:
     """Return the error for a place that holds no store."""
     uri = backend.uri
-    hint = (
+    advice = (
         ". No store is looked for above a remote place; to name one, end it with two slashes, like "
         "s3://bucket/ckpts//run1/step_100"
     )
     return NotAStoreError(
         f"{uri} is not a casnap store; make one with `casnap init {uri}` or Store(...), or check "
-        f"the path{hint if backend.folder is None else ''}"
+        f"the path{advice if backend.folder is None else ''}"
     )
 
 

@@ -40,7 +40,7 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
             f"overwrite the other's commit, and snapshots are lost. Use one of those, {_ALONE}"
         )
     state = backend.versioning
-    hint = (
+    advice = (
         f", or a bucket that never kept versions (here versioning is {state}; some servers honour "
         "it only without)"
         if state
@@ -49,7 +49,7 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
     return StoreError(
         f"{backend.uri} lies on a server that does not honour put-if-absent (If-None-Match), so of "
         "two writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
-        f"server that honours it{hint}; {_ALONE}"
+        f"server that honours it{advice}; {_ALONE}"
     )
 
 

@@ -383,7 +383,7 @@ def _serves(store: Path, inner: str) -> bool:
         return True
 
 
-def narrow_hint(folder: Path) -> str:
+def not_served_text(folder: Path) -> str:
     """Return what a message about a folder is to say of a store above that does not serve it."""
     try:
         store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)

@@ -22,7 +22,7 @@ from casnap.errors import PLACE_ERRORS, CasnapError, NotAStoreError, SnapshotExi
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
-from casnap.storage.opening.location import narrow_hint
+from casnap.storage.opening.location import not_served_text
 
 _MOST = 1000
 """How many names of a folder are looked at."""
@@ -79,11 +79,11 @@ def form_of(path: Path) -> Form | None:
             return None
         return _folder_form(path, _FOLDERS)
     except (OSError, *PLACE_ERRORS):
-        # It is only for a hint.
+        # It is only for an advice.
         return None
 
 
-def check_no_other_form(folder: Path, saver: str = "") -> None:
+def check_no_foreign_checkpoint(folder: Path, saver: str = "") -> None:
     """Check that the folder of a new snapshot holds no checkpoint of another library.
 
     Args:
@@ -137,13 +137,13 @@ def _is_ours(path: Path) -> bool:
         return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
-def hint_at(path: Path) -> str:
+def advice_at(path: Path) -> str:
     """Return what an error is to add if there is a checkpoint of another form; "" if not."""
     form = form_of(path)
     return "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
 
 
-def hint_in(folder: Path) -> str:
+def advice_in(folder: Path) -> str:
     """Return what to say of a folder that holds checkpoints of another form; "" if it does not."""
     try:
         entries = sorted(
@@ -167,7 +167,7 @@ def hint_in(folder: Path) -> str:
 
 def no_store_error(folder: Path) -> NotAStoreError:
     """Return the error for a folder that is in no store: it says what is there instead."""
-    if narrow := narrow_hint(folder):
+    if narrow := not_served_text(folder):
         return NotAStoreError(f"{folder} is not a casnap store, nor in one{narrow}")
     base = f"{folder} is not a casnap store, nor is any folder above it"
     stores = _stores_below(folder)
@@ -177,10 +177,10 @@ def no_store_error(folder: Path) -> NotAStoreError:
             f"{base}, but there {'are stores' if len(stores) > 1 else 'is a store'} right below: "
             f"{', '.join(stores[:_SHOWN])}{more}. Name one, like {folder / stores[0]}"
         )
-    if hint := hint_in(folder):
-        return NotAStoreError(f"{base}. {hint}")
+    if advice := advice_in(folder):
+        return NotAStoreError(f"{base}. {advice}")
     return NotAStoreError(
-        f"{base}{hint_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
+        f"{base}{advice_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
     )
 
 

@@ -15,7 +15,7 @@ from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
 from casnap.storage.commit_log.config import not_a_store_error, object_error
-from casnap.storage.opening.location import Location, narrow_hint
+from casnap.storage.opening.location import Location, not_served_text
 from casnap.storage.reading.chunk_cache import room_for
 from casnap.storage.reading.repository import Repository
 
@@ -99,7 +99,7 @@ def _made(
     created = create_store(
         backend, chunk_size=chunk_size, is_explicit=is_explicit, settings=settings
     )
-    if created.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+    if created.is_new and backend.folder and (narrow := not_served_text(backend.folder)):
         level = logging.INFO if is_explicit else logging.WARNING
         _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
     store = open_here(config=created.config)
@@ -130,7 +130,7 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
         f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
-        f"{narrow_hint(folder)}"
+        f"{not_served_text(folder)}"
     )
 
 

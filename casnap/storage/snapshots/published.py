@@ -122,9 +122,9 @@ def _tagged_in(store: Repository, root: Root, tag: str, folder: str) -> tuple[st
         )
     if not having:
         move = move_of(root, tag)
-        hint = nearest(tag, (t for _, row in rows for t in row.tags))
+        advice = nearest(tag, (t for _, row in rows for t in row.tags))
         was = "" if move is None else f"; it was on {move.name!r}, which was deleted or untagged"
-        raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or hint}")
+        raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or advice}")
     return having[0]
 
 

@@ -24,11 +24,11 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     """
     row = table.get(name)
     if row is None:
-        from casnap.storage.opening.no_store import hint_at
+        from casnap.storage.opening.no_store import advice_at
 
-        hint = "" if backend.folder is None else hint_at(backend.folder / name)
-        hint = hint or nearest(name, (full_name for full_name, _ in table.items_in()))
-        raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{hint}")
+        advice = "" if backend.folder is None else advice_at(backend.folder / name)
+        advice = advice or nearest(name, (full_name for full_name, _ in table.items_in()))
+        raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{advice}")
     return row
 
 

@@ -175,8 +175,8 @@ def check_keys(store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules)
             return
     if keys:
         pattern = unmatched[0].removesuffix("/**")
-        hint = nearest(pattern, keys) or f"; the keys are {', '.join(sorted(keys))[:200]}"
-        raise EntryNotFoundError(f"no snapshot has a key that {unmatched[0]!r} matches{hint}")
+        advice = nearest(pattern, keys) or f"; the keys are {', '.join(sorted(keys))[:200]}"
+        raise EntryNotFoundError(f"no snapshot has a key that {unmatched[0]!r} matches{advice}")
 
 
 def putting_in(session: Session) -> Callable[[bytes], NodeRef]:

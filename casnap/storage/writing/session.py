@@ -46,12 +46,12 @@ from casnap.storage.lookup.index import View
 from casnap.storage.packs.pack import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import Report, codec_among, copy_verified, one_at_a_time
+from casnap.storage.writing.delta_copies import DeltaCopier
 from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.segments import add_segment, write_segments
-from casnap.storage.writing.small_copies import SmallCopier
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
@@ -231,13 +231,13 @@ class Session:
         if not places:
             # To find candidates takes long.
             return
-        small: SmallCopier | None = None
+        deltas: DeltaCopier | None = None
         if compresses:
             writes_to = self.store, self.base, self._reused, self.new_packs
-            small = SmallCopier(source, *writes_to, candidates())
+            deltas = DeltaCopier(source, *writes_to, candidates())
         for digests in batches(places, stored_bytes, _TURN_BYTES):
-            if small is not None:
-                small.copy({digest: places[digest] for digest in digests}, note)
+            if deltas is not None:
+                deltas.copy({digest: places[digest] for digest in digests}, note)
             else:
                 chunks = ((digest, False) for digest in digests)
                 copy_verified(source, chunks, self.new_packs, note)

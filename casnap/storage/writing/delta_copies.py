@@ -25,7 +25,7 @@ _LEAST = 1 << 20
 _MOST_THREADS, _MOST_BYTES = 8, 128 << 20
 
 
-class SmallCopier:
+class DeltaCopier:
     """Copies chunks of one store into the new packs of a change of another one.
 
     Args:

@@ -16,7 +16,7 @@ from casnap.storage.reading.chunk_cache import FOLDER, cached_packs, noted_uri
 
 
 @dataclass
-class KeptStore:
+class CachedStore:
     """What this host keeps of a store.
 
     Attributes:
@@ -49,7 +49,7 @@ class KeptStore:
         self._deletions += deletions
 
 
-def kept_stores(base: Path | None) -> list[KeptStore]:
+def cached_stores(base: Path | None) -> list[CachedStore]:
     """Return what this host keeps of each store, by their URIs.
 
     Args:
@@ -63,16 +63,16 @@ def kept_stores(base: Path | None) -> list[KeptStore]:
     folder = base / FOLDER
     if exists(folder) and (reason := why_refused(folder)) is not None:
         raise StoreError(f"'{folder}' {reason}, so casnap does not use it")
-    stores: dict[str, KeptStore] = {}
+    stores: dict[str, CachedStore] = {}
     for index in cached_indexes(base):
         store_id = index.store_id or ""
-        kept = stores.setdefault(store_id, KeptStore(store_id))
+        kept = stores.setdefault(store_id, CachedStore(store_id))
         kept._add(index.uri, index.last_use, index.delete)
         kept.index_bytes += index.nbytes
     by_store = attrgetter("store_id")
     for store_id, group in groupby(sorted(cached_packs(folder), key=by_store), by_store):
         packs = list(group)
-        kept = stores.setdefault(store_id, KeptStore(store_id))
+        kept = stores.setdefault(store_id, CachedStore(store_id))
         last_use = max(pack.last_use for pack in packs)
         kept._add(noted_uri(folder, store_id), last_use, *(pack.delete for pack in packs))
         kept.cached_bytes = sum(pack.nbytes for pack in packs)
