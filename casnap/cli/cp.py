@@ -34,7 +34,7 @@ from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
 from casnap.storage import locate_store
 from casnap.store import Store
-from casnap.transfer.copier import Copier, Pair
+from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.copy_selection import check_pair, choose
 from casnap.view import repository_of, view_of
@@ -143,7 +143,7 @@ def _follow(
         return Pair(repository_of(origin), repository_of(place), jobs, copy_options)
 
     names: list[str] = []
-    copier = Copier(open_pair)
+    copier = ContinuousCopier(open_pair)
     EndingSignals()
     try:
         for report in copier.follow(interval, give_up_after):

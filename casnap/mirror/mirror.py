@@ -62,7 +62,7 @@ from casnap.storage import (
     locate_store,
     open_at,
 )
-from casnap.transfer.copier import Copier, Pair
+from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
 
@@ -152,7 +152,7 @@ class Mirror:
         self._contacted = threading.Event()
         # Made by the first pass: a mirror that never copies, as in a worker that reads, is then in
         # no cycle, and is freed with its store.
-        self._copier: Copier | None = None
+        self._copier: ContinuousCopier | None = None
         self._succession: Succession | None = None
         self._given_up: dict[str, bytes] = {}
         self._passes = 0
@@ -281,7 +281,7 @@ class Mirror:
     def _copy_some(self, destination: Destination) -> bool:
         """Copy what is new; return whether anything was."""
         if self._copier is None:
-            self._copier = Copier(self._pair, self._on_progress, self._explain)
+            self._copier = ContinuousCopier(self._pair, self._on_progress, self._explain)
         commits: dict[str, bytes] = {}
         settled = time.monotonic()
         any_copied = False

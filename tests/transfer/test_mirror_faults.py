@@ -23,7 +23,7 @@ import torch.distributed as dist
 from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
-from casnap.transfer.copier import Copier, Pair
+from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
@@ -260,7 +260,7 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 # --- casnap cp --follow ---------------------------------------------------------------------------
 
 
-def copier(here: Any, there: Any) -> Copier:
+def copier(here: Any, there: Any) -> ContinuousCopier:
     def open_pair() -> Pair:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK).make()
         repository = source._view.repository
@@ -271,7 +271,7 @@ def copier(here: Any, there: Any) -> Copier:
 
         return Pair(repository, target._view.repository, chosen, CopyOptions(part_bytes=CHUNK))
 
-    return Copier(open_pair)
+    return ContinuousCopier(open_pair)
 
 
 def follow(here: Any, there: Any, count: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Copying each new snapshot of a store as it is committed, for as long as asked.
 
-A :class:`Copier` copies what is new since its last look. A mirror has one on a thread of its own,
+A :class:`ContinuousCopier` copies what is new since its last look. A mirror has one on a thread of its own,
 and ``casnap cp --follow`` follows with one.
 """
 
@@ -55,7 +55,7 @@ class _Refusal(NamedTuple):
     reason: str
 
 
-class Copier:
+class ContinuousCopier:
     """Copies what was committed since its last look.
 
     Args:
