@@ -1,7 +1,7 @@
 """Copying each new snapshot of a store as it is committed, for as long as asked.
 
-A :class:`ContinuousCopier` copies what is new since its last look. A mirror has one on a thread of its own,
-and ``casnap cp --follow`` follows with one.
+A :class:`ContinuousCopier` copies what is new since its last look. A mirror has one on a thread of
+its own, and ``casnap cp --follow`` follows with one.
 """
 
 from __future__ import annotations
