@@ -1,7 +1,13 @@
-"""How a chunk is stored in its pack: as it is, or compressed.
+"""How a chunk is stored in its pack: as it is, compressed, or as a delta of another chunk.
 
-Its digest is that of the raw bytes, so each writer may choose a codec.
-Compressed means in planes (``planes.py``).
+Its digest is that of the raw bytes, so each writer may choose a codec. Compressed means in planes
+(``planes.py``); ``delta.py`` has the deltas.
+
+A new codec that compresses a chunk by itself needs a number here, and its case in :func:`compress`
+and :func:`decompress`. So that users can choose it for new chunks, it needs a word in ``CODECS`` of
+``storage/commit_log/settings.py``; so that `gc` and mirrors choose it for old ones, a place in
+``storage/writing/chunk_forms.py``. All else goes by the sets below. An older version keeps what it
+cannot read, and says so.
 """
 
 from __future__ import annotations
@@ -30,8 +36,15 @@ WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
 """Those of which a chunk can be read without another one."""
 
 
-def compress(raw: memoryview | bytes) -> bytes | None:
-    """Return the compressed form of some bytes; None if it is not smaller."""
+def compress(raw: memoryview | bytes, codec: Codec = Codec.PLANES) -> bytes | None:
+    """Return the stored form of some bytes by a codec; None if it is not smaller than they are.
+
+    Args:
+        raw: The bytes.
+        codec: One of those that need no other chunk.
+    """
+    if codec is Codec.RAW:
+        return None
     stored_form = split_planes(raw, width_of(raw))
     return stored_form if len(stored_form) < len(raw) else None
 
@@ -50,7 +63,7 @@ def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview
     """
     if codec == Codec.RAW:
         return stored_form
-    if codec != Codec.PLANES:
+    if codec not in WHOLE_CODECS:
         raise UnsupportedFormatError(f"a chunk is stored with codec {codec}; update casnap")
     raw, end = join_planes(stored_form, raw_size)
     if end != len(stored_form):

@@ -3,8 +3,9 @@
 A root first *condemns* each pack that no snapshot needs. A take that began before and relies on
 such a pack *rescues* it when it commits; a later take stores its chunks anew. After the grace, the
 collector raises the *fence*: it puts a root that no longer names the pack, and no take that began
-before that root can commit any more. Then the pack is deleted. ``docs/commit-protocol.md`` has the
-protocol, and why it is safe even if clocks are wrong.
+before that root can commit any more. Then the pack is deleted (``_Collector._delete``). Nobody else
+deletes a pack that a root has named; a failed session deletes only its own, which none can name.
+``docs/commit-protocol.md`` has the protocol, and why it is safe even if clocks are wrong.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _saved_bytes(store: Repository, view: View) -> int:
         saved += sum(
             raw_size - stored_size
             for _, n, _, stored_size, raw_size, codec in sealed.records()
-            if codec in (Codec.PLANES, Codec.DELTA) and is_live[n]
+            if codec != Codec.RAW and is_live[n]
         )
     return saved
 

@@ -13,8 +13,11 @@ from casnap.runtime.units import Duration, seconds_of
 
 _CODEC, _GC = "codec", "gc"
 _GC_WORDS = ("auto", "off")
-CODECS = ("auto", "raw", "zstd")
-"""How chunks are stored. ``auto``: as they are, until `gc` makes what history keeps smaller."""
+CODECS = {"auto": Codec.RAW, "raw": Codec.RAW, "zstd": Codec.PLANES}
+"""The words for codecs, each with how takes store new chunks by it.
+
+``auto``: as they are, until `gc` makes what history keeps smaller.
+"""
 
 
 def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class Settings:
     """
 
     def __init__(self, root: Root, backend: Backend) -> None:
-        self.values: dict[str, Any] = {_CODEC: CODECS[0], _GC: _GC_WORDS[0], **root.settings}
+        self.values: dict[str, Any] = {_CODEC: "auto", _GC: _GC_WORDS[0], **root.settings}
         self._backend = backend
 
     @property
@@ -81,7 +84,7 @@ class Settings:
                 "know, so it takes no snapshot there; update casnap, or set another codec: "
                 f"`casnap config {uri} codec=raw`"
             )
-        return Codec.PLANES if name == "zstd" else Codec.RAW
+        return CODECS[name]
 
     @property
     def of_mirror(self) -> dict[str, Any]:
@@ -92,8 +95,10 @@ class Settings:
     @property
     def recodes(self) -> bool:
         """Whether `gc` makes what history keeps smaller."""
-        codec = self.values[_CODEC]
-        return codec == "zstd" or (codec == "auto" and self._backend.costs.recodes)
+        word = self.values[_CODEC]
+        if word == "auto":
+            return self._backend.costs.recodes
+        return CODECS.get(word, Codec.RAW) is not Codec.RAW
 
     def compresses_copies(self, *, gets_all: bool) -> bool:
         """Whether copies into the store are stored as deltas, or in planes.
@@ -104,7 +109,7 @@ class Settings:
         # What `gc` does not make smaller later is to come small.
         is_auto = self.values[_CODEC] == "auto"
         is_small = is_auto and (gets_all or not self._backend.costs.recodes)
-        return self.codec is Codec.PLANES or is_small
+        return self.codec is not Codec.RAW or is_small
 
 
 def _is_time(value: object) -> bool:

@@ -2,24 +2,25 @@
 
 A fetch goes down the ladder until it has read everything. On a disk:
 
-1. **The hint** that a root or a row has for a node.
+1. **The hint** that a root or a row has for a node; chunks have none.
 2. **The index** of this host, as a recent root sees it.
 3. **Other places** that this index has, of what was not whole at the first one.
-4. **Newer roots**, as long as there are any: a collector may have moved what was not found. What
-   has other places now is read there, by the index and by other places.
+4. **Newer roots**, as long as there are any: a collector may have moved what was not found. It is
+   looked for in their index, then at its other places there.
 5. **The index made anew** from the store, since the cache of it may be wrong.
 
-At a remote place the newest root is remembered (``newest.py``). A node is first looked for among
-those of the whole pack that its hint names, which are read together. While this host does not know
-the index of that root, and up to 64 chunks are left to find, two more rungs spare reading it; they
-come after the first one:
+In a bucket, two more rungs come after the first one. They spare this host the reading of an index
+that it does not know, while at most 64 chunks are left to find:
 
-- **Hints** in the packs of nodes that were read lately (``node_hints.py``).
+- **Hints** to chunks, in the packs of nodes that were read lately (``node_hints.py``).
 - **Ranges** of large segments (``segment_search.py``).
 
-Neither hints nor ranges are believed: what fails there is no damage, and is looked for further
-down. The base of a delta is looked for in ranges and in the index. A read cache
-(``reading/chunk_cache.py``) is no rung: whatever place a rung gives, it is asked for it first.
+So a chunk in a bucket is looked for by hints, in ranges, in the index, at other places, by newer
+roots, in an index made anew. Hints and ranges are not believed: what fails there is no damage, and
+is looked for further down. Whatever place a rung gives, the read cache is asked for it first
+(``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index. The
+newest root is not looked for, but remembered (``newest.py``). A node is first looked for in its
+whole pack, which is read at once.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _SMALL_BYTES = 4096
 _FIRST_BYTES = 12 << 20
 
 # To read a member of an enum takes as long as to copy a small chunk.
-_RAW, _PLANES = Codec.RAW, Codec.PLANES
+_RAW = Codec.RAW
 
 Raw: TypeAlias = memoryview | bytes
 SelectNew = Callable[[list[Digest], list[int]], list[bool]]
@@ -442,11 +442,9 @@ class PackFiller:
 
     def _copy(self, raw: Raw) -> Place:
         pack = self._open_pack
-        stored_form, codec = raw, _RAW
-        if self._writer.codec == _PLANES:
-            compressed = compress(raw)
-            if compressed is not None:
-                stored_form, codec = compressed, _PLANES
+        codec = self._writer.codec
+        compressed = compress(raw, codec)
+        stored_form, codec = (raw, _RAW) if compressed is None else (compressed, codec)
         offset = self._pad(len(stored_form))
         pack.fill += len(stored_form)
         buffers.copy(pack.slot.view[offset : pack.fill], stored_form)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from casnap.format.codec import Codec
+from casnap.format.codec import WHOLE_CODECS, Codec
 from casnap.format.delta import base_of
 from casnap.format.digest import Digest
 from casnap.format.records import Place
@@ -41,9 +41,9 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def codec_among(places: Iterable[Place | None]) -> Codec:
-    """Return zstd if any of these chunks is stored with it."""
+    """Return the newest codec that some of these chunks are stored with, and that is no delta."""
     codecs = {place.codec for place in places if place is not None}
-    return Codec.PLANES if Codec.PLANES in codecs else Codec.RAW
+    return Codec(max(codecs & WHOLE_CODECS, default=Codec.RAW))
 
 
 def copy_verified(

@@ -1,8 +1,18 @@
 """What a writer tries again: a root whose number was taken, and a change that cannot be finished.
 
-A collector may delete what a change relies on, or the disk may be full: then the change starts
-again, or is given up. Nothing else knows that. A writer says how often it starts again, what makes
-room on a full disk, and what has to be agreed on before.
+What a collector that is faster than a change does to it, from the mildest case on:
+
+1. It has condemned a pack that the change relies on. The root of the change no longer condemns it
+   (``session.py``).
+2. Its fence has passed packs that the change wrote. They get new names; nothing is written again
+   (``Session._move``).
+3. Such a pack is deleted already, or one that the change relies on: :class:`FencedError`. The
+   change starts again (:func:`again`), and is announced at once, so that collectors wait for it.
+4. It cannot start again, or was fenced five times. It is given up, and the error is raised.
+
+If the disk is full, a change starts again once something was freed. Nothing else knows all that. A
+writer says how often it starts again, what makes room on a full disk, and what ranks have to agree
+on before.
 """
 
 from __future__ import annotations
