@@ -125,5 +125,4 @@ class Succession:
             session,
             replaced=replaced,
             counts=lambda row: life_of(row) is not None,
-            strict=True,
         )

@@ -290,7 +290,7 @@ def test_a_retention_that_cannot_judge_leaves_the_take_done(
     assert len(names(path)) == 7
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert record.name == "casnap"
-    assert "step_7 is taken, but its run is not pruned" in record.getMessage()
+    assert "step_7 is stored, but its run is not pruned" in record.getMessage()
     assert str(error) in record.getMessage()
     store.prune(Retention(keep_last=1))
     assert names(path) == ["step_7"]

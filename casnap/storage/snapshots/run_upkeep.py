@@ -40,9 +40,11 @@ def upkeep_of_run(
     *,
     replaced: Collection[str] = (),
     counts: Callable[[Row], bool] = lambda row: True,
-    strict: bool = False,
 ) -> Upkeep:
     """Return what the commit that adds a snapshot is to do to its run.
+
+    An error is a warning only, since the snapshot must not fail with it. The next commit looks at
+    the run again.
 
     Args:
         table: The table that the commit changes.
@@ -51,8 +53,6 @@ def upkeep_of_run(
         session: The session that commits. New manifests are stored there.
         replaced: Names of snapshots that go in any case.
         counts: Whether a snapshot is judged, and counts, at all.
-        strict: Whether an error of pruning is raised. By default it is a warning only, as an error
-            of thinning always is: the next commit looks at the run again.
     """
     if retention is None:
         return Upkeep({}, {})
@@ -66,10 +66,8 @@ def upkeep_of_run(
         judging = RetentionChange(store, retention, run, row.commit)
         verdicts = judging.judge_rows(rows.items())
         pruned = {verdict.name: rows[verdict.name] for verdict in verdicts if not verdict.kept}
-    except Exception as e:
-        if strict:
-            raise
-        text = "%s is taken, but its run is not pruned: %s: %s"
+    except Exception as e:  # noqa: BLE001
+        text = "%s is stored, but its run is not pruned: %s: %s"
         _log.warning(text, name, type(e).__name__, e)
     else:
         _warn_of_metric(store, name, retention, verdicts)
