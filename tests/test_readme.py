@@ -72,7 +72,8 @@ def test_the_architecture_names_code_that_exists() -> None:
     package = ROOT / "casnap"
     inside = {path.stem for path in package.iterdir()}
     missing = []
-    for name in names_in(ROOT / "docs/architecture.md"):
+    pages = ("docs/architecture.md", "docs/devices.md")
+    for name in set[str]().union(*(names_in(ROOT / page) for page in pages)):
         if re.split(r"[./]", name)[0] not in inside or name == "casnap.json":
             continue
         if name.endswith((".py", "/")):

@@ -33,7 +33,7 @@ def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[s
     """
     settings: dict[str, Any] = {}
     if codec is not None:
-        if codec not in CODECS:
+        if _codec_by(codec) is None:
             names = ", ".join(map(repr, CODECS))
             raise ValueError(f"codec is one of {names}; got {codec!r:.80}")
         settings[_CODEC] = codec
@@ -77,20 +77,21 @@ class Settings:
             UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
         """
         name = self.values[_CODEC]
-        if name not in CODECS:
+        codec = _codec_by(name)
+        if codec is None:
             uri = self._backend.uri
             raise UnsupportedFormatError(
                 f"{uri} stores new chunks with codec {name!r:.80}, which this casnap does not "
                 "know, so it takes no snapshot there; update casnap, or set another codec: "
                 f"`casnap config {uri} codec=raw`"
             )
-        return CODECS[name]
+        return codec
 
     @property
     def of_mirror(self) -> dict[str, Any]:
         """The settings that a new mirror of the store gets."""
         codec = self.values[_CODEC]
-        return new_settings(codec if codec in CODECS else None)
+        return new_settings(None if _codec_by(codec) is None else codec)
 
     @property
     def recodes(self) -> bool:
@@ -98,7 +99,7 @@ class Settings:
         word = self.values[_CODEC]
         if word == "auto":
             return self._backend.costs.recodes
-        return CODECS.get(word, Codec.RAW) is not Codec.RAW
+        return _codec_by(word) not in (None, Codec.RAW)
 
     def compresses_copies(self, *, gets_all: bool) -> bool:
         """Whether copies into the store are stored as deltas, or in planes.
@@ -110,6 +111,11 @@ class Settings:
         is_auto = self.values[_CODEC] == "auto"
         is_small = is_auto and (gets_all or not self._backend.costs.recodes)
         return self.codec is not Codec.RAW or is_small
+
+
+def _codec_by(word: object) -> Codec | None:
+    """Return the codec that a word means; None if a newer casnap has set it, or it is no word."""
+    return CODECS.get(word) if isinstance(word, str) else None
 
 
 def _is_time(value: object) -> bool:
