@@ -108,7 +108,7 @@ class View:
         if mirror_options is not None and create:
             view._open(place, create=True)
         else:
-            view.look()
+            view._look(place)
         return view
 
     @classmethod
@@ -165,8 +165,10 @@ class View:
 
     def look(self) -> Repository | None:
         """Open the store; return None if there is none yet, and it may be made."""
+        return self._repository or self._look(self.place)
+
+    def _look(self, place: Location) -> Repository | None:
         if self._repository is None:
-            place = self.place
             if not self._create or place.exists:
                 # If the making of the store was cut off, this finishes it.
                 self._open(place, create=self._create)
@@ -237,11 +239,10 @@ class View:
         Raises:
             InvalidNameError: The name cannot be used, or is a path that leads elsewhere.
         """
-        return check_name(self._without_path(name))
+        return check_name(self._without_path(name, self.place))
 
-    def _without_path(self, name: object) -> str:
+    def _without_path(self, name: object, place: Location) -> str:
         text = name_text(name)
-        place = self.place
         given = self._uri if isinstance(self._uri, str) else place.backend.uri
         return name_below(text, given, place.uri)
 
@@ -251,12 +252,12 @@ class View:
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        return check_name(self.outer_name(self.local_name(name)))
+        place = self.place
+        return check_name(_outer_name(place.name, check_name(self._without_path(name, place))))
 
     def outer_name(self, name: str) -> str:
         """Return the full name for a name that is known to be valid."""
-        prefix = self.prefix
-        return f"{prefix}/{name}" if prefix else name
+        return _outer_name(self.prefix, name)
 
     def inner_name(self, full: str) -> str:
         """Return a full name without the prefix, which it begins with."""
@@ -268,7 +269,7 @@ class View:
         Raises:
             InvalidNameError: No snapshot can be below a folder of this name.
         """
-        inner = self._without_path("" if prefix is None else prefix)
+        inner = self._without_path("" if prefix is None else prefix, self.place)
         return self.outer_name(check_name(inner)) if inner.strip("/") else self.prefix
 
     def folder_on_disk(self, prefix: str | None) -> Path | None:
@@ -317,6 +318,10 @@ class View:
             free = self.repository.backend.free_bytes()
             if free is not None and free <= nbytes:
                 hooks.make_room(lambda: nbytes)
+
+
+def _outer_name(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}" if prefix else name
 
 
 def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:

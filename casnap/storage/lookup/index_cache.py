@@ -432,15 +432,15 @@ class CachedIndex(NamedTuple):
 
     Attributes:
         last_use: When a process opened it last, in seconds since the epoch.
-        nbytes: How many bytes it takes up on the disk.
         folder: Its folder.
         uri: Where the store is, or was; empty if that is not known.
+        boot: The boot that it was made in.
     """
 
     last_use: float
-    nbytes: int
     folder: Path
     uri: str
+    boot: str
 
     @property
     def store_id(self) -> str | None:
@@ -448,12 +448,21 @@ class CachedIndex(NamedTuple):
         ident, _, place = self.folder.name.partition("-")
         return ident if place else None
 
-    def is_needless(self) -> bool:
-        """Whether its boot is over, its local store is gone, or nobody used it for a month."""
-        if time.time() - self.last_use > _UNUSED_SECONDS:
-            return True
-        boot = (self.folder / "boot").read_bytes()
-        return boot != boot_id().encode() or _is_gone(self.uri)
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes up on the disk; 0 if it is gone."""
+        with contextlib.suppress(OSError):
+            return sum(file.stat().st_blocks * 512 for file in self.folder.iterdir())
+        return 0
+
+    def is_needless(self, boot: str) -> bool:
+        """Whether its boot is over, its local store is gone, or nobody used it for a month.
+
+        Args:
+            boot: This boot.
+        """
+        is_unused = time.time() - self.last_use > _UNUSED_SECONDS
+        return is_unused or self.boot != boot or _is_gone(self.uri)
 
     def delete(self) -> None:
         """Delete the files. Processes that have them open can go on."""
@@ -475,17 +484,26 @@ def _is_gone(uri: str) -> bool:
 
 def cached_indexes(base: Path) -> Iterator[CachedIndex]:
     """Yield the caches in a folder; one that vanishes meanwhile is skipped."""
-    for folder in base.iterdir():
-        if not _FOLDER.fullmatch(folder.name):
-            continue
+    # Each new cache looks at all others, and `Path` would take longer than the system.
+    for name in filter(_FOLDER.fullmatch, os.listdir(base)):  # noqa: PTH208
+        folder = f"{base}/{name}"
         # Without this file, the cache is just being made.
         with contextlib.suppress(OSError):
-            last_use = (folder / "boot").stat().st_mtime
-            nbytes = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+            boot, last_use = _read(f"{folder}/boot")
             uri = ""
             with contextlib.suppress(FileNotFoundError):
-                uri = (folder / _URI).read_text("utf-8", "surrogateescape")
-            yield CachedIndex(last_use, nbytes, folder, uri)
+                uri, _ = _read(f"{folder}/{_URI}")
+            yield CachedIndex(last_use, Path(folder), uri, boot)
+
+
+def _read(path: str) -> tuple[str, float]:
+    """Return the text of a small file, and when it was changed last."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        return os.read(fd, info.st_size).decode("utf-8", "surrogateescape"), info.st_mtime
+    finally:
+        os.close(fd)
 
 
 def _make_room(base: Path) -> None:
@@ -494,12 +512,12 @@ def _make_room(base: Path) -> None:
     Processes that have one of these open can go on.
     """
     caches: list[CachedIndex] = []
+    boot = boot_id()
     for cache in cached_indexes(base):
-        with contextlib.suppress(OSError):
-            if cache.is_needless():
-                cache.delete()
-            else:
-                caches.append(cache)
+        if cache.is_needless(boot):
+            cache.delete()
+        else:
+            caches.append(cache)
     caches.sort()
     for cache in caches[: max(0, len(caches) - MOST_FOLDERS + 1)]:
         cache.delete()
