@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from casnap.backends import LocalBackend
 from casnap.mirror.mirror import Mirror
-from tests.support import servers
+from tests.support import servers, warm
 from tests.support.ranks import Pool, World
 from tests.support.sweep import STEP
 
@@ -69,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     # A script starts its background jobs with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if warm.FOLDER not in os.environ:  # a worker has that of the run
+        place = TemporaryDirectory(prefix="casnap-tests-server-")
+        os.environ[warm.FOLDER] = place.name
+        config.add_cleanup(place.cleanup)
     if config.option.basetemp is None and os.access(MEMORY, os.W_OK):
         if shutil.disk_usage(MEMORY).free < ROOM:
             return
@@ -175,12 +179,12 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world(_cache_dir: Path) -> Iterator[Callable[[int], World]]:
+def world(_cache_dir: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[int], World]]:
     """Return the worlds of a module by their size; see ``tests/support/ranks.py``.
 
     They end with it: each group that a rank has met in keeps a thread of gloo that polls.
     """
-    with Pool() as pool:
+    with Pool(request.module.__name__) as pool:
         yield pool.world
 
 

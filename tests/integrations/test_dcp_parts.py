@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -254,8 +253,6 @@ def test_two_ranks(world: Worlds, tmp_path: Path) -> None:
 
 def save_in_a_process(folder: str) -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    # The processes of a world are daemons, which may not have children.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     writer = CasnapWriter(Store(folder))
     pending: Any = dcp.async_save(
         state_of("interleaved", counted()),

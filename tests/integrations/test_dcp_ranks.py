@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import warnings
@@ -171,8 +170,6 @@ def save_in_background(store: Store, kind: AsyncCheckpointerType) -> None:
 
 def save_in_a_process(folder: str) -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    # The processes of a world are daemons, which may not have children.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     save_in_background(Store(folder), AsyncCheckpointerType.PROCESS)
 
 

@@ -106,11 +106,9 @@ def test_ranks_have_the_environment_of_the_test(
 
 _SESSION = """
 import os, sys
-from tests.support import ranks
 from tests.support.ranks import Pool
 from tests.ranks.test_ranks import end_session
 
-ranks._PRELOADED = ("torch.distributed",)
 with Pool() as pool:
     pool.world(2).run(end_session, os.getpid(), sys.argv[1])
 """

@@ -109,7 +109,7 @@ def take_and_restore(path: str) -> tuple[str, int, list[str]]:
 
 
 def test_ranks_of_two_hosts_take_and_restore(disk_path: Path) -> None:
-    with two_hosts(disk_path) as hosts:
+    with two_hosts(disk_path, __name__) as hosts:
         hosts.start(take_and_restore, str(disk_path / "store"))
         outcomes = hosts.outcomes()
     # Each rank shares memory with the other rank of its host.
@@ -174,7 +174,7 @@ def test_the_line_between_the_hosts_is_cut(
 ) -> None:
     """No rank hears of the other host any more, and those of host 1 cannot ask the store."""
     path = disk_path / "store"
-    with two_hosts(disk_path) as hosts:
+    with two_hosts(disk_path, __name__) as hosts:
         hosts.start(suffer_and_go_on, str(path), str(disk_path), verb, SHORT, striking)
         hosts.wait("reached")
         hosts.cut(end)
@@ -196,7 +196,7 @@ def test_the_line_between_the_hosts_is_cut(
 def test_a_host_dies(disk_path: Path, verb: str, killed: int) -> None:
     gone, left = [((0, 1), (2, 3)), ((2, 3), (0, 1))][killed]
     path = disk_path / "store"
-    with two_hosts(disk_path / "first") as hosts:
+    with two_hosts(disk_path / "first", __name__) as hosts:
         hosts.start(suffer, str(path), str(disk_path / "first"), verb, LONG, 2)
         hosts.wait("reached")
         hosts.kill(killed)
@@ -211,7 +211,7 @@ def test_a_host_dies(disk_path: Path, verb: str, killed: int) -> None:
         assert seen.error == "RankError", seen
         assert seen.ranks == gone, seen
         assert seen.seconds < LONG / 2
-    with two_hosts(disk_path / "second") as hosts:
+    with two_hosts(disk_path / "second", __name__) as hosts:
         hosts.start(go_on, str(path))
         hosts.outcomes()
     assert_store(path, {1, 3})

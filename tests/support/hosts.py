@@ -2,7 +2,7 @@
 
 ::
 
-    with two_hosts(folder) as hosts:
+    with two_hosts(folder, __name__) as hosts:
         hosts.start(work, folder)       # work(folder) on ranks 0 and 1 of host 0, 2 and 3 of host 1
         hosts.kill(1)
         outcomes = hosts.outcomes()
@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -31,7 +30,8 @@ from uuid import uuid4
 import pytest
 
 from tests.support.mounts import needs_root
-from tests.support.ranks import QUIET, forked
+from tests.support.ranks import PRELOADED, QUIET
+from tests.support.warm import Forked, forked
 from tests.support.yard import Yard
 
 RANKS_EACH = 2
@@ -45,15 +45,17 @@ class Hosts:
 
     Args:
         folder: A folder that both see.
+        module: Where the functions are that they will run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str) -> None:
         self._folder = folder
+        self._modules = (*PRELOADED, module)
         self._yard = yard_of(folder)
         # Of each host: the line to its first process, the process that keeps that one, its id, and
         # its network, which stays while it is open: a dead host takes no card from the other one.
         self._lines: list[Connection] = []
-        self._keepers: list[BaseProcess] = []
+        self._keepers: list[Forked] = []
         self._inits: list[int] = []
         self._networks: list[BinaryIO] = []
 
@@ -65,7 +67,7 @@ class Hosts:
         """
         (self._folder / "cache").mkdir()
         for number in (0, 1):
-            keeper, line = forked(_keep_host, number, str(self._folder))
+            keeper, line = forked(_keep_host, number, str(self._folder), modules=self._modules)
             self._keepers.append(keeper)
             self._lines.append(line)
         for line in self._lines:
@@ -133,11 +135,11 @@ class Hosts:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
+def two_hosts(folder: Path, module: str) -> Iterator[Hosts]:
     """Give two hosts, which end with the block; skip the test where that cannot be."""
     needs_root()
     folder.mkdir(exist_ok=True)
-    hosts = Hosts(folder)
+    hosts = Hosts(folder, module)
     try:
         try:
             hosts.begin()

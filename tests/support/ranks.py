@@ -5,18 +5,18 @@
     results = world(4).run(work, tmp_path)          # [work(tmp_path) on rank 0, ..., on rank 3]
     outcomes = world(2).run(work, expect_errors=True)    # results and exceptions, by rank
 
-The processes are forked, on first use, from a server that has imported torch and has one thread;
-they serve all worlds of a session. A process that dies or hangs in a test is replaced for the next.
+The processes are forked as they are needed (``warm.py``), and serve all worlds of a module. A
+process that dies or hangs in a test is replaced for the next.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+from tests.support.warm import Forked, forked
 
 _GRACE = 2.0
 """Seconds for a rank to say where it hangs, or to end."""
@@ -40,17 +41,14 @@ _JOINING = 300.0
 
 _JOINED = b"joined"
 
-_PRELOADED = (
+PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # every optimizer imports it
-    "casnap.restore.restore",
-    "casnap.take.take",
     "hypothesis",
-    "pytest",
 )
-"""Modules that the server imports once, so that no rank has to."""
+"""Modules that the server of ``warm.py`` imports once, so that no rank has to."""
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -121,7 +119,7 @@ class _Call(NamedTuple):
 def _serve(calls: Connection, log: str) -> None:
     """Answer calls until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(calls,), daemon=True).start()
     said = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -156,10 +154,10 @@ def _host_store(line: Connection) -> None:
         line.recv()
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
+def _end_with_parent(calls: Connection) -> None:
+    poll = select.poll()
+    poll.register(calls, select.POLLRDHUP)
+    poll.poll()
     os._exit(0)
 
 
@@ -221,23 +219,13 @@ def _portable(error: BaseException) -> BaseException:
 # --- in the test ------------------------------------------------------------------------------
 
 
-def forked(target: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
 class _Rank:
     """A process of the pool and the line to it."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, modules: tuple[str, ...]) -> None:
         self._log = log
         self._heard = 0
-        self.process, self.calls = forked(_serve, str(log))
+        self.process, self.calls = forked(_serve, str(log), modules=modules)
 
     def call(self, call: _Call) -> None:
         self._heard = self._log.stat().st_size
@@ -314,18 +302,23 @@ class World:
     @contextmanager
     def fresh(self) -> Iterator[World]:
         """Give a world of new processes, which end with the block."""
-        with Pool() as pool:
+        with Pool(*self._pool.modules) as pool:
             yield pool.world(self.size)
 
 
 class Pool:
-    """The processes that worlds are made of; it starts them as they are needed."""
+    """The processes that worlds are made of; it starts them as they are needed.
 
-    def __init__(self) -> None:
+    Args:
+        modules: Where the functions are that they will run: no rank has to import them.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self.modules = modules
         self._ranks: list[_Rank] = []
         self._started = self._groups = 0
         self._last: tuple[int, float, str] | None = None
-        self._host: tuple[BaseProcess, Connection] | None = None
+        self._host: tuple[Forked, Connection] | None = None
         self._port = 0
         self._folder = TemporaryDirectory(prefix="casnap-ranks-")
 
@@ -376,7 +369,7 @@ class Pool:
 
     def _start(self, size: int) -> None:
         if self._host is None:
-            self._host = forked(_host_store)
+            self._host = forked(_host_store, modules=self.modules)
             self._port = self._host[1].recv()
         self._replace([rank for rank in self._ranks if not rank.process.is_alive()])
         new = []
@@ -384,7 +377,7 @@ class Pool:
             self._started += 1
             log = Path(self._folder.name, f"{self._started}.log")
             log.touch()
-            new.append(_Rank(log))
+            new.append(_Rank(log, (*PRELOADED, *self.modules)))
         self._ranks += new
         for rank in new:
             # Starting is not part of the time for a call. If it died, its answer says so.
