@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import runpy
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import PRELOADED
-from tests.support.warm import run_python
+from tests.support.warm import run_and_end, run_python
 
 _CODE = """
 import runpy, subprocess, sys
@@ -47,29 +45,16 @@ class ForkedPython(subprocess.Popen[Any]):
             for number, file in enumerate((files[0], files[3], files[5])):
                 if file != -1:
                     os.dup2(file, number)
-            _run([str(arg) for arg in args[1:]], environment)
+            run_and_end(partial(_run, [str(arg) for arg in args[1:]], environment))
         self._close_pipe_fds(*files)  # type: ignore[attr-defined]
 
 
 def _run(command: list[str], environment: dict[str, str] | None) -> None:
-    """Run a script, or ``-m`` a module; end as an interpreter does, not as the caller would."""
-    status: Any = 1
-    try:
-        os.environ.update(environment or {})
-        if command[0] == "-m":
-            sys.argv[:] = command[1:]
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv[:] = command
-            runpy.run_path(command[0], run_name="__main__")
-        status = 0
-    except SystemExit as e:
-        status = e.code
-    except BaseException:  # noqa: BLE001 - all that it may raise is shown
-        traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    if isinstance(status, str):
-        print(status, file=sys.stderr, flush=True)
-    os._exit(status if isinstance(status, int) else status is not None)
+    """Run a script, or ``-m`` a module."""
+    os.environ.update(environment or {})
+    if command[0] == "-m":
+        sys.argv[:] = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = command
+        runpy.run_path(command[0], run_name="__main__")
