@@ -404,6 +404,7 @@ class Snapshot:
         rename: Rename | None = None,
         progress: Progress | None = None,
         read_once: bool | None = None,
+        reuse: bool = False,
         timeout: float | None = None,
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
@@ -430,10 +431,15 @@ class Snapshot:
                 or have each rank read for itself (False). By default, ranks that all see the store
                 through one page cache do this if they can share memory and it saves 96 MiB of
                 reading or more; otherwise each reads for itself. All other ranks read once.
+            reuse: Hash what the tensors of the state hold, and read only the chunks that differ:
+                for going back to a snapshot where much is as it is now, such as the frozen base of
+                a fine-tune. What a shard has a part of is read, as is all on a device that cannot
+                hash. Nobody else may write to the tensors meanwhile. Ranks may differ in this.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
-            What was not restored, or has no counterpart in the snapshot.
+            What was not restored, or has no counterpart in the snapshot; with ``reuse``, also how
+            many bytes were not read.
 
         Raises:
             MismatchError: State and snapshot differ. The error lists all differences. Or a
@@ -441,6 +447,7 @@ class Snapshot:
                 before.
             UnsupportedTypeError: A value cannot be decoded here; nothing was written.
             DamagedError: Stored bytes are missing or damaged.
+            DeviceError: With ``reuse``, a device computes wrong digests.
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.
         """
@@ -453,6 +460,7 @@ class Snapshot:
             allow_pickle=allow_pickle,
             progress=progress,
             read_once=read_once,
+            reuse=reuse,
             rename=rename,
         )
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
@@ -666,6 +674,7 @@ class Snapshot:
         device: torch.device | str | None = None,
         strict: bool = True,
         progress: Progress | None = None,
+        reuse: bool = False,
     ) -> RestoreReport:
         """Fill the parameters and persistent buffers of a module in place, and nothing else.
 
@@ -684,9 +693,12 @@ class Snapshot:
             strict: Whether to raise if module and snapshot differ. Otherwise what fits is filled;
                 the rest stays as it is.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+            reuse: Hash what the module holds, and read only the chunks that differ, as
+                :meth:`casnap.Snapshot.restore` does.
 
         Returns:
-            What was not filled, or has no counterpart in the module.
+            What was not filled, or has no counterpart in the module; with ``reuse``, also how many
+            bytes were not read.
 
         Raises:
             EntryNotFoundError: There is nothing below the prefix, or several ranks have own tensors
@@ -694,6 +706,7 @@ class Snapshot:
             MismatchError: With ``strict``, module and snapshot differ; the error lists all
                 differences, and nothing was written. Or two names were renamed to one.
             DamagedError: Stored bytes are missing or damaged. Tensors may hold new values already.
+            DeviceError: With ``reuse``, a device computes wrong digests.
         """
         from casnap.restore.load_into import load_into
 
@@ -706,6 +719,7 @@ class Snapshot:
                 device,
                 strict=strict,
                 progress=progress,
+                reuse=reuse,
             )
 
     # --- properties ---

@@ -50,6 +50,7 @@ def load_into(
     *,
     strict: bool,
     progress: Progress | None = None,
+    reuse: bool = False,
 ) -> RestoreReport:
     """Fill the parameters and buffers of a module in place.
 
@@ -78,13 +79,16 @@ def load_into(
     synchronize(memory_of(places).values())
     for name, shards in places.items():
         filled_boxes = zip(shards.boxes, shards.tensors, strict=True)
-        loading.add(entries[name].path, entries[name].entry, filled_boxes)
+        # On the meta device there were no values.
+        held = shards.tensors if reuse and not tensors[name].value.is_meta else ()
+        loading.add(entries[name].path, entries[name].entry, filled_boxes, held=held)
     try:
         loading.load()
     finally:
         # A sharded tensor counts its changes apart from its shards.
         torch.autograd.graph.increment_version([shards.value for shards in places.values()])
     _replace(tensors, places)
+    report.kept_bytes = loading.kept_bytes
     return report
 
 

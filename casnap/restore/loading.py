@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from casnap.format.entries import (
 from casnap.format.grid import Grid
 from casnap.format.region import Region
 from casnap.restore.indexing import Selection
+from casnap.restore.reuse import Candidate, lacking
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.progress import Progress, ProgressCounter
@@ -42,6 +43,8 @@ from casnap.state.tensors import (
     carrier_dtype,
     check_tensor,
     is_its_memory,
+    is_its_storage,
+    is_wrapper,
     itemsize_of,
 )
 from casnap.storage import (
@@ -57,6 +60,20 @@ FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
 
+class _Target(NamedTuple):
+    """What to fill.
+
+    Attributes:
+        box: Which elements of the entry.
+        tensor: The tensor.
+        held: A tensor, perhaps the same one, that may have these elements already; None for none.
+    """
+
+    box: Region | Selection
+    tensor: torch.Tensor
+    held: torch.Tensor | None
+
+
 class _Item(NamedTuple):
     """An entry to load.
 
@@ -70,7 +87,7 @@ class _Item(NamedTuple):
     path: str
     entry: KnownEntry
     content: torch.Tensor | bytearray | None
-    targets: Sequence[FillTarget] = ()
+    targets: Sequence[_Target] = ()
 
 
 class _Move(NamedTuple):
@@ -97,9 +114,13 @@ class Loading:
     Args:
         contents: The snapshot.
         progress: Called with the bytes done, and the total.
+
+    Attributes:
+        kept_bytes: How many bytes :meth:`load` did not read, since tensors held them.
     """
 
     def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
+        self.kept_bytes = 0
         self._contents = contents
         self._counter = ProgressCounter(progress, "reading")
         self._reports = progress is not None
@@ -112,6 +133,7 @@ class Loading:
         entry: Entry,
         targets: Iterable[FillTarget] | None = None,
         content: torch.Tensor | None = None,
+        held: Iterable[torch.Tensor] = (),
     ) -> None:
         """Add an entry, or parts of a tensor: only the cells that these need are read.
 
@@ -122,6 +144,8 @@ class Loading:
                 shape, of any dtype, device and strides. The boxes may overlap, the tensors to fill
                 may not. None for new memory.
             content: The content of the leaf that :meth:`load` returns; None for no leaf.
+            held: For each target, in order, a tensor that may have its elements already, such as
+                the target itself. It is hashed, and cells that are equal are not read.
 
         Raises:
             DamagedError: The entry contradicts itself.
@@ -141,9 +165,13 @@ class Loading:
             if targets is None:
                 content = allocate(entry)
                 targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)
-        parts = [(box, as_copyable(tensor.detach())) for box, tensor in targets if box.numel]
+        parts = [
+            _target(entry, box, tensor, holder)
+            for (box, tensor), holder in zip_longest(targets, held)
+            if box.numel
+        ]
         if self._reports:
-            self._counter.total += sum(box.numel for box, _ in parts) * itemsize_of(entry)
+            self._counter.total += sum(part.box.numel for part in parts) * itemsize_of(entry)
         self._items.append(_Item(path, entry, content, parts))
 
     def load_values(
@@ -184,7 +212,7 @@ class Loading:
         most = bytes_if_given("memory_budget_bytes", budget, least=0)
         try:
             with python_gc_paused():
-                fetch(self.wants(), ReadOptions(most, _preparation(self._tensors_to_fill())))
+                fetch(self._wants(), ReadOptions(most, _preparation(self._tensors_to_fill())))
         finally:
             # torch does not see what is read into memory: a backward of older values must fail.
             torch.autograd.graph.increment_version(self._tensors_to_fill())
@@ -196,9 +224,14 @@ class Loading:
         }
 
     def _tensors_to_fill(self) -> Iterator[torch.Tensor]:
-        return (tensor for item in self._items for _, tensor in item.targets)
+        return (target.tensor for item in self._items for target in item.targets)
 
-    def wants(self) -> Iterator[Want]:
+    def _wants(self) -> Iterator[Want]:
+        candidates: Iterator[Any] = self._candidates()
+        targets = (target for item in self._items for target in item.targets)
+        return lacking(candidates) if any(t.held is not None for t in targets) else candidates
+
+    def _candidates(self) -> Iterator[Want | Candidate]:
         """Yield the chunks to read; fill in the values that the entries themselves hold.
 
         Raises:
@@ -212,16 +245,38 @@ class Loading:
                 continue
             cells = self._contents.cells(path, entry)
             digests = split_digests(self._contents.digests(payload, cells, path))
+            each: list[tuple[_Target | None, Iterator[_Move]]]
             if isinstance(content, bytearray):
                 content.extend(bytes(payload.nbytes))
-                moves = _copies(cells, memoryview(content))
+                each = [(None, _copies(cells, memoryview(content)))]
             else:
                 assert isinstance(entry, TensorEntry)
-                each = (_moves(entry, cells, box, tensor) for box, tensor in item.targets)
-                moves = chain.from_iterable(each)
-            for number, nbytes, bytes_kept, sink, target in moves:
-                counting_sink = self._counting(sink, bytes_kept) if self._reports else sink
-                yield Want(digests[number], nbytes, counting_sink, path, target)
+                each = [(t, _moves(entry, cells, t.box, t.tensor)) for t in item.targets]
+            for target, moves in each:
+                for number, nbytes, bytes_kept, sink, memory in moves:
+                    counting_sink = self._counting(sink, bytes_kept) if self._reports else sink
+                    want = Want(digests[number], nbytes, counting_sink, path, memory)
+                    if target is None or target.held is None:
+                        yield want
+                    else:
+                        yield self._candidate(want, target, cells.region(number))
+
+    def _candidate(self, want: Want, target: _Target, cell: Region) -> Want | Candidate:
+        """Return a chunk with the part of a tensor that may have it; without, if it has less."""
+        box, tensor, held = target
+        if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
+            return want
+        place = cell.within(box)
+        part = held[place]
+
+        def keep() -> None:
+            if held is not tensor:
+                fill(tensor[place], part)
+            self.kept_bytes += want.nbytes
+            if self._reports:
+                self._counter.add(want.nbytes)
+
+        return Candidate(want, part, keep)
 
     def _fill_inline(self, item: _Item, payload: Payload) -> None:
         inline, path = payload.inline, item.path
@@ -229,7 +284,7 @@ class Loading:
             raise DamagedError(f"{self._contents.label}: {path} is cut off", (path,))
         if isinstance(item.content, bytearray):
             item.content.extend(inline)
-        for box, tensor in item.targets:
+        for box, tensor, _ in item.targets:
             assert isinstance(item.entry, TensorEntry)
             region = Region.whole(item.entry.shape)
             elements = elements_of(item.entry, memoryview(bytearray(inline)), region)
@@ -258,6 +313,18 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
         raise DamagedError(f"{contents.label}: {path}: {e}", (path,)) from e
     except StateError as e:
         raise type(e)(f"{contents.label}: {path}: {e}") from e
+
+
+def _target(
+    entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
+) -> _Target:
+    """Return what to fill, with what may hold it, if the cells of that can be hashed."""
+    target = as_copyable(tensor.detach())
+    if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
+        return _Target(box, target, None)
+    holder = target if held is tensor else as_copyable(held.detach())
+    is_alike = holder.dtype == carrier_dtype(entry) and tuple(holder.shape) == box.sizes
+    return _Target(box, target, holder if is_alike else None)
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ import msgspec
 import torch
 
 from casnap.errors import CasnapError, MismatchError, retold
-from casnap.format.entries import ContainerEntry, Entry, ValueEntry, check_known
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry, check_known
 from casnap.format.names import component_of, key_of, rank_names
 from casnap.format.records import Root
+from casnap.format.region import Region
 from casnap.ranks.comm import Comm
 from casnap.restore.comparison import compare, load_what_fits, load_whole, why_refused
 from casnap.restore.key_state import KeyState, key_state
@@ -30,7 +31,7 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
-from casnap.state.flatten import inflate
+from casnap.state.flatten import fill_targets, inflate
 from casnap.state.overlap import fill_shared_memory
 from casnap.state.sharded import Shards
 from casnap.state.stateful import (
@@ -53,6 +54,7 @@ class RestoreOptions:
     allow_pickle: bool = False
     progress: Progress | None = None
     read_once: bool | None = None
+    reuse: bool = False
     rename: Rename | None = None
 
 
@@ -99,7 +101,9 @@ def restore(
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
             check_pickle_allowed(path, entry.kind)
     comm.enter_phase("reading")
-    known, leaves = _load(contents, entries, targets, options, comm, agreed)
+    held = _held(states) if options.reuse else {}
+    known, leaves, kept_bytes = _load(contents, entries, targets, held, options, comm, agreed)
+    report.kept_bytes = kept_bytes
     for state in states:
         known |= state.known
     # No rank changes its state before all ranks have read everything.
@@ -190,6 +194,16 @@ def _compared(
             states.append(state)
         targets |= targets_of(states[-1])
     return states, targets
+
+
+@without_torch_modes()
+def _held(states: Iterable[KeyState]) -> dict[str, Shards]:
+    """Return the live tensors by path, also those whose loader gets new ones to fill."""
+    return {
+        path: shards
+        for state in states
+        for path, shards in fill_targets(state.current, state.component).items()
+    }
 
 
 def _load_state(state: KeyState, value: Any, report: RestoreReport, *, strict: bool) -> None:
@@ -352,14 +366,16 @@ def _load(
     contents: Contents,
     entries: dict[str, Entry],
     targets: Mapping[str, Shards],
+    held: Mapping[str, Shards],
     options: RestoreOptions,
     comm: Comm,
     agreed: _Agreed,
-) -> tuple[dict[str, Any], dict[str, Leaf]]:
+) -> tuple[dict[str, Any], dict[str, Leaf], int]:
     """Read all entries, into their targets if they have some; together, unless that costs more.
 
     Returns:
-        What is no tensor, decoded; and the leaves of the tensors.
+        What is no tensor, decoded; the leaves of the tensors; and how many bytes of these were not
+        read, since tensors in ``held`` had them.
     """
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
@@ -375,11 +391,12 @@ def _load(
     synchronize(memory.values())
     for path, entry in entries.items():
         shards = None if path in grouped_paths else targets.get(path)
+        holders = _holders(entry, shards, held.get(path))
         if shards is None:
-            loading.add(path, entry)
+            loading.add(path, entry, held=holders)
         else:
             pairs = zip(shards.boxes, shards.tensors, strict=True)
-            loading.add(path, entry, pairs, shards.value)
+            loading.add(path, entry, pairs, shards.value, holders)
     fetch = None
     if options.read_once is not False:
         # One page cache reads each byte once by itself, and passes it on faster than sockets do.
@@ -392,4 +409,20 @@ def _load(
     for group in groups:
         if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
-    return known, leaves
+    return known, leaves, loading.kept_bytes
+
+
+def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
+    """Return which live tensors may hold what is to be read, box by box; none if no box is alike.
+
+    Args:
+        entry: The entry.
+        target: What is filled; None for new memory.
+        live: What is there now.
+    """
+    if live is None or not isinstance(entry, TensorEntry):
+        return ()
+    if target is not None and target.value is live.value:
+        return target.tensors
+    boxes = (Region.whole(entry.shape),) if target is None else target.boxes
+    return live.tensors if live.boxes == boxes else ()

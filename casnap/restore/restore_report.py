@@ -1,4 +1,4 @@
-"""The report of a restore: what it left out."""
+"""The report of a restore: what it left out, and what it had not to read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ class RestoreReport:
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words.
         left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.
+        kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
+            held them. A tied tensor counts under each of its names.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
+    kept_bytes: int = 0
 
     def __bool__(self) -> bool:
         """Whether anything of the state was left alone."""

@@ -44,6 +44,7 @@ class PlanLoad:
         values: What it holds, by the names in DCP.
         planner: Gets what is read.
         allow_pickle: Whether to unpickle pickled values.
+        reuse: Whether to read only what the tensors do not hold.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class PlanLoad:
         values: Mapping[str, Stored],
         planner: LoadPlanner,
         allow_pickle: bool,
+        reuse: bool,
     ) -> None:
         self._contents = contents
         self._values = values
         self._planner = planner
         self._allow_pickle = allow_pickle
+        self._reuse = reuse
 
     @torch.no_grad()
     @without_torch_modes()
@@ -80,7 +83,8 @@ class PlanLoad:
             by_path.setdefault(part.value.path, []).append(i)
         for path, numbers in by_path.items():
             fills = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
-            loading.add(path, parts[numbers[0]].value.entry, fills)
+            held = [parts[i].target for i in numbers] if self._reuse else ()
+            loading.add(path, parts[numbers[0]].value.entry, fills, held=held)
         trees = self._contents.trees(own_rank())
         for item in objects:
             for path, entry in entries_below(trees, self._values[item.storage_index.fqn].path):

@@ -49,6 +49,8 @@ class CasnapReader(StorageReader):
         allow_pickle: Unpickle values that were saved with ``allow_pickle=True``. Use this only for
             a store that you trust as you trust code.
         read_once: Read each stored byte on one rank, which passes it on to the others.
+        reuse: Hash what the tensors of the state hold, and read only the chunks that differ, as
+            :meth:`casnap.Snapshot.restore` does.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
@@ -62,6 +64,7 @@ class CasnapReader(StorageReader):
         *,
         allow_pickle: bool = False,
         read_once: bool = True,
+        reuse: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -69,6 +72,7 @@ class CasnapReader(StorageReader):
         self._place = SnapshotPath.of(where, storage_options)
         self._allow_pickle = allow_pickle
         self._read_once = read_once
+        self._reuse = reuse
         self._timeout = timeout
         self._contents: Contents | None = None
         self._values: dict[str, Stored] = {}
@@ -159,7 +163,7 @@ class CasnapReader(StorageReader):
             commit = contents.row.commit.hex()
             comm.check_same(f"the commit of {contents.label}", commit, agreed.commit.hex())
             comm.check_same("the option read_once=", self._read_once, agreed.read_once)
-            loaded = PlanLoad(contents, self._values, planner, self._allow_pickle)
+            loaded = PlanLoad(contents, self._values, planner, self._allow_pickle, self._reuse)
             loaded.run(plan, fetch if comm.size > 1 and self._read_once else None)
             comm.all_gather(b"")
         future: Future[None] = Future()

@@ -1,0 +1,132 @@
+"""What tensors hold already: cells are hashed where they lie, and equal ones are not read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from casnap.format.digest import Digest, digest_of
+from casnap.runtime.buffers import view_at
+from casnap.runtime.threads import Crew, SharedItems, cores
+from casnap.storage import Want
+
+# What is hashed together: a device does so in few launches, and its copies of what is not
+# contiguous take memory.
+_WINDOW_BYTES, _WINDOW_CELLS = 256 << 20, 1 << 14
+_MOST_THREADS = 8
+# Less is hashed sooner than threads start.
+_SHARE_BYTES = 1 << 20
+_numbers = random.SystemRandom()
+
+
+class Candidate(NamedTuple):
+    """A chunk to read, unless a tensor holds it.
+
+    Attributes:
+        want: The chunk.
+        part: The part of a tensor that has its very elements, if they are equal.
+        keep: Called if they are.
+    """
+
+    want: Want
+    part: torch.Tensor
+    keep: Callable[[], None]
+
+
+def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
+    """Yield the chunks that have to be read; keep the others.
+
+    The parts are hashed on the calling thread's current stream of their device, or by threads of
+    the host. Until this comes to them they may be written to: they count as what they hold then.
+
+    Args:
+        candidates: The chunks; those that no tensor can hold are wants.
+
+    Raises:
+        DeviceError: A device does not hash as it should.
+    """
+    window, nbytes = list[Candidate](), 0
+    for each in candidates:
+        if isinstance(each, Want):
+            yield each
+            continue
+        window.append(each)
+        nbytes += each.want.nbytes
+        if nbytes >= _WINDOW_BYTES or len(window) == _WINDOW_CELLS:
+            yield from _lacking_of(window)
+            window, nbytes = [], 0
+    yield from _lacking_of(window)
+
+
+def _lacking_of(window: Sequence[Candidate]) -> Iterator[Want]:
+    by_device: dict[torch.device, list[Candidate]] = {}
+    for each in window:
+        by_device.setdefault(each.part.device, []).append(each)
+    for device, candidates in by_device.items():
+        parts = [each.part for each in candidates]
+        digests = _by_host(parts) if device.type == "cpu" else _by_device(device, parts)
+        kept = list[Candidate]()
+        for each, digest in zip(candidates, digests, strict=True):
+            if digest == each.want.digest:
+                kept.append(each)
+            else:
+                yield each.want
+        if kept and device.type != "cpu":
+            _audit(device, _numbers.choice(kept))
+        for each in kept:
+            each.keep()
+
+
+def _by_host(parts: Sequence[torch.Tensor]) -> list[Digest]:
+    digests: dict[int, Digest] = {}
+    nbytes = sum(part.nbytes for part in parts)
+    threads = max(1, min(cores(), _MOST_THREADS, nbytes // _SHARE_BYTES))
+    with Crew() as crew:
+        source = SharedItems(enumerate(parts), crew)
+
+        def work() -> None:
+            for i, part in source:
+                digests[i] = _digest(part)
+
+        crew.start(work, threads - 1)
+        work()
+    return [digests[i] for i in range(len(parts))]
+
+
+def _digest(part: torch.Tensor) -> Digest:
+    contiguous = part.to("cpu").contiguous()
+    return digest_of(view_at(contiguous.data_ptr(), contiguous.nbytes))
+
+
+def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
+    """Return the digests; None for those that the device does not compute: they are read."""
+    from casnap.state.device_hash import Run, hasher_of  # which needs numpy
+
+    digests: list[Digest | None] = [None] * len(parts)
+    hasher = hasher_of(device)
+    if hasher is None:
+        return digests
+    try:
+        runs = {i: Run(part.contiguous(), (part.nbytes,)) for i, part in enumerate(parts)}
+        hashable = [i for i, run in runs.items() if run.is_hashable]
+        computed = hasher.digests(runs[i] for i in hashable)
+    except torch.OutOfMemoryError:
+        return digests
+    for i, digest in zip(hashable, computed, strict=True):
+        digests[i] = digest
+    return digests
+
+
+def _audit(device: torch.device, kept: Candidate) -> None:
+    """Have the host hash what a device says that it holds.
+
+    Raises:
+        DeviceError: It does not.
+    """
+    from casnap.state.device_hash import distrusted
+
+    if _digest(kept.part) != kept.want.digest:
+        raise distrusted(device, f"it does not hold what it says of {kept.want.path}")
