@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import casnap.state
 from casnap import Snapshot, StateDict, Store, release_memory
+from casnap.format.digest import Digest
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from casnap.restore import reuse
 from casnap.serving import Follower
+from casnap.state import device_hash
 from casnap.take import staging
+from tests.support import hashing_device
 from tests.support.late_device import Stream, module, run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,6 +95,50 @@ def load(path: Path, out: torch.Tensor) -> None:
 
 def load_by_dcp(path: Path, out: torch.Tensor) -> None:
     dcp.load({"s": {"x": out}}, storage_reader=CasnapReader(path), no_dist=True)
+
+
+def kept(fill: Callable[[Path, torch.Tensor], object], path: Path) -> None:
+    """Fill a tensor that holds all, of which the caller's stream still changes a row.
+
+    It is hashed on a stream that follows none of the caller's.
+    """
+    x = expected()
+    snapshot = Store(path / "run", chunk_size="64K").take({"s": StateDict(x=x)}, "step")
+    out = x.to("late")
+    module.synchronize("late")
+
+    def elsewhere(runs: Iterable[device_hash.Run]) -> list[Digest]:
+        with module.stream(Stream("late")):
+            return digests(runs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_hash, "_hashers", {})
+        patch.setattr(casnap.state, "device_kernels", hashing_device, raising=False)
+        # The last row is audited.
+        patch.setattr(reuse._numbers, "choice", lambda kept: kept[-1])
+        hasher = device_hash.hasher_of(out.device)
+        assert hasher is not None
+        digests = hasher.digests
+        patch.setattr(hasher, "digests", elsewhere)
+        with module.stream(Stream("late")):
+            out[0].add_(7)
+            fill(Path(snapshot.path), out)
+    with module.stream(Stream("late")):
+        assert torch.equal(out.cpu(), x)
+
+
+def restore_kept(path: Path, out: torch.Tensor) -> None:
+    assert Snapshot(path).restore({"s": StateDict(x=out)}, reuse=True).kept_bytes
+
+
+def load_kept(path: Path, out: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("x", out)
+    assert Snapshot(path).load_into(module, "s", reuse=True).kept_bytes
+
+
+def load_kept_by_dcp(path: Path, out: torch.Tensor) -> None:
+    dcp.load({"s": {"x": out}}, storage_reader=CasnapReader(path, reuse=True), no_dist=True)
 
 
 def read_of_numpy(path: Path) -> None:
@@ -194,6 +243,9 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "load of an overlap by dcp": load_of_an_overlap_by_dcp,
     "restore an optimizer": restore_an_optimizer,
     "save by dcp": save_by_dcp,
+    "restore what is held": partial(kept, restore_kept),
+    "load what is held": partial(kept, load_kept),
+    "load what is held by dcp": partial(kept, load_kept_by_dcp),
     "follow": follow,
 }
 # What is left out, the scenario that notices it, and whether default streams are late or prompt.
@@ -206,6 +258,9 @@ WAITS = [
     ("casnap.take.staging._copied", piece_without_owner, "take in the background", PROMPT),
     ("casnap.restore.restore.synchronize", nothing, "restore", LATE),
     ("casnap.restore.restore.synchronize", nothing, "restore an optimizer", LATE),
+    ("casnap.restore.restore.synchronize", nothing, "restore what is held", LATE),
+    ("casnap.restore.load_into.synchronize", nothing, "load what is held", LATE),
+    ("casnap.integrations.dcp.load.synchronize", nothing, "load what is held by dcp", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read of numpy", LATE),
     ("casnap.restore.load_into.synchronize", nothing, "load", LATE),
