@@ -11,15 +11,17 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from casnap.errors import DeviceError
+from casnap.errors import DeviceError, UnavailableError
 from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.runtime.environment import hashes_on_device
-from casnap.runtime.fork import new_lock
+from casnap.runtime.fork import in_child, new_lock
+from casnap.runtime.threads import Worker
 from casnap.state.devices import as_current, name_of
 
 _log = logging.getLogger("casnap")
@@ -195,6 +197,9 @@ _lock = new_lock()
 # None for a device that hashes nothing.
 _hashers: dict[torch.device, DeviceHasher | None] = {}
 _distrusted: list[torch.device] = []
+# The devices whose hashers threads are making.
+_in_the_making: set[torch.device] = set()
+in_child(_in_the_making.clear)
 
 
 def hasher_of(device: torch.device) -> DeviceHasher | None:
@@ -207,7 +212,7 @@ def hasher_of(device: torch.device) -> DeviceHasher | None:
     Raises:
         DeviceError: The device computes wrong digests.
     """
-    if device.type in ("cpu", "meta") or _distrusted or not hashes_on_device():
+    if not _may_hash(device):
         return None
     with _lock:
         if device not in _hashers:
@@ -216,6 +221,35 @@ def hasher_of(device: torch.device) -> DeviceHasher | None:
             except torch.OutOfMemoryError:
                 return None  # perhaps there is memory next time
         return _hashers[device]
+
+
+def _may_hash(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta") and not _distrusted and hashes_on_device()
+
+
+def hasher_if_made(device: torch.device) -> DeviceHasher | None:
+    """Return the hasher of a device if there is one by now; else have a thread make it.
+
+    So nobody waits for a compiler. The thread logs it if the device computes wrong digests.
+    """
+    if not _may_hash(device):
+        return None
+    if device not in _hashers and device not in _in_the_making:
+        _in_the_making.add(device)
+        try:
+            Worker(partial(_make, device), "casnap-device-hash", in_background=True).start()
+        except UnavailableError:
+            _in_the_making.discard(device)
+    return _hashers.get(device)
+
+
+def _make(device: torch.device) -> None:
+    try:
+        hasher_of(device)
+    except DeviceError as e:
+        _log.error("%s", e)
+    finally:
+        _in_the_making.discard(device)
 
 
 def _proven(device: torch.device) -> DeviceHasher | None:

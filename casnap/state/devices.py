@@ -29,7 +29,7 @@ def _module_of(device: torch.device) -> Any:
 
 def synchronize(contents: Iterable[object]) -> None:
     """Wait for what the calling thread has begun on the devices of these tensors."""
-    for device in _devices(contents):
+    for device in devices_of(contents):
         module = _module_of(device)
         if hasattr(module, "current_stream"):
             module.current_stream(device).synchronize()
@@ -44,7 +44,7 @@ def synchronize_workers(contents: Iterable[object]) -> None:
     """
     contents = list(contents)
     synchronize(contents)
-    for device in _devices(contents):
+    for device in devices_of(contents):
         module = _module_of(device)
         if hasattr(module, "default_stream"):
             module.default_stream(device).synchronize()
@@ -54,13 +54,14 @@ def synchronize_workers(contents: Iterable[object]) -> None:
 
 def synchronize_devices(contents: Iterable[object]) -> None:
     """Wait for all that any thread has begun on the devices of these tensors."""
-    for device in _devices(contents):
+    for device in devices_of(contents):
         module = _module_of(device)
         if hasattr(module, "synchronize"):
             module.synchronize(device)
 
 
-def _devices(contents: Iterable[object]) -> set[torch.device]:
+def devices_of(contents: Iterable[object]) -> set[torch.device]:
+    """Return the accelerators that these tensors are on."""
     tensors = (c for c in contents if isinstance(c, torch.Tensor))
     return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
 

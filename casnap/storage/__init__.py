@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.table import row_of as row_of
     from casnap.storage.writing.handovers import Handover as Handover
     from casnap.storage.writing.hooks import CommitHooks as CommitHooks
+    from casnap.storage.writing.reliance import Reliance as Reliance
     from casnap.storage.writing.retries import again as again
     from casnap.storage.writing.session import Session as Session
 
@@ -110,6 +111,7 @@ _NAMES = {
     "snapshots.table": "Table check_free check_path_is_free row_of",
     "writing.handovers": "Handover",
     "writing.hooks": "CommitHooks",
+    "writing.reliance": "Reliance",
     "writing.retries": "again",
     "writing.session": "Session",
 }

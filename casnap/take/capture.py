@@ -22,7 +22,7 @@ from casnap.format.region import Region
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.devices import synchronize
+from casnap.state.devices import devices_of, synchronize
 from casnap.state.flatten import flatten
 from casnap.state.numpy_values import is_numpy
 from casnap.state.parts import check_state
@@ -94,6 +94,8 @@ class CapturedState:
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
         sharded: Whether any leaf is a sharded tensor.
         assigned: Leaf → what of it this rank hashes, where other ranks hold it too.
+        devices: The accelerators that hold some of it.
+        has_tensors: Whether it still refers to its tensors.
 
     Raises:
         UnsupportedTypeError: A path is too long.
@@ -107,6 +109,7 @@ class CapturedState:
         self.inline: dict[int, KnownEntry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
+        self.has_tensors = True
         leaf_by_address: dict[int, int] = {}
         # The tensors that may be in other memory than the host's.
         elsewhere: list[torch.Tensor] = []
@@ -143,6 +146,7 @@ class CapturedState:
                         self.same_as[i] = twin
             # Other threads copy from the GPU, so what the caller has begun there must end first.
             synchronize(elsewhere)
+        self.devices = devices_of(elsewhere)
 
     def assign(self, assigned: dict[int, Assignment]) -> None:
         """Hash only these parts of the leaves that other ranks hold too."""
@@ -166,6 +170,7 @@ class CapturedState:
     def drop_tensors(self) -> None:
         """Keep only the paths and entries: the bytes have been copied."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
+        self.has_tensors = False
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
         """Yield the bytes that this rank hashes, each memory once; parts of cells come first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
@@ -99,6 +99,23 @@ class Hasher:
             piece.ready()
         cells[piece.first_cell] = bytes(piece.view)
         return True
+
+    def note_known(self, piece: Piece, digests: list[Digest]) -> None:
+        """Note the digests of chunks that the store has, and that were hashed elsewhere."""
+        self._note([piece], digests)
+        if self._counter is not None:
+            self._counter.add(sum(piece.sizes))
+
+    def digests_of(self, piece: Piece) -> list[bytes]:
+        """Return the digests that were noted of the chunks of a piece."""
+        runs, only, cells = self.digests
+        stop = piece.first_cell + len(piece.sizes)
+        if piece.leaf in cells:
+            return [cells[piece.leaf][cell] for cell in range(piece.first_cell, stop)]
+        if piece.leaf in runs:
+            of_run = runs[piece.leaf][piece.first_cell * DIGEST_SIZE : stop * DIGEST_SIZE]
+            return list(split_digests(bytes(of_run)))
+        return [only[piece.leaf]]
 
     def _note(self, pieces: list[Piece], digests: list[Digest]) -> None:
         """Note the digests of the chunks of some pieces."""

@@ -98,20 +98,38 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
             return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
         # There may be many of these, so not one object more than needed.
         return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
+    if content.is_contiguous():
+        return _runs_on_device(number, grid, _bytes_of(content))
     held = HeldBox(Region.whole(grid.shape), as_copyable(content))
     return pieces_between(number, held, grid, 0)
 
 
 def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
+    for first_cell, sizes, start, stop in _runs_in_row(grid):
+        yield Piece(number, first_cell, sizes, view[start:stop], owner)
+
+
+def _runs_on_device(number: int, grid: Grid, content: torch.Tensor) -> Iterator[Piece]:
+    for first_cell, sizes, start, stop in _runs_in_row(grid):
+        yield Piece(number, first_cell, sizes, b"", on_device=content[start:stop])
+
+
+def _runs_in_row(grid: Grid) -> Iterator[tuple[int, list[int], int, int]]:
+    """Yield runs of cells that lie in a row: the first cell, the bytes of each, begin and end."""
     first_cell, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
         if sizes and total + size > PIECE_BYTES:
-            yield Piece(number, first_cell, sizes, view[start : start + total], owner)
+            yield first_cell, sizes, start, start + total
             first_cell, start, sizes, total = first_cell + len(sizes), start + total, [], 0
         sizes.append(size)
         total += size
     if sizes:
-        yield Piece(number, first_cell, sizes, view[start:], owner)
+        yield first_cell, sizes, start, start + total
+
+
+def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in a row."""
+    return as_copyable(contiguous).reshape(-1).view(torch.uint8)
 
 
 def pieces_between(
@@ -144,8 +162,7 @@ def _piece(number: int, first_cell: int, sizes: list[int], held: HeldBox, region
     assert isinstance(content, torch.Tensor)
     elements = content[region.within(held.region)].contiguous()
     if not elements.is_cpu:
-        on_device = elements.reshape(-1).view(torch.uint8)
-        return Piece(number, first_cell, sizes, b"", on_device=on_device)
+        return Piece(number, first_cell, sizes, b"", on_device=_bytes_of(elements))
     return Piece(number, first_cell, sizes, view_at(elements.data_ptr(), elements.nbytes), elements)
 
 

@@ -9,19 +9,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
-from casnap.errors import StateError, StorageFullError, UnavailableError
+from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
 from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.storage import (
+    Reliance,
     Repository,
     Session,
     again,
 )
 from casnap.take import pending as background
 from casnap.take.agreement import agree
+from casnap.take.asking import Asking, hashers_for
 from casnap.take.capture import StateSource
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
@@ -50,7 +53,7 @@ def take(
     with background.turn:
         background.wait_for_room(repository.config.store_id, name, options, is_alone=comm.size == 1)
         steps.begin(source)
-        result = steps.store(lambda nbytes: batched(steps.pieces(), nbytes), lambda: True)
+        result = steps.store(steps.live_pieces, lambda: True)
     options.attempt.note_stored(result.row)
     return result
 
@@ -72,6 +75,7 @@ def async_take(
             store_id = repository.config.store_id
             background.wait_for_room(store_id, name, options, is_alone=comm.size == 1)
             steps.begin(source)
+            steps.begin_asking()
             copies = StagedCopies(options.staging_bytes, options.threads)
             in_call = steps.requests()
             pending = PendingTake(
@@ -80,7 +84,7 @@ def async_take(
             try:
                 if options.max_pending > 1:
                     comm.leave()
-                copies.fill(steps.pieces(), when_full=pending.start)
+                copies.fill(steps.pieces_to_copy(), when_full=pending.start)
                 steps.state.drop_tensors()
                 pending.start()
             except BaseException as e:
@@ -90,14 +94,36 @@ def async_take(
                         run_shielded(lambda _: copies.release())
                     except UnavailableError:
                         copies.release()
+                    steps.end_reliance()
                     steps.tell_ranks_later(e)
                 pending.note_seen()
                 raise
             return pending
     except BaseException as e:
         if pending is None:
+            steps.end_reliance()
             comm.__exit__(type(e), e, None)
         raise
+
+
+class _Source(NamedTuple):
+    """The bytes that a take hashes on the host.
+
+    Attributes:
+        batches: Returns them in batches of so many bytes.
+        asking: What knows the rest: it stays on devices, and the store has it. None if there is no
+            rest.
+    """
+
+    batches: Batches
+    asking: Asking | None
+
+
+_GONE = (
+    "a garbage collector whose grace was shorter than this take has deleted chunks that the store "
+    "had at the call. They stayed on the device, so they cannot be written anew: take again, and "
+    "give `casnap gc` a longer --grace. With CASNAP_DEVICE_HASH=off all is copied at the call"
+)
 
 
 class _Steps:
@@ -117,6 +143,10 @@ class _Steps:
         self._options = options
         self._comm = comm
         self._requests_before = Counter[str]()
+        # Of an async take: what it relies on from the call on, and whether that is gone.
+        self._asking: Asking | None = None
+        self._reliance: Reliance | None = None
+        self._is_gone = False
 
     def begin(self, source: StateSource) -> None:
         """Do the steps that need the caller's state: agree, capture, divide the steps."""
@@ -148,6 +178,39 @@ class _Steps:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.state.pieces(self._comm.rank / self._comm.size)
 
+    def live_pieces(self, session: Session) -> _Source:
+        """Return what a session has to hash, from the state itself."""
+        hashers = hashers_for(self.state, session.base.root)
+        if not hashers:
+            return _Source(lambda nbytes: batched(self.pieces(), nbytes), None)
+        store_id = self._repository.config.store_id
+        asking = Asking(self.state, hashers, session.rely_on, store_id)
+        return _Source(lambda nbytes: batched(asking.unknown(self.pieces()), nbytes), asking)
+
+    def begin_asking(self) -> None:
+        """Begin to ask the store in the call, if a device can hash: what is known stays there."""
+        store = self._repository
+        root = self._base_root or store.recent()
+        hashers = hashers_for(self.state, root) if self.state.devices else {}
+        if hashers:
+            # Collectors are to see it at once: what stays on the device cannot be written anew. In
+            # an object store, rank 0 announces the take of all ranks.
+            is_seen = self._comm.rank == 0 or not store.backend.costly_requests
+            self._reliance = Reliance(
+                store, self._base_root, announced=root.seq if is_seen else None, at_once=True
+            )
+            rely_on = self._reliance.rely_on
+            self._asking = Asking(self.state, hashers, rely_on, store.config.store_id)
+
+    def pieces_to_copy(self) -> Iterable[Piece]:
+        """Return what an async take has to copy in the call."""
+        return self.pieces() if self._asking is None else self._asking.unknown(self.pieces())
+
+    def end_reliance(self) -> None:
+        """Have collectors wait no more for what the call relied on."""
+        if self._reliance is not None:
+            self._reliance.end()
+
     def requests(self) -> Counter[str]:
         """Return how many requests it has made so far, by kind."""
         return Counter(self._repository.backend.requests) - self._requests_before
@@ -174,9 +237,13 @@ class _Steps:
                         root = self._repository.recent()
                     self._base_root = comm.broadcast_message(root, Root)
                     self._comm = comm
-                return self.store(copies.batches, copies.rewind)
+                return self.store(
+                    lambda _: _Source(copies.batches, self._asking),
+                    lambda: not self._is_gone and copies.rewind(),
+                )
             finally:
                 copies.release()
+                self.end_reliance()
 
     def _background_ranks(self) -> Comm:
         """Return the ranks as they meet for the part of an async take in the background."""
@@ -201,13 +268,13 @@ class _Steps:
 
     # --- storing ---
 
-    def store(self, batches: Batches, rewind: Callable[[], bool]) -> TakeResult:
+    def store(self, source: Callable[[Session], _Source], rewind: Callable[[], bool]) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
 
         Starts again where a collector was faster, or has made room on a full disk.
 
         Args:
-            batches: Returns the pieces in batches of so many bytes.
+            source: Returns what a session has to hash.
             rewind: Has that begin again; returns whether it can.
 
         Raises:
@@ -217,7 +284,7 @@ class _Steps:
         limit = self._options.threads
         return again(
             self._repository,
-            lambda: run_shielded(lambda crew: self._store_once(batches, crew), limit),
+            lambda: run_shielded(lambda crew: self._store_once(source, crew), limit),
             f"{self._name}: the take",
             on_full=self._make_room,
             rewind=lambda: self._rewind(rewind),
@@ -229,6 +296,7 @@ class _Steps:
         if not comm.resume(error):
             raise error
         # Until all ranks have deleted what they wrote, and are announced no more.
+        self.end_reliance()
         comm.all_gather(b"")
         if comm.rank == 0:
             self._options.hooks.on_full(error, self._count_bytes)
@@ -246,7 +314,7 @@ class _Steps:
             self._base_root = comm.broadcast_message(newest, Root)
         return True
 
-    def _store_once(self, batches: Batches, crew: Crew) -> TakeResult:
+    def _store_once(self, source: Callable[[Session], _Source], crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options
         with Session(
             self._repository,
@@ -254,14 +322,19 @@ class _Steps:
             self._codec,
             self._requests_before,
             self._base_root,
+            self._reliance,
             puts_root=comm.rank == 0,
         ) as session:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.state, session, options.progress)
+            batches, asking = source(session)
             if self._division.is_single_process:
                 hasher.hash_all(batches, crew)
             else:
                 Exchange(comm, crew, self._division).run(batches, hasher.hash)
+            if asking is not None:
+                self._adopt(session)
+                asking.settle(hasher)
             comm.enter_phase("assembling the manifest")
             with python_gc_paused():
                 summary = build_manifest(
@@ -278,3 +351,15 @@ class _Steps:
             finally:
                 if session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
+
+    def _adopt(self, session: Session) -> None:
+        """Have a session rely on what the call relied on.
+
+        Raises:
+            FencedError: Some of it is gone.
+        """
+        try:
+            session.adopt()
+        except FencedError as e:
+            self._is_gone = True
+            raise FencedError(_GONE) from e

@@ -62,6 +62,13 @@ class ReusedPacks:
         self._note({**places, **links})
         return [places[digest] for digest in digests]
 
+    def add(self, earlier: ReusedPacks) -> None:
+        """Rely also on what an earlier view was relied on for; :meth:`confirm` has to follow."""
+        with self._lock:
+            for pack, digests in earlier._digests.items():
+                self._digests.setdefault(pack, bytearray()).extend(digests)
+            self._lost |= earlier._lost
+
     def _note(self, places: Mapping[Digest, Place | None]) -> None:
         with self._lock:
             for digest, place in places.items():

@@ -49,8 +49,8 @@ from casnap.storage.writing.copying import Report, codec_among, copy_verified, o
 from casnap.storage.writing.delta_copies import DeltaCopier
 from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
+from casnap.storage.writing.reliance import Reliance
 from casnap.storage.writing.retries import put_root_after
-from casnap.storage.writing.reused_packs import ReusedPacks
 from casnap.storage.writing.segments import add_segment, write_segments
 
 # About so many bytes of lists of the table stand in the hints of a commit.
@@ -77,6 +77,7 @@ class Session:
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         puts_root: Whether this process is to put the root, so that it has to know whether the place
             keeps writers apart.
+        earlier: What was relied on before it begins; see :meth:`adopt`.
         copies: Whether chunks are copied out of packs. Of such sessions of this process, each waits
             for the one before.
         dry_run: Whether it is only asked what it could rely on; it then leaves no trace.
@@ -86,7 +87,6 @@ class Session:
         base: The index as the root sees it that this change is based on.
         commit_id: The commit id of the root to be put.
         new_packs: The packs that it writes.
-        renew_announcement: To be called now and then while the change goes on.
         may_be_referenced: Whether a root may stand, now or later, that names the new packs.
 
     Raises:
@@ -100,6 +100,7 @@ class Session:
         codec: Codec = Codec.RAW,
         requests_before: Mapping[str, int] | None = None,
         base_root: Root | None = None,
+        earlier: Reliance | None = None,
         *,
         puts_root: bool = True,
         copies: bool = False,
@@ -119,15 +120,14 @@ class Session:
             based_on = base_root or store.recent()
             store.check_writable("write to", based_on, dry_run=dry_run or not puts_root)
             self._crew = crew or stack.enter_context(Crew())
-            # Before the base is read, so that no collector frees in between what the base names. In
-            # an object store, rank 0 announces the change of all ranks.
-            self.renew_announcement: Callable[[], None] = lambda: None
-            if not dry_run and (puts_root or not store.backend.costly_requests):
-                self.renew_announcement = stack.enter_context(
-                    store.backend.announced(based_on.seq, at_once=store.announces_at_once)
-                )
-            self.base: View = store.recent_view(base_root)
-            self._reused = ReusedPacks(store, self.base)
+            # In an object store, rank 0 announces the change of all ranks.
+            is_seen = not dry_run and (puts_root or not store.backend.costly_requests)
+            reliance = Reliance(store, base_root, announced=based_on.seq if is_seen else None)
+            stack.enter_context(reliance)
+            self.base: View = reliance.base
+            self._reused = reliance.reused
+            self._earlier = earlier
+            self._renewals = [each.renew for each in (reliance, earlier) if each is not None]
             self.new_packs = NewPacks(store, self.base.root.seq, self._crew, codec)
             stack.callback(self._close)
             self._end = stack.pop_all()
@@ -155,14 +155,29 @@ class Session:
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
         """Rely on the digests that live packs hold; return a place of each, or None."""
+        self.renew_announcement()
         return self._reused.reuse(digests)
+
+    def renew_announcement(self) -> None:
+        """Have collectors go on to see the change; to be called now and then."""
+        for renew in self._renewals:
+            renew()
+
+    def adopt(self) -> None:
+        """Rely also on what was relied on before this session began.
+
+        Raises:
+            FencedError: Some of it is in no pack any more that the base names.
+        """
+        if self._earlier is not None:
+            self._reused.add(self._earlier.reused)
+            self._reused.confirm(self.base)
 
     def claim_new(self, digests: list[Digest]) -> list[bool]:
         """Return which digests the caller is to write: no live pack has them, and no other thread.
 
         The others are relied on.
         """
-        self.renew_announcement()
         is_new = [place is None for place in self.rely_on(digests)]
         return self.new_packs.claim(digests, is_new)
 

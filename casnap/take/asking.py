@@ -1,0 +1,304 @@
+"""Asking a store which chunks it has of what a device holds, so that only the others cross.
+
+The device hashes the cells where they lie. Those that the store has are noted. The others go on as
+pieces, and are hashed again on the host where they are packed: so a stored chunk is what its digest
+says, whatever the device has computed. That is compared, and of the known chunks one of each
+device, drawn at random, crosses as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+
+from casnap.errors import StateError
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
+from casnap.format.entries import INLINE_BYTES
+from casnap.format.records import Place, Root
+from casnap.runtime.buffers import view_at
+from casnap.state.device_hash import DeviceHasher, Run, distrusted, hasher_if_made
+from casnap.take.capture import CapturedState
+from casnap.take.hashing import Hasher
+from casnap.take.staging import Piece
+
+RelyOn = Callable[[list[Digest]], Sequence[Place | None]]
+"""Relies on the digests that a store has, and returns None for each other one."""
+
+# A device hashes so many bytes at a time. Memory that was made for pieces is bounded by the second.
+_WINDOW_BYTES, _MADE_BYTES = 256 << 20, 64 << 20
+# A leaf that was new in so many takes in a row is asked for in one of so many takes.
+_NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
+
+
+# --- leaves that are new in each take -----------------------------------------------------------
+
+
+class Streaks:
+    """In how many takes in a row all chunks of a leaf were new, for the takes of this process.
+
+    To hash them on the device first would be in vain.
+    """
+
+    def __init__(self) -> None:
+        self._takes = 0
+        self._new_in_a_row: dict[str, int] = {}
+
+    def is_asked(self, path: str) -> bool:
+        """Whether to ask for a leaf now."""
+        if self._new_in_a_row.get(path, 0) < _NEW_IN_A_ROW:
+            return True
+        return (self._takes + crc32(path.encode())) % _LOOKS_AGAIN == 0
+
+    def note(self, is_new: Mapping[str, bool]) -> None:
+        """Note of the leaves that a take has asked for whether all their chunks were new."""
+        self._takes += 1
+        for path, all_new in is_new.items():
+            if all_new:
+                self._new_in_a_row[path] = self._new_in_a_row.get(path, 0) + 1
+            else:
+                self._new_in_a_row.pop(path, None)
+
+
+_random = random.Random()
+# By the id of a store.
+_streaks: dict[str, Streaks] = {}
+
+
+# --- asking -------------------------------------------------------------------------------------
+
+
+class _Asked(NamedTuple):
+    """Cells that were asked for.
+
+    Attributes:
+        device: Where they lie.
+        leaf: Their leaf.
+        first_cell: The first one.
+        sizes: The bytes of each.
+        digests: Their digests, as the device has computed them.
+    """
+
+    device: torch.device
+    leaf: int
+    first_cell: int
+    sizes: Sequence[int]
+    digests: bytes
+
+    @property
+    def piece(self) -> Piece:
+        """The same cells as a piece without bytes."""
+        return Piece(self.leaf, self.first_cell, self.sizes, b"")
+
+
+class _Sample(NamedTuple):
+    """A known chunk: its leaf, its bytes on the device, and the digest that this has computed."""
+
+    leaf: int
+    memory: torch.Tensor
+    digest: Digest
+
+
+def hashers_for(state: CapturedState, root: Root) -> dict[torch.device, DeviceHasher]:
+    """Return the hashers of the devices that hold a state, as far as there are some by now.
+
+    Args:
+        state: The state.
+        root: The root that the take is based on. In a store that is empty there is nothing to ask.
+    """
+    if not state.devices or not root.segments:
+        return {}
+    hashers = {device: hasher_if_made(device) for device in state.devices}
+    return {device: hasher for device, hasher in hashers.items() if hasher is not None}
+
+
+class Asking:
+    """One question of a take: which of the cells on its devices the store has.
+
+    Args:
+        state: The state.
+        hashers: The devices that hash what they hold.
+        rely_on: Asks the store.
+        store_id: The id of the store.
+    """
+
+    def __init__(
+        self,
+        state: CapturedState,
+        hashers: Mapping[torch.device, DeviceHasher],
+        rely_on: RelyOn,
+        store_id: str,
+    ) -> None:
+        self._state = state
+        self._hashers = hashers
+        self._rely_on = rely_on
+        self._streaks = _streaks.setdefault(store_id, Streaks())
+        self._known: list[_Asked] = []
+        self._crossing: list[_Asked] = []
+        self._all_new: dict[str, bool] = {}
+        self._leaf, self._is_leaf_asked = -1, False
+        # How many known chunks each device has, and one of them.
+        self._counts: dict[torch.device, int] = {}
+        self._samples: dict[torch.device, _Sample] = {}
+
+    def unknown(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yield what has to cross, and what is on the host; at the end, check the devices.
+
+        Args:
+            pieces: All pieces of the state.
+
+        Raises:
+            DeviceError: A device has computed a wrong digest.
+            StateError: A tensor has changed meanwhile.
+        """
+        window, nbytes, made = list[Piece](), 0, 0
+        for piece in pieces:
+            memory = piece.on_device
+            if memory is None or not self._is_asked(piece, memory):
+                yield piece
+                continue
+            window.append(piece)
+            nbytes += memory.nbytes
+            # What is all of its memory may have been made for the piece.
+            made += memory.nbytes if memory.untyped_storage().nbytes() == memory.nbytes else 0
+            if nbytes >= _WINDOW_BYTES or made >= _MADE_BYTES:
+                yield from self._ask(window)
+                window, nbytes, made = [], 0, 0
+        yield from self._ask(window)
+        self._check_samples()
+        self._streaks.note(self._all_new)
+
+    def _is_asked(self, piece: Piece, memory: torch.Tensor) -> bool:
+        if piece.leaf != self._leaf:
+            path, entry, _ = self._state.leaves[piece.leaf]
+            self._leaf = piece.leaf
+            # Little that is shared by ranks stands in its entry, as it is.
+            self._is_leaf_asked = (
+                memory.device in self._hashers
+                and entry.payload.nbytes > INLINE_BYTES
+                and self._streaks.is_asked(path)
+            )
+        return self._is_leaf_asked and Run(memory, piece.sizes).is_hashable
+
+    def _ask(self, window: list[Piece]) -> Iterator[Piece]:
+        for device, hasher in self._hashers.items():
+            pieces = [p for p in window if p.on_device is not None and p.on_device.device == device]
+            try:
+                digests = hasher.digests(
+                    Run(p.on_device, p.sizes) for p in pieces if p.on_device is not None
+                )
+            except torch.OutOfMemoryError:
+                yield from pieces
+                continue
+            known = [place is not None for place in self._rely_on(digests)] if digests else []
+            start = 0
+            for piece in pieces:
+                stop = start + len(piece.sizes)
+                yield from self._divided(device, piece, digests[start:stop], known[start:stop])
+                start = stop
+
+    def _divided(
+        self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
+    ) -> Iterator[Piece]:
+        """Note the cells of a piece, and yield those that the store lacks."""
+        path, memory = self._state.leaves[piece.leaf].path, piece.on_device
+        assert memory is not None
+        self._all_new[path] = self._all_new.get(path, True) and not any(known)
+        self._draw(device, piece, digests, known)
+        cell = begin = 0
+        for is_known, run in groupby(known):
+            stop_cell = cell + len(list(run))
+            sizes = piece.sizes[cell:stop_cell]
+            stop = begin + sum(sizes)
+            asked = _Asked(
+                device,
+                piece.leaf,
+                piece.first_cell + cell,
+                sizes,
+                b"".join(digests[cell:stop_cell]),
+            )
+            if is_known:
+                self._known.append(asked)
+            else:
+                self._crossing.append(asked)
+                yield piece._replace(
+                    first_cell=asked.first_cell, sizes=sizes, on_device=memory[begin:stop]
+                )
+            cell, begin = stop_cell, stop
+
+    # --- a device is not believed ---
+
+    def _draw(
+        self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
+    ) -> None:
+        """Maybe have a known chunk of a piece be the sample, so that each is as likely to be it."""
+        count = sum(known)
+        if not count:
+            return
+        self._counts[device] = self._counts.get(device, 0) + count
+        if _random.random() * self._counts[device] < count:
+            cell = _random.choice([i for i, is_known in enumerate(known) if is_known])
+            start = sum(piece.sizes[:cell])
+            assert piece.on_device is not None
+            memory = piece.on_device[start : start + piece.sizes[cell]]
+            self._samples[device] = _Sample(piece.leaf, memory, digests[cell])
+
+    def _check_samples(self) -> None:
+        samples, self._samples = self._samples, {}
+        for device, sample in samples.items():
+            host = sample.memory.cpu()
+            if digest_of(view_at(host.data_ptr(), host.nbytes)) != sample.digest:
+                raise self._difference(device, sample)
+
+    def _difference(self, device: torch.device, sample: _Sample) -> Exception:
+        """Return the error of a chunk whose bytes have another digest than its device says."""
+        path = self._state.leaves[sample.leaf].path
+        [again] = self._hashers[device].digests([Run(sample.memory, (sample.memory.nbytes,))])
+        if again != sample.digest:
+            return StateError(
+                f"{path} changed while it was being taken; no other thread or stream may write to "
+                "the state until the call has returned"
+            )
+        return distrusted(device, f"the bytes of a chunk of {path} have another BLAKE3")
+
+    def settle(self, hasher: Hasher) -> None:
+        """Note what the store has; compare what has crossed with what the devices said.
+
+        Args:
+            hasher: The hasher of the take, which has hashed all that crossed.
+
+        Raises:
+            DeviceError: A device has computed a wrong digest.
+            StateError: A tensor has changed meanwhile.
+        """
+        for asked in self._known:
+            hasher.note_known(asked.piece, split_digests(asked.digests))
+        for asked in self._crossing:
+            if b"".join(digests := hasher.digests_of(asked.piece)) != asked.digests:
+                expected = split_digests(asked.digests)
+                differs = [a != b for a, b in zip(digests, expected, strict=True)].index(True)
+                raise self._crossed_otherwise(asked, differs)
+
+    def _crossed_otherwise(self, asked: _Asked, number: int) -> Exception:
+        """Return the error of a cell that has crossed, and has another digest here."""
+        digest = Digest(asked.digests[number * DIGEST_SIZE :][:DIGEST_SIZE])
+        cell, path = asked.first_cell + number, self._state.leaves[asked.leaf].path
+        for piece in self._state.pieces() if self._state.has_tensors else ():
+            start = cell - piece.first_cell
+            if (
+                piece.leaf == asked.leaf
+                and piece.on_device is not None
+                and 0 <= start < len(piece.sizes)
+            ):
+                begin = sum(piece.sizes[:start])
+                memory = piece.on_device[begin : begin + piece.sizes[start]]
+                return self._difference(asked.device, _Sample(asked.leaf, memory, digest))
+        return distrusted(
+            asked.device,
+            f"the bytes of a chunk of {path} have another BLAKE3, unless another thread or stream "
+            "has written to it before the call returned",
+        )
