@@ -16,8 +16,8 @@ from zlib import crc32
 
 import torch
 
-from casnap.errors import StateError
-from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
+from casnap.errors import DeviceError
+from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.format.entries import INLINE_BYTES
 from casnap.format.records import Place, Root
 from casnap.runtime.buffers import view_at
@@ -152,8 +152,7 @@ class Asking:
             pieces: All pieces of the state.
 
         Raises:
-            DeviceError: A device has computed a wrong digest.
-            StateError: A tensor has changed meanwhile.
+            DeviceError: A device has computed a wrong digest, or a tensor has changed meanwhile.
         """
         window, nbytes, made = list[Piece](), 0, 0
         for piece in pieces:
@@ -252,18 +251,16 @@ class Asking:
         for device, sample in samples.items():
             host = sample.memory.cpu()
             if digest_of(view_at(host.data_ptr(), host.nbytes)) != sample.digest:
-                raise self._difference(device, sample)
+                raise self._difference(device, sample.leaf)
 
-    def _difference(self, device: torch.device, sample: _Sample) -> Exception:
+    def _difference(self, device: torch.device, leaf: int) -> DeviceError:
         """Return the error of a chunk whose bytes have another digest than its device says."""
-        path = self._state.leaves[sample.leaf].path
-        [again] = self._hashers[device].digests([Run(sample.memory, (sample.memory.nbytes,))])
-        if again != sample.digest:
-            return StateError(
-                f"{path} changed while it was being taken; no other thread or stream may write to "
-                "the state until the call has returned"
-            )
-        return distrusted(device, f"the bytes of a chunk of {path} have another BLAKE3")
+        path = self._state.leaves[leaf].path
+        return distrusted(
+            device,
+            f"the bytes of a chunk of {path} have another BLAKE3, unless another thread or stream "
+            "wrote to it before the call had returned",
+        )
 
     def settle(self, hasher: Hasher) -> None:
         """Note what the store has; compare what has crossed with what the devices said.
@@ -272,33 +269,10 @@ class Asking:
             hasher: The hasher of the take, which has hashed all that crossed.
 
         Raises:
-            DeviceError: A device has computed a wrong digest.
-            StateError: A tensor has changed meanwhile.
+            DeviceError: A device has computed a wrong digest, or a tensor has changed meanwhile.
         """
         for asked in self._known:
             hasher.note_known(asked.piece, split_digests(asked.digests))
         for asked in self._crossing:
-            if b"".join(digests := hasher.digests_of(asked.piece)) != asked.digests:
-                expected = split_digests(asked.digests)
-                differs = [a != b for a, b in zip(digests, expected, strict=True)].index(True)
-                raise self._crossed_otherwise(asked, differs)
-
-    def _crossed_otherwise(self, asked: _Asked, number: int) -> Exception:
-        """Return the error of a cell that has crossed, and has another digest here."""
-        digest = Digest(asked.digests[number * DIGEST_SIZE :][:DIGEST_SIZE])
-        cell, path = asked.first_cell + number, self._state.leaves[asked.leaf].path
-        for piece in self._state.pieces() if self._state.has_tensors else ():
-            start = cell - piece.first_cell
-            if (
-                piece.leaf == asked.leaf
-                and piece.on_device is not None
-                and 0 <= start < len(piece.sizes)
-            ):
-                begin = sum(piece.sizes[:start])
-                memory = piece.on_device[begin : begin + piece.sizes[start]]
-                return self._difference(asked.device, _Sample(asked.leaf, memory, digest))
-        return distrusted(
-            asked.device,
-            f"the bytes of a chunk of {path} have another BLAKE3, unless another thread or stream "
-            "has written to it before the call returned",
-        )
+            if b"".join(hasher.digests_of(asked.piece)) != asked.digests:
+                raise self._difference(asked.device, asked.leaf)

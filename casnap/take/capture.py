@@ -95,7 +95,6 @@ class CapturedState:
         sharded: Whether any leaf is a sharded tensor.
         assigned: Leaf → what of it this rank hashes, where other ranks hold it too.
         devices: The accelerators that hold some of it.
-        has_tensors: Whether it still refers to its tensors.
 
     Raises:
         UnsupportedTypeError: A path is too long.
@@ -109,7 +108,6 @@ class CapturedState:
         self.inline: dict[int, KnownEntry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
-        self.has_tensors = True
         leaf_by_address: dict[int, int] = {}
         # The tensors that may be in other memory than the host's.
         elsewhere: list[torch.Tensor] = []
@@ -170,7 +168,6 @@ class CapturedState:
     def drop_tensors(self) -> None:
         """Keep only the paths and entries: the bytes have been copied."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
-        self.has_tensors = False
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
         """Yield the bytes that this rank hashes, each memory once; parts of cells come first.

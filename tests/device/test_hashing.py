@@ -7,10 +7,8 @@ import logging
 import pytest
 import torch
 
-import casnap.state
 from casnap.errors import DeviceError
 from casnap.format.digest import digest_of
-from casnap.state import device_hash
 from casnap.state.device_hash import Batch, Run, hasher_of
 from tests.support import hashing_device, late_device
 
@@ -22,9 +20,7 @@ def device(index: int = 0) -> torch.device:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have kernels for the device, of which nothing is known yet."""
-    monkeypatch.setattr(device_hash, "_distrusted", [])
-    monkeypatch.setattr(device_hash, "_hashers", {})
-    monkeypatch.setattr(casnap.state, "device_kernels", hashing_device, raising=False)
+    hashing_device.install(monkeypatch)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[Batch]:
@@ -55,6 +51,16 @@ def test_it_hashes_what_was_begun_before_and_only_digests_cross() -> None:
         digest_of(host[20_000:].numpy().tobytes()),
     ]
     assert late_device.counts["to host"] == 2 * 36
+
+
+def test_memory_that_was_made_for_it_stays_until_it_is_hashed() -> None:
+    hasher = hasher_of(device())
+    assert hasher is not None
+    x = torch.arange(20_000.0)
+    there = x.to(device())
+    assert hasher.digests(Run(there + i, (80_000,)) for i in range(3)) == [
+        digest_of((x + i).numpy().tobytes()) for i in range(3)
+    ]
 
 
 def test_a_device_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import Snapshot, StateDict
-from tests.support import late_device
+from casnap import Snapshot, StateDict, Store
+from tests.support import hashing_device, late_device
 from tests.support.ranks import World
 
 
@@ -95,3 +96,53 @@ def test_parts_on_the_devices_of_two_ranks(tmp_path: Path, world: Callable[[int]
     snapshot = Snapshot(path)
     assert torch.equal(snapshot.read_object("s/by_0"), weights())
     assert torch.equal(snapshot.read_object("s/by_1"), weights())
+
+
+# --- what the store has -----------------------------------------------------------------------
+
+
+def take_again(path: str, how: str) -> list[int]:
+    """Take twice; return the bytes that have crossed, also once some rows have changed."""
+    late_device.install()
+    rank, crossed = dist.get_rank(), list[int]()
+    with pytest.MonkeyPatch.context() as patch, late_device.module.device(rank):
+        hashing_device.install(patch, f"late:{rank}")
+        parts = {f"by_{dim}": sharded(weights(), dim) for dim in range(2)}
+        live = {**state(f"late:{rank}"), "parts": StateDict(**parts)}
+        for number in range(3):
+            if number == 2:
+                live["mine"]["rows"][:100] += 1
+            late_device.run_all()
+            late_device.counts.clear()
+            given = {"replicated": ["s/**"], "per_rank": ["mine/**"]}
+            if how == "take":
+                Snapshot.take(f"{path}/{number}", live, **given)
+            else:
+                pending = Snapshot.async_take(f"{path}/{number}", live, **given)
+                live["mine"]["rows"] += 1
+                pending.wait()
+                live["mine"]["rows"] -= 1
+            crossed.append(late_device.counts["to host"])
+    return crossed
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_what_the_store_has_stays_on_the_devices_of_the_ranks(
+    tmp_path: Path, world: Callable[[int], World], how: str
+) -> None:
+    """But for the parts of cells that shard edges cut: no device has the whole."""
+    path = str(tmp_path / "run")
+    Store(path, chunk_size=64 << 10).make()
+    first, again, changed = zip(*world(2).run(take_again, path, how), strict=True)
+    for rank in range(2):
+        assert first[rank] > 5_000_000
+        # By columns, each cell is cut.
+        assert again[rank] < weights().nbytes // 2 + 400_000
+        assert 400_000 < changed[rank] - again[rank] < 600_000
+    mine = torch.full((300, 1000), 1.0)
+    mine[:100] += 1
+    snapshot = Snapshot(f"{path}/2")
+    assert torch.equal(snapshot.read_object("1/mine/rows"), mine)
+    assert torch.equal(snapshot.read_object("parts/by_1"), weights())
+    assert torch.equal(snapshot.read_object("s/turned"), weights().t())
+    assert Store(path).check(data=True).ok

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import casnap.state
 from casnap import Snapshot, StateDict, Store, release_memory
+from casnap.errors import DeviceError
 from casnap.format.digest import Digest
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.restore import reuse
@@ -216,6 +217,50 @@ def follow(path: Path) -> None:
         assert torch.equal(begun.cpu(), x)
 
 
+def asked(how: str, path: Path) -> None:
+    """Most of it is known by what the device hashes; some rows are new, and made contiguous."""
+    with pytest.MonkeyPatch.context() as patch:
+        hashing_device.install(patch, "late:0")
+        x = torch.stack([begun(), begun()]).permute(2, 0, 1)
+        module.synchronize("late")
+        for number in range(3):
+            with module.stream(Stream("late")):
+                x += 0  # a kernel that nobody has waited for
+                x[10:20] += 1
+                if number == 2:
+                    x.copy_(x.flip(0))
+                state, name = {"s": StateDict(x=x)}, path / "run" / f"{number}"
+                if how == "take":
+                    wanted, snapshot = None, Snapshot.take(name, state)
+                else:
+                    pending = Snapshot.async_take(name, state)
+                    wanted = x.cpu()
+                    x.add_(1)
+                    module.synchronize("late")
+                    snapshot = pending.wait()
+                    x.sub_(1)
+                if wanted is None:
+                    wanted = x.cpu()
+                assert torch.equal(snapshot.read_object("s/x"), wanted)
+
+
+def take_of_what_was_known(path: Path) -> None:
+    """The device must not hash what was there before."""
+    with pytest.MonkeyPatch.context() as patch:
+        hashing_device.install(patch, "late:0")
+        x = begun()
+        Snapshot.take(path / "run" / "before", {"s": StateDict(x=x)})
+        with module.stream(Stream("late")):
+            x.add_(1)
+            snapshot = Snapshot.take(path / "run" / "step", {"s": StateDict(x=x)})
+    assert torch.equal(snapshot.read_object("s/x"), expected() + 1)
+
+
+def hash_on_another_stream(*args: Any) -> None:
+    with module.stream(Stream("late")):
+        HASH_BATCH(*args)
+
+
 def nothing(*_: object) -> None:
     """Stand for a wait that was forgotten."""
 
@@ -229,6 +274,7 @@ def piece_without_owner(*args: Any) -> staging.Piece:
 
 
 BEGIN_COPY, COPIED = staging.begin_copy, staging._copied
+HASH_BATCH = hashing_device.hash_batch
 SCENARIOS: dict[str, Callable[[Path], object]] = {
     "take": take,
     "take turned": take_turned,
@@ -247,6 +293,9 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "load what is held": partial(kept, load_kept),
     "load what is held by dcp": partial(kept, load_kept_by_dcp),
     "follow": follow,
+    "take of what was known": take_of_what_was_known,
+    "take of some that is known": partial(asked, "take"),
+    "the same in the background": partial(asked, "async_take"),
 }
 # What is left out, the scenario that notices it, and whether default streams are late or prompt.
 WAITS = [
@@ -269,6 +318,17 @@ WAITS = [
     ("casnap.integrations.dcp.staging.synchronize", nothing, "save by dcp", LATE),
     ("casnap.restore.patching.synchronize_devices", nothing, "follow", LATE),
     ("casnap.restore.loading.synchronize_workers", nothing, "load little", LATE),
+    ("casnap.take.capture.synchronize", nothing, "take of what was known", LATE),
+    ("casnap.take.staging.begin_copy", copy_without_wait, "take of some that is known", LATE),
+    ("casnap.take.staging._copied", piece_without_owner, "take of some that is known", PROMPT),
+    ("casnap.take.staging.begin_copy", copy_without_wait, "the same in the background", LATE),
+    ("casnap.take.staging._copied", piece_without_owner, "the same in the background", PROMPT),
+    (
+        "tests.support.hashing_device.hash_batch",
+        hash_on_another_stream,
+        "take of what was known",
+        LATE,
+    ),
 ]
 
 
@@ -290,5 +350,6 @@ def test_without_one_of_its_waits_the_bytes_are_wrong(
 ) -> None:
     module.is_prompt = streams == PROMPT
     monkeypatch.setattr(target, without)
-    with pytest.raises(AssertionError):
+    # What a device hashes is compared with what has crossed.
+    with pytest.raises((AssertionError, DeviceError)):
         SCENARIOS[name](tmp_path)

@@ -8,11 +8,16 @@ device that lies.
 from __future__ import annotations
 
 import ctypes
+import sys
 
+import pytest
 import torch
 from blake3 import blake3
 
+import casnap.state
+from casnap.state import device_hash
 from casnap.state.device_hash import Batch
+from casnap.take import asking
 from tests.support import late_device
 
 
@@ -37,3 +42,20 @@ def _hash(table: torch.Tensor, batch: Batch, call: int, digests: torch.Tensor) -
 def runs_on(device: torch.device) -> bool:
     """Whether it hashes on such a device."""
     return device.type == "late"
+
+
+def install(patch: pytest.MonkeyPatch, *devices: str) -> None:
+    """Have kernels for the devices of this process, of which nothing was known, and be ready.
+
+    Args:
+        patch: What undoes that.
+        devices: Which devices have their hashers by now.
+    """
+    patch.setattr(device_hash, "_distrusted", [])
+    patch.setattr(device_hash, "_hashers", {})
+    patch.setattr(device_hash, "_in_the_making", set())
+    patch.setattr(asking, "_streaks", {})
+    patch.setattr(casnap.state, "device_kernels", sys.modules[__name__], raising=False)
+    for device in devices:
+        assert device_hash.hasher_of(torch.device(device)) is not None
+    late_device.counts.clear()
