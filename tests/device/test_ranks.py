@@ -101,6 +101,10 @@ def test_parts_on_the_devices_of_two_ranks(tmp_path: Path, world: Callable[[int]
 # --- what the store has -----------------------------------------------------------------------
 
 
+def numbered(rank: int) -> torch.Tensor:
+    return torch.arange(300_000.0).reshape(300, 1000) + 1e6 * (rank + 1)
+
+
 def take_again(path: str, how: str) -> list[int]:
     """Take twice; return the bytes that have crossed, also once some rows have changed."""
     late_device.install()
@@ -109,6 +113,7 @@ def take_again(path: str, how: str) -> list[int]:
         hashing_device.install(patch, f"late:{rank}")
         parts = {f"by_{dim}": sharded(weights(), dim) for dim in range(2)}
         live = {**state(f"late:{rank}"), "parts": StateDict(**parts)}
+        live["mine"]["rows"] = numbered(rank).to(f"late:{rank}")
         for number in range(3):
             if number == 2:
                 live["mine"]["rows"][:100] += 1
@@ -139,7 +144,7 @@ def test_what_the_store_has_stays_on_the_devices_of_the_ranks(
         # By columns, each cell is cut.
         assert again[rank] < weights().nbytes // 2 + 400_000
         assert 400_000 < changed[rank] - again[rank] < 600_000
-    mine = torch.full((300, 1000), 1.0)
+    mine = numbered(1)
     mine[:100] += 1
     snapshot = Snapshot(f"{path}/2")
     assert torch.equal(snapshot.read_object("1/mine/rows"), mine)
