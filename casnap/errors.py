@@ -22,6 +22,7 @@
     ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
     ├── DamagedError                stored bytes are missing or not what was written
     ├── DeviceError                 an accelerator computed something wrong
+    ├── NotServedError              (TimeoutError) followers do not serve a version in time
     ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a collector deleted chunks that a paused take relied on
 
@@ -181,6 +182,18 @@ class FencedError(CasnapError):
         "that were written or relied on; take again, and give `casnap gc` a longer --grace",
     ) -> None:
         super().__init__(message)
+
+
+class NotServedError(CasnapError, TimeoutError):
+    """Not all followers that were waited for serve a version; the message says who lags.
+
+    Attributes:
+        lagging: The followers that do not serve it, as a follower is named: ``host:pid``.
+    """
+
+    def __init__(self, message: str, lagging: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.lagging = lagging
 
 
 class RankError(CasnapError):

@@ -19,6 +19,7 @@ from casnap.errors import MirrorError, SnapshotNotFoundError
 from casnap.format.names import name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.runtime.environment import given_path, local_path
+from casnap.runtime.fork import cached_property
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.units import (
     Duration,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from casnap.mirror.status import MirrorOptions
     from casnap.pending import PendingSnapshot
     from casnap.runtime.progress import Progress
+    from casnap.serving.handshake import FollowerState, FollowerWatch
     from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
     from casnap.state.stateful import AppState
@@ -460,7 +462,7 @@ class Store:
         commit_id = self._view.row(name).commit.hex()
         remove_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
 
-    def publish(self, tag: str, snapshot: str | Snapshot) -> None:
+    def publish(self, tag: str, snapshot: str | Snapshot) -> TagMove:
         """Move a tag to a snapshot, from whichever has it, in one commit.
 
         From then on the tag is *published*: one snapshot of the whole store has it, and
@@ -471,6 +473,10 @@ class Store:
         Args:
             tag: As for :meth:`tag`.
             snapshot: The snapshot, or its name.
+
+        Returns:
+            The move. Its ``root`` is the number of what was published: :meth:`wait_served` waits
+            for it. A snapshot that has the tag already keeps its number.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot.
@@ -485,7 +491,7 @@ class Store:
             if isinstance(snapshot, Snapshot)
             else (snapshot, view.row(snapshot).commit.hex())
         )
-        publish_tag(view.repository, tag, view.full_name(name), commit_id)
+        return publish_tag(view.repository, tag, view.full_name(name), commit_id)
 
     def tagged(self, tag: str) -> Snapshot:
         """Return the snapshot that has a tag. If the tag was published, that is one look-up.
@@ -510,6 +516,63 @@ class Store:
         from casnap.storage import tag_moves
 
         return list(islice(tag_moves(self._view.repository, tag), limit))
+
+    @cached_property
+    def _watch(self) -> FollowerWatch:
+        from casnap.serving.handshake import FollowerWatch
+
+        return FollowerWatch(self._view.repository)
+
+    def followers(self, tag: str | None = None) -> list[FollowerState]:
+        """Return who follows this store, and which version each has staged and serves.
+
+        That is what followers of the whole store have last noted there. A look is one request, and
+        one more for each note that has changed since the last look of this object.
+
+        Args:
+            tag: Only those that follow this tag; by default all.
+        """
+        return [f for f in self._watch.look() if tag is None or f.tag == tag]
+
+    def wait_served(
+        self,
+        tag: str,
+        number: int | None = None,
+        *,
+        quorum: int | None = None,
+        timeout: Duration | None = None,
+    ) -> list[FollowerState]:
+        """Wait until followers serve what a tag was published on, or something later.
+
+        Followers that may not write to the store are not known here. One that dies counts as long
+        as it is not seen that its note stays as it is, for 90 seconds.
+
+        Args:
+            tag: The tag.
+            number: The number of the publish, as the ``root`` of what :meth:`publish` returns; by
+                default the last one.
+            quorum: How many followers must serve it; by default all that follow the tag, and at
+                least one.
+            timeout: How long to wait at most: seconds, or such as ``"5min"``; by default for ever.
+
+        Returns:
+            The followers that serve it.
+
+        Raises:
+            NotServedError: Some do not serve it yet. The message names them, and what they serve.
+            SnapshotNotFoundError: The tag was never published with this number.
+            StoreError: The store cannot be read.
+        """
+        from casnap.serving.handshake import wait_served
+
+        return wait_served(
+            self._view.repository,
+            self._watch,
+            tag,
+            count_if_given("number", number),
+            count_if_given("quorum", quorum),
+            seconds_if_given("timeout", timeout),
+        )
 
     def copy(
         self,
@@ -624,6 +687,7 @@ class Store:
         interval: Duration = 5.0,
         on_version: Callable[[Path, list[str]], object] | None = None,
         progress: Progress | None = None,
+        notes: bool = True,
     ) -> Iterator[FollowEvent]:
         """Pull each new version as it is committed, for ever; yield what happens.
 
@@ -638,6 +702,8 @@ class Store:
                 the names of the tensors that have changed since the last call. If it raises an
                 error, it is called again later, then for the version that is current by then.
             progress: As there.
+            notes: Whether to note in the store which version is in the folder, and which one serves
+                since ``on_version`` has returned, for :meth:`wait_served`.
 
         Raises:
             CasnapError: It cannot begin; or another process follows into this folder.
@@ -654,6 +720,7 @@ class Store:
             seconds_of("interval", interval),
             on_version,
             progress,
+            notes=notes,
         )
         return following.events()
 

@@ -1,7 +1,11 @@
-"""Takes that announce themselves in an object store, where no lock tells whether they live.
+"""Small objects in ``tmp/`` by which a process tells others that it lives; they expire.
 
-An announcement is an object in ``tmp/``. Its name says on which root the take is based, and when it
-was last put, by the clock of its host. A take that goes on for long puts it again now and then.
+An object store has no locks that would tell that. The writer of a note puts it anew now and then,
+under another name, and deletes the one before: so one list tells all that has changed, on any
+server. What a dead process has left is deleted later, and nothing but work depends on any of it.
+
+A take announces itself: the name says on which root it is based, and when it was last put, by the
+clock of its host. Followers note which version they serve (``serving/handshake.py``).
 """
 
 from __future__ import annotations
@@ -22,10 +26,48 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("casnap")
 _NAME = re.compile("take-([0-9a-f]{12})-([0-9a-f]{10})-[0-9a-f]{12}")
+FOLLOWER_NOTE = re.compile("follower-([0-9a-f]{12})-([0-9a-f]{12})")
+"""The names of the notes of followers: which one, and its note: the later, the greater."""
+FOLLOWER_LASTS = 86400.0
+"""A note of a follower that was put more seconds ago is deleted with other garbage."""
 # A take announces itself after so many seconds, since that costs two requests; and so often again.
 _AFTER, _AGAIN = 30.0, 600.0
 # What was put longer ago is of a dead process, in seconds; or a clock is so wrong.
 _LASTS = 3600.0
+
+
+class Note:
+    """A note of this process.
+
+    Args:
+        backend: Where to put it.
+    """
+
+    def __init__(self, backend: BackendCore) -> None:
+        self._backend = backend
+        self._pid = os.getpid()
+        self._key: str | None = None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Put it under a name that no note ever had, and delete the one before.
+
+        Raises:
+            PlaceError: It cannot be put. The one before is still there.
+        """
+        self._backend.write(f"tmp/{name}", content)
+        before, self._key = self._key, f"tmp/{name}"
+        self._delete(before)
+
+    def withdraw(self) -> None:
+        """Delete it."""
+        self._delete(self._key)
+        self._key = None
+
+    def _delete(self, key: str | None) -> None:
+        # Not in a forked child: it is its parent's.
+        if key is not None and os.getpid() == self._pid:
+            with suppress(*PLACE_ERRORS):
+                self._backend.delete(key)
 
 
 class Announcement:
@@ -38,10 +80,8 @@ class Announcement:
     """
 
     def __init__(self, backend: BackendCore, base: int, *, at_once: bool) -> None:
-        self._backend = backend
+        self._note = Note(backend)
         self._base = base
-        self._pid = os.getpid()
-        self._key: str | None = None
         self._due = time.monotonic() + _AFTER
         self._lock = threading.Lock()
         if at_once:
@@ -57,27 +97,18 @@ class Announcement:
 
     def _put(self) -> None:
         self._due = time.monotonic() + _AGAIN
-        key = f"tmp/take-{self._base:012x}-{int(time.time()):010x}-{os.urandom(6).hex()}"
+        name = f"take-{self._base:012x}-{int(time.time()):010x}-{os.urandom(6).hex()}"
         try:
-            self._backend.write(key, b"a take is under way")
+            self._note.put(name, b"a take is under way")
         except PLACE_ERRORS as e:
             # A collector may be faster than the take, which then starts again.
             _log.debug("the take is not announced: %s", e)
-            return
-        before, self._key = self._key, key
-        self._delete(before)
 
     def withdraw(self) -> None:
         """Delete it: the take has ended."""
         with self._lock:
             self._due = math.inf
-            self._delete(self._key)
-
-    def _delete(self, key: str | None) -> None:
-        # Not in a forked child: the take is its parent's.
-        if key is not None and os.getpid() == self._pid:
-            with suppress(*PLACE_ERRORS):
-                self._backend.delete(key)
+            self._note.withdraw()
 
 
 def bases_announced_at(backend: BackendCore, max_age: float) -> list[int]:

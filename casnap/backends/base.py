@@ -345,6 +345,11 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
         return REMOTE if self.costly_requests else LOCAL
 
     @property
+    def received_bytes(self) -> int:
+        """How many bytes of objects were read so far; 0 where that is not counted."""
+        return 0
+
+    @property
     def requests(self) -> Mapping[str, int]:
         """How many requests were made so far, by kind; empty where nothing is counted."""
         return {}

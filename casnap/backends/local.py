@@ -37,6 +37,7 @@ from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import reserve_space
 from casnap.runtime.environment import boot_id
+from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 
 _ATTEMPTS = 3
@@ -69,6 +70,8 @@ class LocalBackend(Backend):
         self.folder = Path(os.path.realpath(folder))
         self.uri = str(self.folder)
         self._base = f"{self.uri}{self.inner}"
+        self._received = 0
+        self._counting = new_lock()
         self._place = StoreFolder(self.folder, self.inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,6 +113,16 @@ class LocalBackend(Backend):
     @override
     def where(self, key: str) -> str:
         return f"{self._base}/{key}"
+
+    @override
+    @property
+    def received_bytes(self) -> int:
+        """How many bytes were read, of the disk or of what the page cache has of it."""
+        return self._received
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._received += nbytes
 
     @override
     @property
@@ -218,6 +231,7 @@ class LocalBackend(Backend):
         content, info = read_file(self._path(key), most)
         if key == CONFIG_KEY:
             self._place.note_record(info)
+        self._count(len(content))
         return content
 
     @override
@@ -229,13 +243,16 @@ class LocalBackend(Backend):
         path = self._path(key)
         with translated(path):
             fd, _ = open_file(path)
+        received = 0
         try:
             for offset, target in targets:
                 with translated(path):
                     n = read_run(fd, target, offset)
+                received += n
                 yield n
         finally:
             os.close(fd)
+            self._count(received)
 
     @override
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:

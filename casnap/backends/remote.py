@@ -13,6 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from casnap.backends.announcement import FOLLOWER_LASTS, FOLLOWER_NOTE
 from casnap.backends.base import (
     MAX_MARKER_BYTES,
     MAX_WHOLE_BYTES,
@@ -23,6 +24,7 @@ from casnap.backends.base import (
 from casnap.backends.client import (
     Client,
     Page,
+    Sink,
     Source,
     TakenError,
     Transfer,
@@ -85,6 +87,7 @@ class RemoteBackend(Backend):
         self._connect = connect
         self._retries = retries or Retries()
         self._counts: Counter[str] = Counter()
+        self._received = 0
         self._disconnect()
         in_child(self._disconnect)
         # Whether the last thing that the server did was to fail until an operation was given up.
@@ -105,6 +108,12 @@ class RemoteBackend(Backend):
     def requests(self) -> Mapping[str, int]:
         """How many attempts were made, by kind: get, put, list, copy, delete."""
         return dict(self._counts)
+
+    @property
+    @override
+    def received_bytes(self) -> int:
+        """How many bytes of objects came from the server, those of failed attempts too."""
+        return self._received
 
     @property
     @override
@@ -295,21 +304,24 @@ class RemoteBackend(Backend):
 
     @override
     def tidy(self, min_age: float) -> int:
-        """Delete what killed processes left in ``tmp/``: probes of put-if-absent.
+        """Delete what killed processes left in ``tmp/``: probes of put-if-absent, and notes.
 
-        One that may still go on stays: for at least an hour, by the times that the server tells.
+        One that may still go on stays: for at least an hour, by the times that the server tells; a
+        note of a follower for a day.
         """
-        return self._run(self._tidy(max(min_age, _IN_USE)))
+        return self._run(self._tidy(min_age))
 
     async def _tidy(self, min_age: float) -> int:
         folder = _inside("tmp/")
         pages = await self._pages(folder, deep=True)
-        until = time.time() - min_age
+        lasts = {TEMPORARY: max(min_age, _IN_USE), FOLLOWER_NOTE: max(min_age, FOLLOWER_LASTS)}
+        now = time.time()
         old_sizes = {
             key: page.sizes[key]
             for page in pages
             for key, at in page.times.items()
-            if at <= until and TEMPORARY.fullmatch(key.removeprefix(folder))
+            for names, seconds in lasts.items()
+            if now - at >= seconds and names.fullmatch(key.removeprefix(folder))
         }
         refused = await self._delete_all(list(old_sizes))
         return sum(size for key, size in old_sizes.items() if key not in refused)
@@ -420,6 +432,8 @@ class RemoteBackend(Backend):
                 _answered.value.add(connected.server)
                 self._failing = False
                 return result
+            finally:
+                self._received += transfer.nbytes if isinstance(transfer, Sink) else 0
         raise AssertionError
 
     async def _get(self, key: str, sink: Scatter) -> int | None:

@@ -40,6 +40,7 @@ COMMANDS = {
     "mirror": ("casnap.cli.mirror", "Show which snapshots the mirror of a store lacks, and why."),
     "import": ("casnap.cli.import_", "Import safetensors, torch.save, DCP or TorchSnapshot files."),
     "pull": ("casnap.cli.pull", "Keep a folder of safetensors at the newest snapshot."),
+    "followers": ("casnap.cli.followers", "Show who follows a store, and which version serves."),
     "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "rewind": ("casnap.cli.rewind", "Have a run go back to a snapshot, and go on from there."),

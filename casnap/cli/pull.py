@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -18,6 +18,7 @@ from casnap.cli.output import (
     CommandError,
     amount,
     emit,
+    json_time,
     json_values,
     print_warnings,
     progress_bars,
@@ -79,6 +80,9 @@ Examples:
     "--interval", type=duration, default="5s", metavar="TIME", help="How often to look [5s]."
 )
 @click.option(
+    "--no-notes", is_flag=True, help="Note nothing in the store, for `casnap followers`."
+)
+@click.option(
     "--exec", "command", metavar="CMD", help="Run this after each switch, until it succeeds."
 )
 @reading_options
@@ -96,6 +100,7 @@ def pull(
     only_verify: bool,
     follow: bool,
     interval: float,
+    no_notes: bool,
     command: str | None,
     as_json: bool,
 ) -> None:
@@ -110,7 +115,7 @@ def pull(
     signal comes, it is ended with its children.
     """
     given = click.get_current_context().get_parameter_source
-    for option, name in (("interval", "interval"), ("command", "exec")):
+    for option, name in (("interval", "interval"), ("no_notes", "no-notes"), ("command", "exec")):
         if not follow and given(option) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--{name} is for --follow")
     if only_verify:
@@ -133,7 +138,8 @@ def pull(
         raise click.UsageError(str(e).replace("rename=", "--rename")) from e
     store, inner = open_or_above(source, [])
     if follow:
-        _follow(store, inner, folder, options, interval, command, as_json=as_json)
+        settings = _Settings(interval, command, notes=not no_notes)
+        _follow(store, inner, folder, options, settings, as_json=as_json)
         return
     with progress_bars() as progress:
         report = store.pull(folder, inner, options=options, progress=progress)
@@ -141,6 +147,14 @@ def pull(
         emit({"source": source, "output": folder, **_facts_of(report, store)}, store)
         return
     _show(report, folder)
+
+
+class _Settings(NamedTuple):
+    """How to follow: how often to look, what to run, and whether to note that in the store."""
+
+    interval: float
+    command: str | None
+    notes: bool
 
 
 def _verify(folder: str, *, as_json: bool) -> None:
@@ -163,12 +177,12 @@ def _follow(
     inner: str | None,
     folder: str,
     options: PullOptions,
-    interval: float,
-    command: str | None,
+    settings: _Settings,
     *,
     as_json: bool,
 ) -> None:
     """Pull until a signal ends it."""
+    command = settings.command
 
     def on_version(version: Path, changed: list[str]) -> None:
         assert command is not None
@@ -194,8 +208,9 @@ def _follow(
         folder,
         inner,
         options=options,
-        interval=interval,
+        interval=settings.interval,
         on_version=on_version if command else None,
+        notes=settings.notes,
         progress=progress if sys.stderr.isatty() else None,
     )
     signals = EndingSignals()
@@ -233,6 +248,7 @@ def _print_event(event: FollowEvent, folder: str) -> None:
 
 def _facts_of(report: PullReport, store: Store) -> dict[str, Any]:
     facts = report_fields(report, "tensors")
+    facts["published_time"] = json_time(facts["published_time"])
     snapshot = identity(repository_of(store).backend, facts.pop("snapshot"), facts.pop("commit"))
     return {**snapshot, **facts}
 
@@ -245,7 +261,7 @@ def _show(report: PullReport, folder: str) -> None:
     say(f"{folder} is now {report.snapshot}: {tensors}, {changed:,} of them changed")
     say(
         f"{size(report.linked_bytes)} linked, {size(report.copied_bytes)} copied, "
-        f"{size(report.fetched_bytes)} from the store"
+        f"{size(report.fetched_bytes)} from the store, by {size(report.received_bytes)} received"
     )
     print_warnings(
         [f"{path} is left out: safetensors cannot hold it" for path in report.left_out[:8]]

@@ -14,11 +14,27 @@ from casnap.serving.version import verify
 
 if TYPE_CHECKING:
     from casnap.serving.follower import AppliedVersion, Follower
+    from casnap.serving.handshake import FollowedVersion, FollowerState, Handshake
 
-__all__ = ["AppliedVersion", "FollowEvent", "Follower", "PullOptions", "PullReport", "verify"]
-
+__all__ = [
+    "AppliedVersion",
+    "FollowEvent",
+    "FollowedVersion",
+    "Follower",
+    "FollowerState",
+    "Handshake",
+    "PullOptions",
+    "PullReport",
+    "verify",
+]
 
 # A pull needs no torch.
 __getattr__ = imported_later(
-    globals(), dict.fromkeys(("AppliedVersion", "Follower"), "casnap.serving.follower")
+    globals(),
+    {
+        **dict.fromkeys(("AppliedVersion", "Follower"), "casnap.serving.follower"),
+        **dict.fromkeys(
+            ("FollowedVersion", "FollowerState", "Handshake"), "casnap.serving.handshake"
+        ),
+    },
 )

@@ -31,8 +31,9 @@ from casnap.runtime.nesting import is_within_call
 from casnap.runtime.units import Duration, Size, seconds_of
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
+from casnap.serving.handshake import Handshake
 from casnap.serving.options import PullOptions
-from casnap.serving.pull import Source
+from casnap.serving.pull import Source, Wanted
 from casnap.storage import (
     Contents,
     locate_store,
@@ -43,6 +44,8 @@ _NONE = bytes(16)
 _PATIENCE = 60.0
 # How many seconds the exit of the process waits for a thread.
 _EXIT_PATIENCE = 10.0
+# How many seconds the end of a follower waits for its note to be deleted.
+_GOODBYE = 5.0
 # Those whose threads were started.
 _followers: WeakSet[Follower] = WeakSet()
 
@@ -104,6 +107,8 @@ class Follower:
             ended, while others wait for it. Then these go on, and it is tried again. By default
             600 and 60.
         start: Whether a thread looks for other versions. Without it, :meth:`update` does.
+        notes: Whether to note in the store which version is staged and served here, for
+            :meth:`casnap.Store.wait_served`. Of several ranks, one does.
 
     Attributes:
         version: The version that the tensors hold.
@@ -133,6 +138,7 @@ class Follower:
         every: int = 1,
         timeout: float | None = None,
         start: bool = True,
+        notes: bool = True,
     ) -> None:
         check_plain(on_version)
         place = locate_store(uri, storage_options, may_take=False)
@@ -159,7 +165,13 @@ class Follower:
             store, _ = open_at(place, create=False, cache_bytes=cache_bytes)
             self._source = Source(store, place.name)
             self._is_alone, self._leads = isinstance(comm, SingleProcess), comm.rank == 0
-            newest = self._source.newest(self._options) if self._leads else None
+            self._handshake: Handshake | None = None
+            if notes and self._leads:
+                self._handshake = Handshake(store, tag, place.name)
+            # What rank 0 knows of the versions that may be applied, by commit.
+            self._numbered: dict[bytes, Wanted] = {}
+            self._applied_commit = _NONE
+            newest = self._newest() if self._leads else None
             commit = bytes(comm.broadcast(newest.row.commit if newest is not None else b""))
             patch = self._stage(newest or self._contents_of(commit))
             comm.all_gather(b"")  # all have staged it
@@ -181,6 +193,8 @@ class Follower:
             if self._thread.ident is None and not self._gate.is_stopped:
                 _followers.add(self)
                 self._thread.start()
+                if self._handshake is not None:
+                    self._handshake.wake()
 
     def _begin_anew(self) -> None:
         """Begin in a forked child: nobody is in, and the next forward starts the thread."""
@@ -282,6 +296,8 @@ class Follower:
         thread = self._thread
         if waits and thread.is_alive() and thread is not threading.current_thread():
             thread.join(patience)
+        if self._handshake is not None:
+            self._handshake.close(_GOODBYE if waits else 0)
 
     @property
     def error(self) -> BaseException | None:
@@ -339,19 +355,42 @@ class Follower:
         root = self._source.store.newest().commit if self._leads else self._seen_root
         if root == self._seen_root:
             return
-        contents = self._source.newest(self._options)
+        contents = self._newest()
         commit = contents.row.commit
-        if commit.hex() != self.version.commit:
-            if not self._is_alone:
-                # If another one were wanted at once, they might never come to any.
-                waited = time.monotonic() - self._wanted_since
-                if waited >= patience or not self._is_there(self._wanted):
-                    self._wanted, self._wanted_since = commit, time.monotonic()
-                return
+        if commit.hex() == self.version.commit:
+            # What was wanted and staged since may have been withdrawn.
+            self._wanted, self._staged = _NONE, None
+            self._note(Handshake.serving, commit)
+        elif not self._is_alone:
+            # If another one were wanted at once, they might never come to any.
+            waited = time.monotonic() - self._wanted_since
+            if waited >= patience or not self._is_there(self._wanted):
+                self._wanted, self._wanted_since = commit, time.monotonic()
+            return
+        else:
+            patch = self._stage(contents)
+            if self._source.has_withdrawn(contents, self._options):
+                return  # the next look finds what is meant now
             # Until nobody writes to the tensors between the two.
-            while not self._apply(self._stage(contents)):
-                pass
+            while not self._apply(patch):
+                patch = self._stage(contents)
         self._seen_root = root
+
+    def _newest(self) -> Contents:
+        """Return the newest snapshot that is meant, and remember its number."""
+        wanted = self._source.newest(self._options)
+        kept = (self._wanted, self._applied_commit)
+        self._numbered = {c: each for c, each in self._numbered.items() if c in kept}
+        self._numbered[wanted.contents.row.commit] = wanted
+        return wanted.contents
+
+    def _note(self, phase: Callable[[Handshake, int], None], commit: bytes) -> None:
+        """Note in the store that a version has come to a phase."""
+        wanted = self._numbered.get(commit)
+        if self._handshake is not None and wanted is not None:
+            name = wanted.contents.name
+            self._handshake.fetched(wanted.number, name, commit.hex(), wanted.published_time)
+            phase(self._handshake, wanted.number)
 
     def _stage(self, contents: Contents) -> Patch:
         """Return what brings the tensors to a snapshot, as it was staged, or staged now."""
@@ -360,6 +399,7 @@ class Follower:
         if staged is None or not is_staged or not self._weights.fits(staged):
             with contents.reading():
                 staged = self._weights.stage(contents)
+            self._note(Handshake.staged, contents.row.commit)
         self._staged = staged
         return staged
 
@@ -384,6 +424,7 @@ class Follower:
 
     def _copy(self, patch: Patch) -> None:
         start = time.monotonic()
+        self._note(Handshake.paused, patch.contents.row.commit)
         # Until it is done: it may fail, and a signal handler may come.
         self._is_mixed = True
         self._weights.apply(patch)
@@ -391,6 +432,8 @@ class Follower:
         commit = patch.contents.row.commit.hex()
         self.version = AppliedVersion(patch.contents.name, commit, patch.nbytes, seconds)
         self._staged, self._is_mixed = None, False
+        self._applied_commit = patch.contents.row.commit
+        self._note(Handshake.serving, self._applied_commit)
 
     def _call_again(self) -> None:
         if self._called is not self.version:

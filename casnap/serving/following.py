@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
@@ -12,6 +13,7 @@ from casnap.runtime.backoff import Backoff
 from casnap.runtime.progress import Progress
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.folder import ServedFolder
+from casnap.serving.handshake import Handshake
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.pull import Source, update
 
@@ -30,6 +32,7 @@ class Following:
         interval: How often to look, in seconds.
         on_version: Called after each switch, until it raises nothing.
         progress: As for a pull.
+        notes: Whether to note in the store which version is served here.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class Following:
         interval: float,
         on_version: OnVersion | None = None,
         progress: Progress | None = None,
+        *,
+        notes: bool = True,
     ) -> None:
         check_plain(on_version)
         self._open_source = open_source
@@ -51,6 +56,8 @@ class Following:
         self._source: Source | None = None
         self._seen_root = b""
         self._report: PullReport | None = None
+        self._notes = notes
+        self._handshake: Handshake | None = None
         # Whether there is no snapshot to pull at the root that was seen, and whether the callback
         # was called for the current version.
         self._is_waiting = self._is_called = False
@@ -63,7 +70,8 @@ class Following:
         Raises:
             CasnapError: It cannot begin; or another process follows into this folder.
         """
-        with self._served.locked():
+        with self._served.locked(), ExitStack() as at_end:
+            at_end.callback(self._close)
             while True:
                 if not self._pulls.delay:
                     yield from self._look()
@@ -71,6 +79,25 @@ class Following:
                     yield from self._call(self._on_version)
                 pauses = [b.delay for b in (self._pulls, self._calls) if b.error is not None]
                 time.sleep(max(0.0, min([self._interval, *pauses])))
+
+    def _close(self) -> None:
+        if self._handshake is not None:
+            self._handshake.close()
+
+    def _note_staged(self, source: Source, report: PullReport) -> None:
+        """Note in the store that a version is in the folder."""
+        if self._handshake is None and self._notes:
+            self._handshake = Handshake(source.store, self._options.tag, source.name)
+        if self._handshake is not None:
+            about = (report.snapshot, report.commit, report.published_time)
+            self._handshake.fetched(report.number, *about)
+            self._handshake.staged(report.number)
+            if self._on_version is None:
+                self._note_serving()
+
+    def _note_serving(self) -> None:
+        if self._handshake is not None and self._report is not None:
+            self._handshake.serving(self._report.number)
 
     def _look(self) -> Iterator[FollowEvent]:
         began = self._report is not None or self._is_waiting
@@ -88,6 +115,7 @@ class Following:
             last = self._report
             report = update(self._served, self._source, self._options, self._progress)
             self._report = report
+            self._note_staged(self._source, report)
             if report.switched or last is None or report.folder != last.folder:
                 self._calls.hurry()
                 yield FollowEvent("switched", report)
@@ -115,6 +143,7 @@ class Following:
                 return
             self._is_called = version.record == last
             if self._is_called:
+                self._note_serving()
                 return
             changed = version.record.changed_since(last)
             call_plain(on_version, version.folder.resolve(), changed)
@@ -123,6 +152,7 @@ class Following:
             yield FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")
         else:
             self._is_called = True
+            self._note_serving()
             self._calls.note_success()
             try:
                 self._served.note_called(version)

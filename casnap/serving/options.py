@@ -98,6 +98,9 @@ class PullReport:
         folder: The folder of the version that is current now, without links.
         snapshot: The full name of its snapshot.
         commit: The commit id of the snapshot.
+        number: The number of the root that published it by the tag, or else committed it: what
+            ``Store.wait_served`` waits for.
+        published_time: When that was, in seconds since the epoch, by the clock of who did it.
         switched: Whether another version was current before, or none.
         changed: The tensors that the version before did not have, or not with these bytes.
         tensors: How many tensors there are.
@@ -105,6 +108,8 @@ class PullReport:
         linked_bytes: Those of files that are hard links of the version before.
         copied_bytes: Those of tensors that were copied from it.
         fetched_bytes: Those of tensors that needed the store: in it, deltas are smaller.
+        received_bytes: What came from the store for that: chunks as they are stored, deltas above
+            all, nodes of trees, parts of the index; and what other threads read there meanwhile.
         left_out: The paths of values that safetensors cannot hold.
         equal: Tensors with the bytes of an earlier name, and that name: perhaps tied weights.
         seconds: How long it took.
@@ -113,6 +118,8 @@ class PullReport:
     folder: str
     snapshot: str
     commit: str
+    number: int = 0
+    published_time: float = 0.0
     switched: bool = False
     changed: list[str] = field(default_factory=list)
     tensors: int = 0
@@ -120,6 +127,7 @@ class PullReport:
     linked_bytes: int = 0
     copied_bytes: int = 0
     fetched_bytes: int = 0
+    received_bytes: int = 0
     left_out: list[str] = field(default_factory=list)
     equal: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0

@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from casnap.errors import SnapshotNotFoundError
-from casnap.format.records import Row
+from casnap.format.records import Root, Row
 from casnap.runtime.progress import Progress
 from casnap.serving.folder import ServedFolder
 from casnap.serving.options import PullOptions, PullReport
@@ -18,8 +19,22 @@ from casnap.serving.writing import write_version
 from casnap.storage import (
     Contents,
     Repository,
-    Table,
+    move_of,
 )
+
+
+class Wanted(NamedTuple):
+    """A snapshot that is to be served.
+
+    Attributes:
+        contents: The snapshot.
+        number: The number of the root that published it by the tag, or else committed it.
+        published_time: When that was, in seconds since the epoch, by the clock of who did it.
+    """
+
+    contents: Contents
+    number: int
+    published_time: float
 
 
 @dataclass(frozen=True)
@@ -34,27 +49,43 @@ class Source:
     store: Repository
     name: str = ""
 
-    def newest(self, options: PullOptions) -> Contents:
+    def newest(self, options: PullOptions) -> Wanted:
         """Return the newest snapshot that is meant.
 
         Raises:
             SnapshotNotFoundError: There is none.
         """
 
-        def look(table: Table) -> list[tuple[str, Row]]:
+        def look(root: Root) -> Wanted | None:
+            table = self.store.table(root)
             row = table.get(self.name) if self.name else None
             rows = table.items_in(self.name) if row is None else iter([(self.name, row)])
-            return [each for each in rows if self._is_meant(*each, options)]
+            meant = [each for each in rows if self._is_meant(*each, options)]
+            if not meant:
+                return None
+            name, row = max(meant, key=lambda each: each[1].seq)
+            move = None if options.tag is None else move_of(root, options.tag)
+            contents = Contents(self.store, name, row)
+            if move is not None and (move.name, move.commit) == (name, row.commit.hex()):
+                return Wanted(contents, move.root, move.time)
+            return Wanted(contents, row.seq, row.time)
 
-        rows = self.store.read_at_newest(lambda root: look(self.store.table(root)))
-        if not rows:
+        wanted = self.store.read_at_newest(look)
+        if wanted is None:
             asked = [f"below {self.name!r}"] if self.name else []
             asked += [f"tagged {options.tag!r}"] if options.tag else []
             asked += [f"that matches {options.match!r}"] if options.match else []
             raise SnapshotNotFoundError(
                 f"{self.store.backend.uri} holds no snapshot {' and '.join(asked)}".rstrip()
             )
-        return Contents(self.store, *max(rows, key=lambda each: each[1].seq))
+        return wanted
+
+    def has_withdrawn(self, contents: Contents, options: PullOptions) -> bool:
+        """Whether a snapshot that was the newest is no more meant, but an older one, or none."""
+        try:
+            return self.newest(options).contents.row.seq < contents.row.seq
+        except SnapshotNotFoundError:
+            return True
 
     def _is_meant(self, name: str, row: Row, options: PullOptions) -> bool:
         below = name[len(self.name) + 1 :] if self.name else name
@@ -77,14 +108,19 @@ def update(
 ) -> PullReport:
     """Bring a folder, whose lock is held, to the newest snapshot."""
     start = time.monotonic()
-    contents = source.newest(options)
-    report = PullReport("", contents.name, contents.row.commit.hex())
+    received = source.store.backend.received_bytes
+    version = None
+    while version is None:
+        contents, number, published = source.newest(options)
+        report = PullReport("", contents.name, contents.row.commit.hex(), number, published)
+        with served.translated():
+            version = _switched(served, source, contents, options, report, progress)
     with served.translated():
-        version = _switched(served, source, contents, options, report, progress)
         served.prune(options.keep)
     record, report.folder = version.record, os.path.realpath(version.folder)
     report.tensors, report.left_out = len(record.tensors), record.left_out
     report.total_bytes = sum(file.file_bytes for file in record.files.values())
+    report.received_bytes = source.store.backend.received_bytes - received
     report.seconds = time.monotonic() - start
     return report
 
@@ -96,8 +132,12 @@ def _switched(
     options: PullOptions,
     report: PullReport,
     progress: Progress | None,
-) -> Version:
-    """Return the version of a snapshot, to which the link leads by now."""
+) -> Version | None:
+    """Return the version of a snapshot, to which the link leads by now.
+
+    Returns:
+        None if the snapshot was withdrawn while its version was written. It is not served then.
+    """
     served.close_to_others()
     current = served.current()
     try:
@@ -108,6 +148,8 @@ def _switched(
         if version is None:
             with contents.reading():
                 version = write_version(served, contents, options, current, report, progress)
+            if source.has_withdrawn(contents, options):
+                return None
         report.switched = True
         report.changed = version.record.changed_since(None if current is None else current.record)
         served.switch(version)

@@ -62,6 +62,11 @@ class RemoteDouble(MemoryBackend):
 
     @override
     @property
+    def received_bytes(self) -> int:
+        return self.read_bytes
+
+    @override
+    @property
     def requests(self) -> Mapping[str, int]:
         return Counter(self._counts)
 

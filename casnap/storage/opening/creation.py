@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend
+from casnap.backends.announcement import FOLLOWER_NOTE
 from casnap.backends.base import TEMPORARY
 from casnap.backends.local_paths import exists, is_folder, status
 from casnap.backends.uris import store_uri
@@ -192,7 +193,9 @@ def _put_config(
     # A maker that was killed leaves nothing but temporary files.
     others = names - {"tmp"}
     if not backend.costly_requests and "tmp" in names:
-        others.update(f"tmp/{n}" for n in backend.names("tmp") if not TEMPORARY.fullmatch(n))
+        expire = (TEMPORARY, FOLLOWER_NOTE)
+        left = (n for n in backend.names("tmp") if not any(e.fullmatch(n) for e in expire))
+        others.update(f"tmp/{name}" for name in left)
     # Another process may have just made the store: it puts the record before any root.
     if others and not has_object(backend, CONFIG_KEY):
         raise _foreign_error(backend, others)

@@ -41,7 +41,8 @@ class TagMove(Struct, frozen=True, kw_only=True):
     Attributes:
         name: The full name of the snapshot that the tag was moved to.
         commit: Its commit id.
-        root: The number of the root that moved it.
+        root: The number of the root that moved it. It tells the moves of a tag apart, and each has
+            a greater one than those before: so it is the number of what was published.
         time: Seconds since the epoch, by the clock of the process that moved it.
         by: The user and the host that moved it, as they say.
         previous: The full name of the snapshot that had it before; empty for none.
@@ -170,8 +171,8 @@ def remove_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, .
     edit_row(store, name, commit_id, lambda row: without_tags(row, tags))
 
 
-def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
-    """Move a tag to a snapshot, from all others that have it, in one commit.
+def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> TagMove:
+    """Move a tag to a snapshot, from all others that have it, in one commit; return the move.
 
     Args:
         store: The store.
@@ -185,6 +186,7 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
     """
     changes: dict[str, Row | None] = {}
     previous = ""
+    move: TagMove | None = None
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         nonlocal changes, previous
@@ -201,8 +203,9 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
         return changes
 
     def update_root(root: Root) -> Root:
-        before = move_of(root, tag)
-        if not changes and before and (before.name, before.commit) == (name, commit_id):
+        nonlocal move
+        move = move_of(root, tag)
+        if not changes and move and (move.name, move.commit) == (name, commit_id):
             return root
         setting = root.settings.get(PUBLISHED)
         moves = dict(setting) if isinstance(setting, dict) else {}
@@ -223,6 +226,8 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> None:
         return msgspec.structs.replace(root, settings={**root.settings, PUBLISHED: moves})
 
     change_table(store, change, update_root)
+    assert move is not None
+    return move
 
 
 def tag_moves(store: Repository, tag: str) -> Iterator[TagMove]:
