@@ -165,6 +165,13 @@ class Version:
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    @property
+    def content(self) -> str:
+        """What names this content: versions on other hosts, and in other folders, have the same."""
+        record = self.record
+        described = [record.store_id, record.commit, record.mapping]
+        return digest_of(msgspec.json.encode(described, order="deterministic")).hex()
+
     def is_intact(self, file: str) -> bool:
         """Whether a file is the one that was written, as far as the system tells without a read."""
         about = self.record.files.get(file)
@@ -191,7 +198,7 @@ class Version:
 
     # --- its chunks ---
 
-    def _cells(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
+    def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
         """Yield the chunks: tensor, digest in the store, cast, and where it is here."""
         about = self.record.files.get(CHUNKS)
         try:
@@ -222,7 +229,7 @@ class Version:
     @cached_property
     def cells(self) -> dict[tuple[Digest, str], StoredCell]:
         """Where each chunk lies, by its digest in the store and how it was cast."""
-        return {(source, cast): cell for _, source, cast, cell in self._cells()}
+        return {(source, cast): cell for _, source, cast, cell in self.each_cell()}
 
     def read(self, cell: StoredCell) -> bytearray | None:
         """Return the bytes of a chunk, which are not verified; None if they cannot be read."""
@@ -270,7 +277,7 @@ class Version:
             raw = self.read(item[3])
             return raw is None or digest_of(raw) != item[3].digest
 
-        for (name, _, _, cell), failed in mapped(is_bad, self._cells(), cores()):
+        for (name, _, _, cell), failed in mapped(is_bad, self.each_cell(), cores()):
             seen[name] += cell.nbytes
             if failed:
                 bad[name] = None

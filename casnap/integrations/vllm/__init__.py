@@ -1,0 +1,50 @@
+"""A weight-transfer backend of vLLM: ``--weight-transfer-config '{"backend": "casnap"}'``.
+
+vLLM calls :func:`register` in each of its processes, by the entry point. Then ``transfer.py`` is in
+each worker; :func:`casnap.integrations.engines.reload_vllm_server` with ``patches=True``, and its
+siblings, tell it what to load. ``places.py`` finds where the elements of a checkpoint lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BACKEND = "casnap"
+"""The name of the backend."""
+
+
+def register() -> None:
+    """Make the backend known to vLLM; it may be called again."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "casnap.integrations.vllm.transfer", "CasnapTransferEngine"
+    )
+    if current_platform.is_cpu():
+        _keep_weights_plain()
+
+
+def _keep_weights_plain() -> None:
+    """Have vLLM on CPUs keep the weights of linear layers as they are, in engines of the backend.
+
+    Otherwise it packs them for its kernels, and gives up the tensors that patches are for. Its own
+    ``torch.nn.functional.linear``, which it has for layers that cannot be packed, needs no packing.
+    """
+    import torch
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        config = get_current_vllm_config_or_none()
+        transfer = None if config is None else config.weight_transfer_config
+        if transfer is not None and transfer.backend == BACKEND and layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -1,0 +1,241 @@
+"""Where a loader of weights puts the elements of a checkpoint, learnt from the loader itself.
+
+A loader knows which tensors it joins, and which slices a rank of tensor parallelism has. So it is
+run once with the tensors of a checkpoint, and what it would copy is noted and compared. Patches are
+then written to their places alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from casnap.errors import CasnapError
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UnknownPlacesError(CasnapError):
+    """It cannot be said where the elements of a checkpoint are."""
+
+
+class OtherBaseError(CasnapError):
+    """The weights are not those that they were taken for."""
+
+
+class Region(NamedTuple):
+    """A part of a tensor of the checkpoint, and where it lies in the model.
+
+    Attributes:
+        start: Its first element, in the flat tensor of the checkpoint.
+        strides: How many elements further the next one is along each axis, there.
+        target: The part of the model's tensor.
+    """
+
+    start: int
+    strides: tuple[int, ...]
+    target: torch.Tensor
+
+    def located(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Say where elements are.
+
+        Args:
+            indices: Of elements of the flat tensor of the checkpoint, in ascending order.
+
+        Returns:
+            Which of them are in this part, and the place of each of these in the storage of the
+            model's tensor.
+        """
+        # A part is mostly some whole rows, so most indices are left out at once.
+        shape, steps = self.target.shape, self.target.stride()
+        last = self.start + sum(
+            (size - 1) * stride for size, stride in zip(shape, self.strides, strict=True)
+        )
+        ends = torch.tensor([self.start, last + 1], dtype=indices.dtype)
+        first, stop = torch.searchsorted(indices, ends).tolist()
+        rest = indices[first:stop].long() - self.start
+        places = torch.full_like(rest, int(self.target.storage_offset()))
+        is_here: torch.Tensor | None = None
+        # From the outermost axis of the checkpoint to the innermost.
+        for axis in sorted(range(len(shape)), key=lambda axis: -self.strides[axis]):
+            if shape[axis] == 1:
+                continue
+            at = torch.div(rest, self.strides[axis], rounding_mode="floor")
+            rest = rest - at * self.strides[axis]
+            places += at * steps[axis]
+            inside = at < shape[axis]
+            is_here = inside if is_here is None else is_here & inside
+        inside = rest == 0
+        is_here = inside if is_here is None else is_here & inside
+        which = torch.arange(first, stop)
+        return (which, places) if is_here.all() else (which[is_here], places[is_here])
+
+
+class Places:
+    """Where the tensors of a checkpoint lie in a model.
+
+    Args:
+        regions: The parts of each, by its name.
+        targets: All tensors of the model.
+    """
+
+    def __init__(
+        self, regions: Mapping[str, Sequence[Region]], targets: list[torch.Tensor]
+    ) -> None:
+        self._regions = regions
+        self._targets = targets
+        self._pointers = _pointers(targets)
+
+    def fits(self, targets: list[torch.Tensor]) -> bool:
+        """Whether a model has still the same memory."""
+        return self._pointers == _pointers(targets)
+
+    def of(self, name: str) -> Sequence[Region]:
+        """Return the parts of a tensor; none if the loader leaves it out."""
+        return self._regions.get(name, ())
+
+
+def learn(
+    load: Callable[[list[tuple[str, torch.Tensor]]], object],
+    weights: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
+    padded: Sequence[torch.Tensor] = (),
+) -> Places:
+    """Learn where a loader puts the tensors of a checkpoint that the model has loaded already.
+
+    Args:
+        load: The loader. It changes nothing now.
+        weights: The tensors of the checkpoint, contiguous, each in memory of its own.
+        model: The model.
+        padded: Tensors of the model of which a part is of no checkpoint.
+
+    Raises:
+        UnknownPlacesError: The loader does more than to copy parts.
+        OtherBaseError: The model holds other values.
+    """
+    notes = _Notes(weights, targets_of(model))
+    with _copies_go_to(notes.note):
+        try:
+            load(list(weights.items()))
+        except CasnapError:
+            raise
+        except Exception as e:
+            raise UnknownPlacesError(f"the loader cannot be followed: {e!r}") from e
+    notes.check_all_is_covered(model, padded)
+    return Places(notes.regions, targets_of(model))
+
+
+def targets_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that a loader may write to."""
+    return [tensor.data for tensor in (*model.parameters(), *model.buffers())]
+
+
+def storage_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of the storage of a tensor, flat."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as integers of its size, which are equal if all bits are."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _pointers(targets: list[torch.Tensor]) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
+    return [(each.data_ptr(), each.dtype, tuple(each.shape)) for each in targets]
+
+
+class _Notes:
+    """Notes what a loader copies."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
+        self._weights = sorted(
+            (
+                (tensor.data_ptr(), name, tensor)
+                for name, tensor in weights.items()
+                if tensor.numel()
+            ),
+            key=lambda each: each[0],
+        )
+        self._starts = [start for start, _, _ in self._weights]
+        self._storages = {each.untyped_storage().data_ptr() for each in targets}
+        self.regions: dict[str, list[Region]] = {}
+
+    def note(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Note that a tensor of the checkpoint, or a part, is copied to the model."""
+        if not source.numel():
+            return
+        name, tensor = self._owner(source)
+        if target.untyped_storage().data_ptr() not in self._storages:
+            raise UnknownPlacesError(f"the loader copies {name} elsewhere than to the model")
+        strides = zip(source.shape, source.stride(), strict=True)
+        if target.shape != source.shape or any(n > 1 and not stride for n, stride in strides):
+            raise UnknownPlacesError(f"the loader copies {name} to a place of another shape")
+        value = source.to(target.device, target.dtype)
+        if not torch.equal(bits_of(value), bits_of(target)):
+            raise OtherBaseError(f"the model holds other values of {name}")
+        start = (source.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+        self.regions.setdefault(name, []).append(Region(start, source.stride(), target.detach()))
+
+    def _owner(self, source: torch.Tensor) -> tuple[str, torch.Tensor]:
+        at = bisect_right(self._starts, source.data_ptr()) - 1
+        if at >= 0:
+            start, name, tensor = self._weights[at]
+            is_inside = source.data_ptr() < start + tensor.nbytes
+            if is_inside and source.dtype == tensor.dtype and source.device == tensor.device:
+                return name, tensor
+        raise UnknownPlacesError("the loader copies what it has computed from the checkpoint")
+
+    def check_all_is_covered(self, model: torch.nn.Module, padded: Sequence[torch.Tensor]) -> None:
+        """Check that all parameters come from the checkpoint, so that nothing is written otherwise.
+
+        Raises:
+            UnknownPlacesError: Some do not.
+        """
+        parts: dict[int, list[torch.Tensor]] = {}
+        for regions in self.regions.values():
+            for region in regions:
+                key = region.target.untyped_storage().data_ptr()
+                parts.setdefault(key, []).append(region.target)
+        allowed = {each.untyped_storage().data_ptr() for each in padded}
+        for name, parameter in model.named_parameters():
+            key = parameter.untyped_storage().data_ptr()
+            if not parameter.numel():
+                raise UnknownPlacesError(f"the model has given up its {name}")
+            if key not in parts:
+                raise UnknownPlacesError(f"the loader does not copy to {name}")
+            if key in allowed:
+                continue
+            seen = torch.zeros(len(storage_of(parameter.data)), dtype=torch.bool)
+            for part in parts[key]:
+                seen.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
+            own = seen.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+            if not own.all():
+                raise UnknownPlacesError(f"the loader copies to a part of {name} alone")
+
+
+@contextmanager
+def _copies_go_to(note: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Have what this thread copies into tensors noted, and not done."""
+    copy, thread = torch.Tensor.copy_, threading.get_ident()
+    had_own = "copy_" in vars(torch.Tensor)
+
+    def noted(target: Any, source: Any, non_blocking: bool = False) -> Any:
+        if threading.get_ident() != thread:
+            return copy(target, source, non_blocking)
+        note(target, source)
+        return target
+
+    torch.Tensor.copy_ = noted  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if had_own:
+            torch.Tensor.copy_ = copy  # type: ignore[method-assign]
+        else:
+            del torch.Tensor.copy_

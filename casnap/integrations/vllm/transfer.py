@@ -1,0 +1,306 @@
+"""The backend in a worker of vLLM: it brings the worker's part of a model to a version in a folder.
+
+By patches, where the worker holds what they apply to; else it loads the folder whole, as vLLM does.
+A worker says of itself what it holds: at the start it compares its weights with the folder that it
+has loaded, and before patches are written, it compares the elements that they replace.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.v1.attention.backend import AttentionImplBase
+
+from casnap.errors import CasnapError
+from casnap.files.safetensors_header import itemsize_of
+from casnap.integrations.vllm.places import (
+    OtherBaseError,
+    Places,
+    Region,
+    UnknownPlacesError,
+    bits_of,
+    learn,
+    storage_of,
+    targets_of,
+)
+from casnap.runtime.typing import override
+from casnap.serving.patches import Patch, read_patches, version_of
+from casnap.serving.version import VersionTensor
+
+_log = init_logger("vllm.casnap")
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+@dataclass
+class CasnapInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing: what to load comes with each update."""
+
+
+@dataclass
+class CasnapUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What to load.
+
+    Attributes:
+        folder: A folder that a pull has made, or another one of safetensors, without links.
+        content: What its version holds; "" for a folder that no pull has made.
+        patches: A file with patches; "" to load the folder whole.
+        digest: The BLAKE3 of that file.
+        base: The content that they apply to.
+        whole: Tensors that have changed, and are not in the file.
+    """
+
+    folder: str
+    content: str = ""
+    patches: str = ""
+    digest: str = ""
+    base: str = ""
+    whole: tuple[str, ...] | list[str] = ()
+
+
+class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo]):  # type: ignore[misc]
+    """Brings the weights of a worker from one version to another, in place."""
+
+    init_info_cls = CasnapInitInfo
+    update_info_cls = CasnapUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._places: Places | None = None
+        # The content that all weights of this worker are of; "" if they may be of another one.
+        self._content = ""
+        # What vLLM says that it has loaded. Others may have it load something else.
+        self._path = ""
+        with set_current_vllm_config(vllm_config):
+            self._compare()
+
+    @property
+    def _loaded_path(self) -> str:
+        return str(self.vllm_config.model_config.model)
+
+    def _compare(self) -> None:
+        """Compare the weights with the folder that they are from, and learn their places."""
+        self._content, self._path, self._places = "", self._loaded_path, None
+        try:
+            version = version_of(Path(self._path))
+            if version is None:
+                raise UnknownPlacesError(f"{self._path} is no folder that a pull has made")
+            why = _why_derived(self.model)
+            if why:
+                raise UnknownPlacesError(why)
+            weights = _weights(version.folder, version.record.tensors)
+            padded = [
+                module.weight
+                for module in self.model.modules()
+                if isinstance(module, VocabParallelEmbedding)
+            ]
+            self._places = learn(self.model.load_weights, weights, self.model, padded)
+            self._content = version.content
+        except (CasnapError, OSError) as e:
+            _log.warning("casnap: the next version is loaded whole: %s", e)
+
+    # --- what vLLM calls ---
+
+    @override
+    def init_transfer_engine(self, init_info: CasnapInitInfo) -> None:
+        """Do nothing: no connection is needed."""
+
+    @override
+    def start_weight_update(self) -> None:
+        """Do nothing: weights are patched in place, or loaded in one step."""
+
+    @override
+    def finish_weight_update(self) -> None:
+        """Do nothing: an update is whole when it has returned."""
+
+    @override
+    def shutdown(self) -> None:
+        """Do nothing: nothing is held."""
+
+    @override
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Bring the weights to a version. The call returns when they are."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @override
+    def receive_weights(self, update_info: CasnapUpdateInfo) -> None:
+        """Bring the weights to a version.
+
+        Raises:
+            Exception: They could not be loaded, and may be of no version now.
+        """
+        start = time.perf_counter()
+        if self._loaded_path != self._path:
+            self._content = ""
+        if update_info.content and self._content == update_info.content:
+            how = "was there"
+        elif update_info.patches and self._patch(update_info):
+            how = "is there by patches"
+        else:
+            self._load(update_info)
+            how = "was loaded whole"
+        self._path = self.vllm_config.model_config.model = update_info.folder
+        _log.info(
+            "casnap: %s %s, after %.3f s",
+            Path(update_info.folder).name,
+            how,
+            time.perf_counter() - start,
+        )
+
+    # --- how ---
+
+    def _load(self, info: CasnapUpdateInfo) -> None:
+        """Load a folder whole, as vLLM reloads one."""
+        self._content = ""
+        reload_weights(self.vllm_config, self.model, None, info.folder, True)
+        if self._places is not None and self._places.fits(targets_of(self.model)):
+            self._content = info.content
+        else:
+            self._compare()
+
+    def _patch(self, info: CasnapUpdateInfo) -> bool:
+        """Write patches; return whether they could be, or nothing was written."""
+        try:
+            writes = self._writes(info)
+        except (CasnapError, OSError) as e:
+            _log.warning("casnap: %s is loaded whole: %s", Path(info.folder).name, e)
+            return False
+        self._content = ""
+        with torch.no_grad():
+            for write in writes:
+                write.do()
+        self._content = info.content
+        return True
+
+    def _writes(self, info: CasnapUpdateInfo) -> list[_Write]:
+        """Return what must be written, when all that can be checked before has been.
+
+        Raises:
+            CasnapError: The patches are not for these weights.
+            OSError: They, or the folder, cannot be read.
+        """
+        places = self._places
+        if places is None or not places.fits(targets_of(self.model)):
+            raise UnknownPlacesError("it is not known where the weights are")
+        if self._content != info.base:
+            raise OtherBaseError("the patches are for another version than this worker holds")
+        patches = read_patches(Path(info.patches), info.digest, info.base, info.content)
+        writes = [
+            write
+            for name, patch in patches.items()
+            for region in places.of(name)
+            if (write := _write_of(name, patch, region)) is not None
+        ]
+        if info.whole:
+            version = version_of(Path(info.folder))
+            if version is None:
+                raise UnknownPlacesError(f"{info.folder} is no folder that a pull has made")
+            about = {name: version.record.tensors[name] for name in info.whole}
+            for name, tensor in _weights(version.folder, about).items():
+                for region in places.of(name):
+                    shape = region.target.shape
+                    part = tensor.as_strided(shape, region.strides, region.start)
+                    writes.append(_Write(region.target, None, part))
+        return writes
+
+
+class _Write(NamedTuple):
+    """A write to the memory of a tensor: of elements at places, or of all of it."""
+
+    target: torch.Tensor
+    places: torch.Tensor | None
+    values: torch.Tensor
+
+    def do(self) -> None:
+        if self.places is None:
+            self.target.copy_(self.values)
+        else:
+            bits_of(self.target).index_copy_(0, self.places, bits_of(self.values))
+
+
+def _write_of(name: str, patch: Patch, region: Region) -> _Write | None:
+    """Return what a patch writes to a part of its tensor; None if it is nothing.
+
+    Raises:
+        OtherBaseError: The part does not hold what the patch replaces.
+    """
+    which, places = region.located(torch.tensor(patch.indices))
+    if not len(which):
+        return None
+    memory = storage_of(region.target)
+
+    def of_memory(elements: Any) -> torch.Tensor:
+        # torch has few calls for unsigned integers.
+        signed = torch.tensor(elements.view(f"i{elements.itemsize}"))[which]
+        return signed.view(getattr(torch, patch.dtype)).to(memory.device, memory.dtype)
+
+    places = places.to(memory.device)
+    there = bits_of(memory).index_select(0, places)
+    if not torch.equal(there, bits_of(of_memory(patch.before))):
+        raise OtherBaseError(f"somebody has changed {name} in this worker")
+    return _Write(memory, places, of_memory(patch.values))
+
+
+def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a version, which are read from its files when they are used."""
+    files: dict[str, mmap.mmap] = {}
+    weights = {}
+    for name, tensor in tensors.items():
+        if tensor.file not in files:
+            with (folder / tensor.file).open("rb") as file:
+                files[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        count = prod(tensor.shape)
+        dtype = getattr(torch, tensor.dtype)
+        if not count:
+            weights[name] = torch.empty(tensor.shape, dtype=dtype)
+            continue
+        flat = torch.frombuffer(
+            files[tensor.file],
+            dtype=torch.uint8,
+            count=count * itemsize_of(tensor.dtype),
+            offset=tensor.start,
+        )
+        weights[name] = flat.view(dtype).view(tensor.shape)
+    return weights
+
+
+def _why_derived(model: Any) -> str:
+    """Return why a model may hold more than its weights, such as packed ones; "" if it does not."""
+    plain = torch.nn.functional.linear
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in _PLAIN:
+            return f"{name} has {type(method).__name__}, which may pack weights"
+        if getattr(module, "cpu_linear", plain) is not plain:
+            return f"{name} has packed its weights for this processor"
+        if not hasattr(module, "process_weights_after_loading"):
+            continue
+        if type(module) is not Attention or (
+            type(module.impl).process_weights_after_loading
+            is not AttentionImplBase.process_weights_after_loading
+        ):
+            return f"{name} derives something of its weights"
+    return ""
