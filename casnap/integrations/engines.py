@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,9 +22,11 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from casnap.errors import CasnapError
+from casnap.errors import PLACE_ERRORS, CasnapError
 from casnap.runtime.typing import override
+from casnap.serving.patches import StagedPatches, stage, version_of
 
+_log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], None]
 PauseMode = Literal["wait", "keep"]
 """What becomes of the requests that run when a version is loaded.
@@ -73,7 +76,7 @@ def reload_sglang(
     return reload
 
 
-def reload_vllm(llm: Any, *, timeout: float | None = None) -> OnVersion:
+def reload_vllm(llm: Any, *, patches: bool = False, timeout: float | None = None) -> OnVersion:
     """Return a callback that has a ``vllm.LLM`` of this process load each version.
 
     It calls ``reload_weights`` on each worker with the folder as ``weights_path``, then forgets the
@@ -85,19 +88,23 @@ def reload_vllm(llm: Any, *, timeout: float | None = None) -> OnVersion:
 
     Args:
         llm: The engine.
+        patches: Whether the engine has the backend ``casnap`` for its weights
+            (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
+            written in the pause, if it knows the version before.
         timeout: Seconds to wait for the workers; None for as long as it takes.
 
     Raises:
         TypeError: It is something else, such as an ``AsyncLLM``, a URL, or an actor of Ray.
     """
     _check_engine(llm, is_async=False)
-    return _Reload(_VllmHere(llm, timeout))
+    return _reload(_VllmHere(llm, timeout), patches=patches)
 
 
 def reload_vllm_async(
     engine: Any,
     *,
     mode: PauseMode = "wait",
+    patches: bool = False,
     loop: asyncio.AbstractEventLoop | None = None,
     timeout: float = 600.0,
 ) -> OnVersion:
@@ -113,6 +120,9 @@ def reload_vllm_async(
     Args:
         engine: The engine.
         mode: ``"wait"`` or ``"keep"``: see :data:`PauseMode`.
+        patches: Whether the engine has the backend ``casnap`` for its weights
+            (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
+            written in the pause, if it knows the version before.
         loop: The event loop of the engine; by default that which runs now.
         timeout: Seconds to wait for each step. With ``wait``, the pause takes as long as the
             longest request.
@@ -129,13 +139,14 @@ def reload_vllm_async(
             "no event loop runs here: call reload_vllm_async in a coroutine, or pass the loop of "
             "the engine as loop="
         )
-    return _Reload(_VllmAsync(engine, mode, loop, timeout))
+    return _reload(_VllmAsync(engine, mode, loop, timeout), patches=patches)
 
 
 def reload_vllm_server(
     url: str,
     *,
     mode: PauseMode = "wait",
+    patches: bool = False,
     headers: Mapping[str, str] | None = None,
     timeout: float = 600.0,
 ) -> OnVersion:
@@ -148,6 +159,9 @@ def reload_vllm_server(
     Args:
         url: Of the server, such as ``http://localhost:8000``.
         mode: ``"wait"`` or ``"keep"``: see :data:`PauseMode`.
+        patches: Whether the engine has the backend ``casnap`` for its weights
+            (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
+            written in the pause, if it knows the version before.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
         timeout: Seconds to wait for each answer. With ``wait``, the pause takes as long as the
             longest request.
@@ -156,7 +170,7 @@ def reload_vllm_server(
         ValueError: The URL is none of HTTP, or there is no such mode.
     """
     _check_mode(mode)
-    return _Reload(_VllmServer(_Server(url, headers, timeout), mode))
+    return _reload(_VllmServer(_Server(url, headers, timeout), mode), patches=patches)
 
 
 class _Engine(ABC):
@@ -167,8 +181,8 @@ class _Engine(ABC):
         """Have no request run."""
 
     @abstractmethod
-    def load(self, folder: str) -> None:
-        """Load weights."""
+    def call(self, method: str, **options: Any) -> None:
+        """Have all workers call a method."""
 
     @abstractmethod
     def forget_prefixes(self) -> None:
@@ -186,6 +200,10 @@ class _Engine(ABC):
     def started_with(self) -> str:
         """Return where the first weights are from."""
 
+    @abstractmethod
+    def version(self) -> str:
+        """Return which version the weights are, as somebody has said."""
+
 
 class _Reload:
     """A callback: it has an engine load a version, while no request runs."""
@@ -193,6 +211,7 @@ class _Reload:
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
         self._loaded = ""
+        self._may_resume = True
 
     def __call__(self, folder: Path, changed: list[str]) -> None:
         with self._paused():
@@ -202,11 +221,13 @@ class _Reload:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Pause the engine, and resume it in any case."""
+        """Pause the engine, and resume it, whatever fails, unless it would answer wrongly."""
         try:
             self._engine.pause()
             yield
         except BaseException as e:
+            if not self._may_resume:
+                raise
             try:
                 self._engine.resume()
             except CasnapError as again:
@@ -219,21 +240,98 @@ class _Reload:
 
         A load that fails has given up the old weights: the next request would end the engine.
         """
-        before = self._loaded or self._engine.started_with()
+        before = self._before()
         try:
-            self._engine.load(folder)
+            self._have_loaded(folder)
         except _OtherEngineError:
             raise
         except Exception as e:
             try:
-                self._engine.load(before)
+                self._have_loaded(before)
             except Exception as again:  # noqa: BLE001 - whatever vLLM raises, the error says it
-                raise CasnapError(
-                    f"vLLM did not load {folder}: {e}. Nor did it load {before} again, so it has "
-                    f"no whole weights now; restart it: {again}"
+                raise self._no_weights(
+                    f"vLLM did not load {folder}: {e}. Nor did it load {before} again", again
                 ) from e
             raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
         self._loaded = folder
+
+    def _before(self) -> str:
+        """Return the folder that the engine has loaded."""
+        return self._loaded or self._engine.started_with()
+
+    def _have_loaded(self, folder: str) -> None:
+        self._engine.call("reload_weights", weights_path=folder)
+
+    def _no_weights(self, what: str, error: BaseException) -> CasnapError:
+        return CasnapError(f"{what}, so it has no whole weights now; restart it: {error}")
+
+
+class _PatchedReload(_Reload):
+    """A callback: by the backend ``casnap``, only what has changed is written in the pause."""
+
+    def __init__(self, engine: _Engine) -> None:
+        super().__init__(engine)
+        self._staged: StagedPatches | None = None
+
+    @override
+    def __call__(self, folder: Path, changed: list[str]) -> None:
+        try:
+            self._engine.call("init_weight_transfer_engine", init_info={})
+        except _OtherEngineError:
+            raise
+        except Exception as e:
+            raise CasnapError(
+                "vLLM does not take patches of casnap. Start it where casnap is installed, with "
+                f'--weight-transfer-config \'{{"backend": "casnap"}}\': {e}'
+            ) from e
+        if not self._loaded:
+            # Of a callback before this one, perhaps.
+            named = folder.with_name(self._engine.version())
+            self._loaded = str(named) if version_of(named) else ""
+        self._staged = self._stage(folder)
+        try:
+            super().__call__(folder, changed)
+        finally:
+            if self._staged is not None:
+                self._staged.remove()
+
+    def _stage(self, folder: Path) -> StagedPatches | None:
+        try:
+            return stage(Path(self._before()), folder)
+        except PLACE_ERRORS as e:
+            _log.warning("vLLM loads %s whole, since no patches could be written: %s", folder, e)
+            return None
+
+    @override
+    def _have_loaded(self, folder: str) -> None:
+        version, staged = version_of(Path(folder)), self._staged
+        asked: dict[str, Any] = {"folder": folder, "content": version.content if version else ""}
+        if staged is not None and staged.content == asked["content"]:
+            asked |= {"patches": str(staged.path), "digest": staged.digest, "base": staged.base}
+            asked["whole"] = staged.whole
+        self._engine.call("start_weight_update")
+        # Until all workers have it, some may have another one.
+        self._may_resume = False
+        try:
+            self._engine.call("update_weights", update_info=asked)
+        except BaseException:
+            # Of several workers, some are still within the update.
+            with suppress(Exception):
+                self._engine.call("finish_weight_update")
+            raise
+        self._engine.call("finish_weight_update")
+        self._may_resume = True
+
+    @override
+    def _no_weights(self, what: str, error: BaseException) -> CasnapError:
+        return CasnapError(
+            f"{what}, so its workers may have weights of two versions now. It stays paused until "
+            f"one can be loaded: {error}"
+        )
+
+
+def _reload(engine: _Engine, *, patches: bool) -> OnVersion:
+    return _PatchedReload(engine) if patches else _Reload(engine)
 
 
 class _VllmHere(_Engine):
@@ -248,12 +346,8 @@ class _VllmHere(_Engine):
         pass
 
     @override
-    def load(self, folder: str) -> None:
-        _check_answer(
-            self._llm.collective_rpc(
-                "reload_weights", self._timeout, kwargs={"weights_path": folder}
-            )
-        )
+    def call(self, method: str, **options: Any) -> None:
+        _check_answer(self._llm.collective_rpc(method, self._timeout, kwargs=options))
 
     @override
     def forget_prefixes(self) -> None:
@@ -261,7 +355,7 @@ class _VllmHere(_Engine):
 
     @override
     def name_version(self, name: str) -> None:
-        pass
+        self._llm.update_weight_version(name)
 
     @override
     def resume(self) -> None:
@@ -270,6 +364,10 @@ class _VllmHere(_Engine):
     @override
     def started_with(self) -> str:
         return str(self._llm.model_config.model)
+
+    @override
+    def version(self) -> str:
+        return str(self._llm.get_weight_version())
 
 
 class _VllmAsync(_Engine):
@@ -288,12 +386,8 @@ class _VllmAsync(_Engine):
         self._wait_for(self._engine.pause_generation, mode=self._mode)
 
     @override
-    def load(self, folder: str) -> None:
-        _check_answer(
-            self._wait_for(
-                self._engine.collective_rpc, "reload_weights", kwargs={"weights_path": folder}
-            )
-        )
+    def call(self, method: str, **options: Any) -> None:
+        _check_answer(self._wait_for(self._engine.collective_rpc, method, kwargs=options))
 
     @override
     def forget_prefixes(self) -> None:
@@ -311,6 +405,10 @@ class _VllmAsync(_Engine):
     @override
     def started_with(self) -> str:
         return str(self._engine.model_config.model)
+
+    @override
+    def version(self) -> str:
+        return str(self._wait_for(self._engine.get_weight_version))
 
     def _wait_for(self, call: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> Any:
         """Make a call of the engine in its event loop, and return what it does."""
@@ -352,9 +450,8 @@ class _VllmServer(_Engine):
             raise CasnapError(f"{e}. Start vLLM's server with VLLM_SERVER_DEV_MODE=1") from e
 
     @override
-    def load(self, folder: str) -> None:
-        asked = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        self._server.ask("/collective_rpc", asked)
+    def call(self, method: str, **options: Any) -> None:
+        self._server.ask("/collective_rpc", {"method": method, "kwargs": options})
 
     @override
     def forget_prefixes(self) -> None:
@@ -373,6 +470,10 @@ class _VllmServer(_Engine):
     def started_with(self) -> str:
         models = self._server.ask("/v1/models")
         return str(models["data"][0]["root"])
+
+    @override
+    def version(self) -> str:
+        return str(self._server.ask("/weight_info")["weight_version"])
 
 
 class _OtherEngineError(TypeError):
