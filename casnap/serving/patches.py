@@ -111,7 +111,8 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
     digest = digest_of(raw).hex()
     name = f".{digest}.patches.partial"
     place = new.folder.parent
-    with translated(str(place / name)), folder_at(str(place), listed=True) as at:
+    kept = f"{new.folder} stays as it is"
+    with translated(str(place / name), kept), folder_at(str(place), listed=True) as at:
         with suppress(FileNotFoundError):
             unlink_at(name, at)
         fd = create_file(name, at, FILE_MODE)
@@ -147,19 +148,18 @@ def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, 
         raise DamagedError(f"{path} leads from another version, or to another one")
     found = {tensor.name: tensor for tensor in header.tensors}
 
-    def elements(name: str) -> np.ndarray:
-        tensor = found[name]
-        kind = "i" if tensor.dtype.startswith("int") else "u"
-        count = tensor.shape[0]
-        return np.frombuffer(raw, f"{kind}{tensor.itemsize}", count, tensor.start)
+    def elements(kind: str, name: str) -> np.ndarray:
+        tensor = found[kind + name]
+        sign = "i" if kind == _INDICES else "u"
+        return np.frombuffer(raw, f"{sign}{tensor.itemsize}", tensor.shape[0], tensor.start)
 
     names = [name[len(_VALUES) :] for name in found if name.startswith(_VALUES)]
     return {
         name: Patch(
             found[_VALUES + name].dtype,
-            elements(_INDICES + name),
-            elements(_BEFORE + name),
-            elements(_VALUES + name),
+            elements(_INDICES, name),
+            elements(_BEFORE, name),
+            elements(_VALUES, name),
         )
         for name in names
     }

@@ -1,0 +1,186 @@
+"""Patches lead from one pulled version to the next: exactly, small, and only if both are whole."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from casnap import Store
+from casnap.errors import BackendError, DamagedError
+from casnap.serving import PullOptions
+from casnap.serving.patches import StagedPatches, read_patches, stage
+from tests.support.served import store_at, take, tensors_in, versions_of
+
+
+def pulled(path: Path, store: Store, **options: Any) -> Path:
+    return Path(store.pull(path / "live", options=PullOptions(**options)).folder)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat.view(f"u{tensor.element_size()}")
+
+
+def read(staged: StagedPatches) -> Any:
+    return read_patches(staged.path, staged.digest, staged.base, staged.content)
+
+
+def assert_leads(staged: StagedPatches, base: Path, folder: Path) -> None:
+    """Check that patches, and the tensors that are not patched, make one version of the other."""
+    before, after = tensors_in(base), tensors_in(folder)
+    patches = read(staged)
+    assert not patches.keys() & set(staged.whole)
+    for name, tensor in after.items():
+        held = bits(before[name]).copy()
+        if name in patches:
+            patch = patches[name]
+            assert (np.diff(patch.indices) > 0).all()
+            assert np.array_equal(held[patch.indices], patch.before)
+            held[patch.indices] = patch.values
+        elif name in staged.whole:
+            held = bits(tensor)
+        assert np.array_equal(held, bits(tensor)), name
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int16]
+)
+def test_patches_lead_from_one_version_to_the_next(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = store_at(tmp_path / "store")
+    generator = torch.Generator().manual_seed(0)
+    many = torch.randint(0, 100, (300, 500), generator=generator).to(dtype)
+    folders = []
+    for step in range(3):
+        extra = {"many": many, "one": torch.tensor(float(step)), "even": torch.arange(900) + step}
+        take(store, step, **extra)
+        folders.append(pulled(tmp_path, store, keep=5))
+        many = many.clone()
+        at = torch.randperm(many.numel(), generator=generator)[:1500]
+        raw = many.view(-1).view(torch.uint8).view(-1, many.element_size())
+        # Any bits: also of NaNs, and of zeros with a sign.
+        raw[at] = torch.randint(0, 256, raw[at].shape, generator=generator, dtype=torch.uint8)
+    for base, folder in itertools.pairwise(folders):
+        staged = stage(base, folder)
+        assert staged is not None
+        assert_leads(staged, base, folder)
+        # A patch is an index and two values for each element; what changes whole has none.
+        assert "many" in read(staged)
+        assert {"even", "one"} <= set(staged.whole)
+        assert staged.nbytes < 1500 * (4 + 2 * many.element_size()) + (64 << 10)
+        staged.remove()
+    # Over a missed version, and back.
+    for base, folder in ((folders[0], folders[2]), (folders[2], folders[0])):
+        staged = stage(base, folder)
+        assert staged is not None
+        assert_leads(staged, base, folder)
+        staged.remove()
+    assert len(versions_of(tmp_path / "live")) == 3
+
+
+def test_values_that_were_cast_are_compared_as_they_are_served(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    folders = []
+    for step in range(2):
+        # A change that the cast loses, and one that it keeps.
+        tensor = torch.ones(40_000)
+        tensor[:20] += step * 2**-20
+        tensor[20:40] += step
+        take(store, step, cast=tensor, lost=torch.ones(100) + step * 2**-20)
+        folders.append(pulled(tmp_path, store, dtype="bfloat16"))
+    staged = stage(*folders)
+    assert staged is not None
+    assert_leads(staged, *folders)
+    assert read(staged)["cast"].indices.tolist() == list(range(20, 40))
+    assert "lost" not in {*read(staged), *staged.whole}
+
+
+def test_no_patches_lead_to_other_tensors(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    base = pulled(tmp_path, store)
+    take(store, 1, norm=torch.zeros(20_001))
+    assert stage(base, pulled(tmp_path, store)) is None
+    take(store, 2, other=torch.zeros(3))
+    assert stage(base, pulled(tmp_path, store)) is None
+    assert stage(tmp_path, base) is None
+    assert stage(base, tmp_path / "no_such") is None
+
+
+def test_each_chunk_is_verified(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    base = pulled(tmp_path, store)
+    take(store, 1)
+    folder = pulled(tmp_path, store)
+
+    def damage(place: Path) -> None:
+        file = place / "model.safetensors"
+        raw = bytearray(file.read_bytes())
+        at = raw.index(tensors_in(place)["layers.1"].view(torch.uint8).numpy().tobytes())
+        raw[at + 10] ^= 1
+        file.write_bytes(raw)
+
+    whole = base.with_name("whole")
+    base.rename(whole)
+    shutil.copytree(whole, base)
+    damage(base)
+    staged = stage(base, folder)
+    assert staged is not None
+    # Nobody knows what an engine has read of a base that is damaged.
+    assert "layers.1" in staged.whole
+    assert_leads(staged, whole, folder)
+    damage(folder)
+    with pytest.raises(DamagedError, match=r"what was pulled for layers\.1.*--verify"):
+        stage(whole, folder)
+
+
+def test_other_files_are_no_patches(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    base = pulled(tmp_path, store)
+    take(store, 1)
+    staged = stage(base, pulled(tmp_path, store))
+    assert staged is not None
+    path, digest, from_, to = staged[:4]
+    for asked in ((path, digest, to, to), (path, digest, from_, from_)):
+        with pytest.raises(DamagedError, match="from another version, or to another one"):
+            read_patches(*asked)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(DamagedError, match="damaged, or not the file that was meant"):
+        read_patches(*staged[:4])
+    staged.remove()
+    with pytest.raises(FileNotFoundError):
+        read_patches(*staged[:4])
+
+
+def test_the_next_pull_deletes_what_a_crash_has_left(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    base = pulled(tmp_path, store)
+    take(store, 1)
+    staged = stage(base, pulled(tmp_path, store))
+    assert staged is not None
+    assert staged.path.name in versions_of(tmp_path / "live")
+    pulled(tmp_path, store)
+    assert not staged.path.exists()
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    base = pulled(tmp_path, store)
+    take(store, 1)
+    folder = pulled(tmp_path, store)
+    monkeypatch.setattr("casnap.serving.patches.write_cached", full)
+    with pytest.raises(BackendError, match=r"no space left .*stays as it is"):
+        stage(base, folder)
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
