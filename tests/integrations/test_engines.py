@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from casnap.errors import CasnapError
@@ -27,7 +28,8 @@ from casnap.integrations.engines import (
     reload_vllm_server,
 )
 from casnap.runtime.typing import override
-from tests.support.served import store_at, take, weights
+from casnap.serving.patches import read_patches, version_of
+from tests.support.served import store_at, take, versions_of, weights
 
 
 class Server(ThreadingHTTPServer):
@@ -84,6 +86,14 @@ class Engine:
         self.calls: list[str] = []
         self.is_busy = False
         self.model_config = Config(str(folder))
+        self.named = "default"
+
+    def update_weight_version(self, new_version: str) -> None:
+        self.calls.append(new_version)
+        self.named = new_version
+
+    def get_weight_version(self) -> str:
+        return self.named
 
     def collective_rpc(
         self,
@@ -132,7 +142,10 @@ class AsyncEngine:
         return self._engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     async def update_weight_version(self, new_version: str) -> None:
-        self._engine.calls.append(new_version)
+        self._engine.update_weight_version(new_version)
+
+    async def get_weight_version(self) -> str:
+        return self._engine.get_weight_version()
 
 
 class VllmHandler(BaseHTTPRequestHandler):
@@ -142,8 +155,11 @@ class VllmHandler(BaseHTTPRequestHandler):
     failing: set[str]
 
     def do_GET(self) -> None:
-        assert self.path == "/v1/models"
-        self._answer(200, {"data": [{"id": "m", "root": self.engine.model_config.model}]})
+        answers = {
+            "/v1/models": {"data": [{"id": "m", "root": self.engine.model_config.model}]},
+            "/weight_info": {"weight_version": self.engine.named},
+        }
+        self._answer(200, answers[self.path])
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -152,7 +168,7 @@ class VllmHandler(BaseHTTPRequestHandler):
             "/pause": lambda: self._note(f"pause {query.removeprefix('mode=')}"),
             "/collective_rpc": lambda: {"results": self.engine.collective_rpc(**asked)},
             "/reset_prefix_cache": lambda: {"success": self.engine.reset_prefix_cache()},
-            "/update_weight_version": lambda: self._note(asked["new_version"]),
+            "/update_weight_version": lambda: self._name(asked["new_version"]),
             "/resume": lambda: self._note("resume"),
         }
         if path in self.failing:
@@ -160,11 +176,15 @@ class VllmHandler(BaseHTTPRequestHandler):
             return
         try:
             self._answer(200, calls[path]())
-        except OSError as e:
+        except (OSError, RuntimeError) as e:
             self._answer(500, {"error": {"message": str(e)}})
 
     def _note(self, call: str) -> dict[str, Any]:
         self.engine.calls.append(call)
+        return {}
+
+    def _name(self, version: str) -> dict[str, Any]:
+        self.engine.update_weight_version(version)
         return {}
 
     def _answer(self, status: int, answer: dict[str, Any]) -> None:
@@ -204,13 +224,16 @@ def loop_of_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @contextmanager
-def callbacks(engine: Engine, mode: PauseMode = "wait") -> Iterator[dict[str, OnVersion]]:
+def callbacks(
+    engine: Engine, mode: PauseMode = "wait", *, patches: bool = False
+) -> Iterator[dict[str, OnVersion]]:
     """Give a callback for each way to reach an engine."""
     with vllm_server(engine) as url, loop_of_a_thread() as loop:
+        an_async = AsyncEngine(engine)
         yield {
-            "here": reload_vllm(engine),
-            "async": reload_vllm_async(AsyncEngine(engine), mode=mode, loop=loop),
-            "server": reload_vllm_server(url, mode=mode),
+            "here": reload_vllm(engine, patches=patches),
+            "async": reload_vllm_async(an_async, mode=mode, loop=loop, patches=patches),
+            "server": reload_vllm_server(url, mode=mode, patches=patches),
         }
 
 
@@ -276,8 +299,7 @@ def test_vllm_loads_each_version(tmp_path: Path, way: str, mode: PauseMode) -> N
             follow(tmp_path, ways[way], "called")
             assert engine.weights["bias"].equal(weights(step)["bias"])
             name = (tmp_path / "live").resolve().name
-            around = [f"pause {mode}"], [name, "resume"]
-            before, after = ([], []) if way == "here" else around
+            before, after = ([], [name]) if way == "here" else ([f"pause {mode}"], [name, "resume"])
             assert engine.calls == [*before, "reload", "reset", *after]
             engine.calls.clear()
         engine.is_busy = True
@@ -331,6 +353,175 @@ def test_a_server_of_vllm_is_resumed_whatever_fails(tmp_path: Path) -> None:
         reload_vllm_server(url)(folder, [])
     with pytest.raises(CasnapError, match="cannot be reached"):
         reload_vllm_server(url)(folder, [])
+
+
+class Worker:
+    """What the backend in a worker of vLLM does, by its own account."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_updating, self.fails = False, False
+        self.load(folder)
+
+    def load(self, folder: Path) -> None:
+        version = version_of(folder)
+        assert version is not None
+        self.content, self.weights = version.content, load_file(folder / "model.safetensors")
+        self.how = "whole"
+
+    def finish(self) -> None:
+        if not self.is_updating:
+            raise RuntimeError("finish without start")
+        self.is_updating = False
+
+    def update(self, info: dict[str, Any]) -> None:
+        assert self.is_updating
+        if self.fails:
+            self.is_updating, self.content = False, ""
+            self.weights["bias"].fill_(-1)
+            raise RuntimeError("worker fails")
+        if info["content"] == self.content:
+            self.how = "there"
+        elif info.get("base") == self.content:
+            asked = (Path(info["patches"]), info["digest"], info["base"], info["content"])
+            for name, patch in read_patches(*asked).items():
+                flat = self.weights[name].view(-1).view(torch.int16).numpy()
+                assert (flat[patch.indices] == patch.before.view("i2")).all()
+                flat[patch.indices] = patch.values.view("i2")
+            whole = load_file(Path(info["folder"]) / "model.safetensors")
+            self.weights |= {name: whole[name] for name in info["whole"]}
+            self.content, self.how = info["content"], "patches"
+        else:
+            self.load(Path(info["folder"]))
+
+
+class PatchedEngine(Engine):
+    """A stub of ``vllm.LLM`` with the backend ``casnap``, and two workers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.workers = [Worker(folder), Worker(folder)]
+
+    @override
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[None]:
+        assert kwargs is not None
+        self.calls.append(method.partition("_")[0])
+        errors = []
+        for worker in self.workers:
+            try:
+                if method == "start_weight_update":
+                    assert not worker.is_updating
+                    worker.is_updating = True
+                elif method == "update_weights":
+                    worker.update(kwargs["update_info"])
+                elif method == "finish_weight_update":
+                    worker.finish()
+                else:
+                    assert (method, kwargs) == ("init_weight_transfer_engine", {"init_info": {}})
+            except RuntimeError as e:
+                errors.append(e)
+        if errors:
+            raise errors[0]
+        return [None for _ in self.workers]
+
+    def assert_all(self, step: int, how: str) -> None:
+        for worker in self.workers:
+            for name, tensor in weights(step).items():
+                assert worker.weights[name].equal(tensor), name
+            assert worker.how == how
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_vllm_takes_patches(tmp_path: Path, way: str, mode: PauseMode) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    engine = PatchedEngine(Path(store.pull(tmp_path / "live").folder))
+    with callbacks(engine, mode, patches=True) as ways:
+        for step in range(1, 4):
+            take(store, step)
+            follow(tmp_path, ways[way], "called")
+            engine.assert_all(step, "patches")
+            name = (tmp_path / "live").resolve().name
+            around = [name] if way == "here" else [f"pause {mode}", name, "resume"]
+            steps = ["init", *around[:-2], "start", "update", "finish", "reset", *around[-2:]]
+            assert engine.calls == steps
+            engine.calls.clear()
+        # It is called again, as after a crash of the follower.
+        ways[way]((tmp_path / "live").resolve(), [])
+        engine.assert_all(3, "there")
+        assert not any(".patches" in name for name in versions_of(tmp_path / "live"))
+    # Another follower asks the engine what it has.
+    with callbacks(engine, mode, patches=True) as ways:
+        take(store, 4)
+        follow(tmp_path, ways[way], "called")
+        engine.assert_all(4, "patches")
+        # One that was started again has what it was started with.
+        engine.workers = [Worker(tmp_path / "live"), Worker(tmp_path / "live")]
+        engine.workers[0].content = "what nobody knows"
+        take(store, 5)
+        follow(tmp_path, ways[way], "called")
+        assert [worker.how for worker in engine.workers] == ["whole", "patches"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_workers_have_one_version_whatever_fails(tmp_path: Path, way: str) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    first = Path(store.pull(tmp_path / "live").folder)
+    engine = PatchedEngine(first)
+    take(store, 1)
+    second = Path(store.pull(tmp_path / "live").folder)
+
+    class Once(Worker):
+        @override
+        def update(self, info: dict[str, Any]) -> None:
+            self.fails = info["content"] == content_of(second)
+            super().update(info)
+
+    engine.workers[1] = Once(first)
+    with callbacks(engine, patches=True) as ways:
+        with pytest.raises(CasnapError, match=f"(?s)and still has {first}.*worker fails"):
+            ways[way](second, [])
+        engine.assert_all(0, "whole")
+        assert way == "here" or engine.calls[-1] == "resume"
+        # Not even the version before can be loaded.
+        engine.workers[1] = Worker(first)
+        engine.workers[1].fails = True
+        with pytest.raises(CasnapError, match="stays paused until one can be loaded"):
+            ways[way](second, [])
+        assert engine.calls[-1] != "resume"
+        engine.workers[1].fails = False
+        ways[way](second, [])
+        assert way == "here" or engine.calls[-1] == "resume"
+        for worker in engine.workers:
+            assert worker.weights["bias"].equal(weights(1)["bias"])
+
+
+def content_of(folder: Path) -> str:
+    version = version_of(folder)
+    assert version is not None
+    return version.content
+
+
+def test_an_engine_without_the_backend_is_not_paused(tmp_path: Path) -> None:
+    class Plain(Engine):
+        @override
+        def collective_rpc(self, method: str, *_: Any, **options: Any) -> list[None]:
+            assert method == "init_weight_transfer_engine"
+            raise RuntimeError("Weight transfer not configured")
+
+    engine = Plain(tmp_path)
+    with callbacks(engine, patches=True) as ways:
+        for callback in ways.values():
+            with pytest.raises(CasnapError, match=r"does not take patches .*not configured"):
+                callback(tmp_path, [])
+    assert engine.calls == []
 
 
 class Actor:

@@ -4,88 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.integrations.engines import (
-    OnVersion,
     PauseMode,
     reload_vllm,
     reload_vllm_async,
     reload_vllm_server,
 )
-from tests.support.tiny_llamas import Judge, llama, prompts, take
+from tests.support.tiny_llamas import Judge, llama
+from tests.support.vllm_engines import PROMPTS, Answer, Trainer, VllmServer, clients
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
-VERSIONS = 4
-# Longer than a block of the cache on CPUs.
-PROMPTS = prompts(4, 140)
 OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 512,
     "gpu_memory_utilization": 0.1,  # of the host, for which it is checked as well
 }
+VERSIONS = 4
 MODES: list[PauseMode] = ["wait", "keep"]
-Answer = tuple[list[int], list[int]]
-
-
-class Trainer:
-    """Takes one version after the other, and follows."""
-
-    def __init__(self, path: Path) -> None:
-        self.models = [llama(seed) for seed in range(VERSIONS)]
-        self.judge = Judge(self.models)
-        self.live = path / "live"
-        self.store = Store(path / "ckpts")
-        self._scratch = path / "scratch"
-        self.taken = 0
-        self.take()
-        self.store.pull(self.live)
-
-    def take(self) -> None:
-        take(self.store, self.models[self.taken], f"run/{self.taken}", self._scratch)
-        self.taken += 1
-
-    def serve(self, callback: OnVersion) -> None:
-        """Have an engine load the next version."""
-        self.take()
-        for event in self.store.follow(self.live, interval=0.1, on_version=callback):
-            if event.event == "called":
-                return
-            assert event.event == "switched", event.error
-
-    def of_last(self, answers: list[Answer]) -> bool:
-        return all(self.taken - 1 in self.judge.versions(*each) for each in answers)
-
-    def check(self, answers: list[Answer], mode: PauseMode) -> None:
-        """Check what was answered during a reload: from the version before to the last one."""
-        mixed = [each for each in answers if not self.judge.versions(*each)]
-        if mode == "wait":
-            assert not mixed, f"{len(mixed)} of {len(answers)}"
-        else:
-            assert mixed, "no request was under way"
-            assert all(self.judge.goes_over(*each) for each in mixed)
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(tmp_path)
+    return Trainer(tmp_path, [llama(seed) for seed in range(VERSIONS)])
 
 
 def cut_off(trainer: Trainer) -> Path:
@@ -177,90 +129,16 @@ def test_an_asynchronous_engine(trainer: Trainer) -> None:
     asyncio.run(main())
 
 
-class VllmServer:
-    """A server of vLLM on loopback."""
-
-    def __init__(self, folder: Path, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-        options += ["--gpu-memory-utilization", "0.1", "--enable-lora", "--max-lora-rank", "8"]
-        place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
-        program = Path(sys.executable).with_name("vllm")
-        environ = os.environ | {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        }
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [program, "serve", folder, *place, *options],
-                stdout=output, stderr=subprocess.STDOUT, env=environ,
-            )  # fmt: skip
-
-    def wait(self) -> None:
-        """Wait until it answers."""
-        while True:
-            assert self._process.poll() is None, self._log.read_text()[-5000:]
-            try:
-                with urlopen(f"{self.url}/health"):
-                    return
-            except OSError:
-                time.sleep(0.5)
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def call(self, path: str, asked: dict[str, Any]) -> bytes:
-        content = json.dumps(asked).encode()
-        headers = {"Content-Type": "application/json"}
-        with urlopen(Request(f"{self.url}{path}", content, headers)) as response:
-            answer: bytes = response.read()
-        return answer
-
-    def ask(self, prompt: list[int], model: str = "base", tokens: int = 200) -> Answer:
-        asked = {
-            "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-            "ignore_eos": True, "return_token_ids": True,
-        }  # fmt: skip
-        return prompt, json.loads(self.call("/v1/completions", asked))["choices"][0]["token_ids"]
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, VllmServer]]:
     path = tmp_path_factory.mktemp("served")
-    trainer = Trainer(path)
-    server = VllmServer(trainer.live, path / "log")
+    trainer = Trainer(path, [llama(seed) for seed in range(VERSIONS)])
+    server = VllmServer(trainer.live, path / "log", "--enable-lora", "--max-lora-rank", "8")
     try:
         server.wait()
         yield trainer, server
     finally:
         server.stop()
-
-
-@contextmanager
-def clients(ask: Callable[[list[int]], Answer]) -> Iterator[list[Answer]]:
-    """Ask all prompts again and again during a block, from a thread each."""
-    answers: list[Answer] = []
-    ended = threading.Event()
-
-    def client(prompt: list[int]) -> None:
-        while not ended.is_set():
-            answers.append(ask(prompt))
-
-    threads = [threading.Thread(target=client, args=(prompt,)) for prompt in PROMPTS]
-    for thread in threads:
-        thread.start()
-    try:
-        while len(answers) < len(PROMPTS):
-            time.sleep(0.01)
-        yield answers
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -285,6 +163,16 @@ def test_a_server_goes_on_if_a_folder_cannot_be_loaded(
     callback = reload_vllm_server(server.url)
     with pytest.raises(CasnapError, match=r"did not load .*cut_off, and still has .*/live"):
         callback(cut_off(trainer), [])
+    assert trainer.of_last([server.ask(prompt) for prompt in PROMPTS])
+
+
+def test_a_server_without_the_backend_takes_no_patches(
+    served: tuple[Trainer, VllmServer],
+) -> None:
+    trainer, server = served
+    callback = reload_vllm_server(server.url, patches=True)
+    with pytest.raises(CasnapError, match=r"does not take patches .*--weight-transfer-config"):
+        callback(trainer.live.resolve(), [])
     assert trainer.of_last([server.ask(prompt) for prompt in PROMPTS])
 
 
