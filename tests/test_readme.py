@@ -28,6 +28,8 @@ TRAINERS = {
         "megatron",
         "torch-checkpointing",
         "torchtitan",
+        "data",
+        "trackers",
     )
 }
 BUCKET = "s3://my-bucket"

@@ -29,7 +29,7 @@ from tests.support.trainer_contract import TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/torchtitan.md"
+GUIDES = Path(__file__).parents[2] / "docs/guides"
 FROZEN = 4096 * 64 * 4
 
 
@@ -285,8 +285,11 @@ def test_a_disk_holds_what_torchtitan_keeps_and_one_state(tmp_path: Path, plain:
     assert in_world(1, lambda: disk.assert_bounded(tmp_path, save, kept=2 + plain)) == [0]
 
 
-def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0
+# torchtitan brings along what the other two need: torchdata, wandb and TensorBoard.
+@pytest.mark.parametrize("name", ["torchtitan", "data", "trackers"])
+def test_the_guide_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = GUIDES / f"{name}.md"
+    assert in_child(lambda: run_examples(page, tmp_path / "work", monkeypatch)) == 0
 
 
 # --- the data loader of torchdata, which torchtitan uses ----------------------------------------
