@@ -29,7 +29,7 @@ class PendingSnapshot(Generic[Outcome]):
 
     @classmethod
     def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[Snapshot | None]:
-        """Return what ``async_take`` does if it failed before it could go on in the background."""
+        """Return what ``async_take`` returns if it failed before it went on in the background."""
 
         def stored(_: TakeResult) -> Snapshot:
             raise error

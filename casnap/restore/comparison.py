@@ -22,8 +22,8 @@ from casnap.state.stateful import TORCH_NAMES, RNGState
 from casnap.state.values import encode_key
 from casnap.storage import Contents
 
-# FSDP2's hook, there from the first forward on, only shards the parameters again. That of
-# activation checkpointing gives names the prefix of its wrapper, which the state dict is without.
+# FSDP2's hook is there from the first forward on, and only shards the parameters again. The hook of
+# activation checkpointing adds its wrapper's prefix to names, which state dicts have without it.
 _HARMLESS_HOOKS = (
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.algorithms._checkpoint.",
@@ -33,8 +33,8 @@ _HARMLESS_HOOKS = (
 def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> KeyState:
     """Report how a module differs from the snapshot; return its key with what must not be loaded.
 
-    What a module rewrites while it loads is left to the module. Of what it may forgive, only the
-    shapes are compared.
+    Keys and values that a module changes while it loads are left to the module. Where it may allow
+    other names, only shapes are compared.
     """
     rewritten = _paths_of_children(state, module, _rewrites)
     unchecked = rewritten + _paths_of_children(state, module, _forgives)
@@ -58,10 +58,11 @@ def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any])
     """Load all of a state into a module.
 
     Some modules give more in their ``state_dict()`` than they load, such as the scales of weights
-    of 4 bits. What of that was restored in place is as it was taken.
+    of 4 bits. If these were restored in place, they are as they were taken.
 
     Raises:
-        MismatchError: The module gives a value that it does not load, and has another one.
+        MismatchError: The module does not load a value that its ``state_dict()`` gives, and has
+            another one than the snapshot.
     """
     try:
         module.load_state_dict(values)
@@ -70,7 +71,7 @@ def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any])
         given = [key for key in unexpected_keys if key in state.current]
         if not given:
             raise
-        # It raises what is wrong beside these.
+        # This raises an error if there is more that it does not load.
         module.load_state_dict({key: values[key] for key in values if key not in given})
         current = module.state_dict()
         unlike = [key for key in given if not _is_alike(current.get(key), values[key])]
@@ -122,7 +123,7 @@ def load_what_fits(
 def _paths_of_children(
     state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return what the paths begin with of those children of a module that do something."""
+    """Return the prefixes of the paths of those children of a module for which ``does`` is true."""
     if _has_own_loader(module):
         return (f"{state.component}/",)
     return tuple(

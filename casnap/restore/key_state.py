@@ -149,7 +149,11 @@ def _reached(
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> dict[str, list[int]]:
-    """Return what of a key a rank that did not take part in the take cannot have, and who can."""
+    """Return the paths of a key that this rank, if the take had no such rank, cannot have.
+
+    Returns:
+        The ranks that can have each.
+    """
     holders: dict[str, list[int]] = {}
     if rank < contents.row.world_size:
         return holders
@@ -163,7 +167,7 @@ def _kept_for_others(
 
 
 def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None:
-    """Return the key with what is everyone's; where others have their own, it stays as it is.
+    """Return the key with its global entries; what other ranks have for themselves stays as it is.
 
     Args:
         state: The key, with the global entries.
@@ -179,7 +183,7 @@ def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None
             skipped.add(path)
             continue
         if path != state.component and path.rpartition("/")[0] not in state.entries:
-            continue  # so is the container that it is in
+            continue  # the container that it is in is not global either
         while path not in live and not _may_lack(state, path):
             path = path.rpartition("/")[0]
         if _is_of_module(state, path) or path not in live:
@@ -191,7 +195,7 @@ def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None
         return None
     known = {path: value for path, value in live.items() if path not in state.entries}
     if known_loader(state.stateful) is None:
-        # It may overwrite what it has before it reads what it is given.
+        # An unknown loader may overwrite what it has before it reads what it is given.
         known = {path: _copied(value) for path, value in known.items()}
     return replace(state, known=known, skipped=frozenset(skipped))
 

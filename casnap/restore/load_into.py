@@ -55,7 +55,7 @@ def load_into(
     """Fill the parameters and buffers of a module in place.
 
     Raises:
-        EntryNotFoundError: There is nothing below ``prefix``, or several ranks have it each.
+        EntryNotFoundError: There is nothing below ``prefix``, or several ranks have their own.
         MismatchError: With ``strict``, the module and what is below ``prefix`` differ.
         DamagedError: Stored bytes are missing or damaged.
     """
@@ -95,7 +95,7 @@ def load_into(
 def mismatch(
     contents: Contents, prefix: str, report: RestoreReport, *, fits: bool
 ) -> MismatchError:
-    """Return the error for tensors that do not fit what is below a prefix, at least not all."""
+    """Return the error for tensors that do not all fit what is below a prefix."""
     start = prefix.rstrip("/")
     unexpected = [path[len(start) + 1 :] for path in report.unexpected]
     advice = advice_on_wrappers(start, report.missing, unexpected)
@@ -176,7 +176,7 @@ def tensors_of(
 ) -> Iterator[tuple[str, LiveTensor]]:
     """Yield the parameters and persistent buffers, or else the other buffers, by name.
 
-    What FSDP2 has gathered for a forward is yielded as it is then.
+    A parameter that FSDP2 has gathered for a forward is yielded gathered.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         lead = f"{path}.".replace(_CHECKPOINT_WRAPPER, "") if path else ""

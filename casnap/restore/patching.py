@@ -40,11 +40,11 @@ from casnap.storage import (
 class _Memory(NamedTuple):
     """Where the elements of a tensor are, and how often they were written.
 
-    What others write through ``.data``, or of a tensor of inference mode, torch does not count.
+    torch does not count what is written through ``.data``, or to tensors of inference mode.
 
     Attributes:
         places: Address, dtype, device and layout; of a sharded tensor, those of each shard.
-        storages: The storages. They are not kept, but another one at the address is not equal.
+        storages: Weak references to the storages. Another storage at the same address differs.
         versions: How often torch has written there.
     """
 
@@ -69,8 +69,8 @@ class _Held(NamedTuple):
     Attributes:
         entry: Its entry in the snapshot.
         digests: The digests of its chunks.
-        value: The tensor. What it is replaced by holds something else.
-        memory: Its memory, which holds something else if somebody else writes there.
+        value: The tensor. If another one replaces it, nothing is known of that.
+        memory: Its memory. If somebody else writes there, nothing is known any more.
     """
 
     entry: TensorEntry
@@ -190,7 +190,7 @@ class LiveWeights:
         return patch
 
     def fits(self, patch: Patch) -> bool:
-        """Whether the tensors hold what the patch was staged upon, where they did then."""
+        """Whether the tensors still hold what the patch was staged upon."""
         if patch.upon is not self._held:
             return False
         live = self._live()
@@ -207,7 +207,7 @@ class LiveWeights:
 
     @without_torch_modes()
     def apply(self, patch: Patch) -> None:
-        """Copy what was staged into the tensors, which it fits, and which nobody else must use."""
+        """Copy what was staged into the tensors. It must fit them, and nobody else may use them."""
         if isinstance(self._target, torch.nn.Module):
             shard_again(self._target)
         synchronize_devices(patch.values)

@@ -11,8 +11,8 @@ class RestoreReport:
     """What a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks, or keeps for ranks that the take had,
-            while others are new. Of the latter each rank's report names all, in words.
+        missing: Paths of the state that the snapshot lacks; and, in words, paths that it keeps for
+            some ranks of the take alone, while other ranks are new: all of these on each rank.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words.
         left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.

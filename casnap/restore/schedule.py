@@ -25,12 +25,16 @@ _FAR = 1 << 56
 
 
 def run_of(place: Place, nbytes: int, most: int) -> int:
-    """Return a number of the run of a pack that a chunk is read with; runs have so many bytes.
+    """Return the number of the run of a pack that a chunk is read with.
 
-    What is compressed has about so many raw bytes at most. The number follows from the place alone,
-    so all ranks find the same one, whatever they want.
+    The number follows from the place alone, so all ranks find the same one, whatever they want.
+
+    Args:
+        place: Where the chunk lies.
+        nbytes: How many bytes of the pack a run has, at most.
+        most: About how many raw bytes a run of compressed chunks has, at most.
     """
-    # Compressed by 2**n or less, and by more than half of that.
+    # The least n for which the chunk is compressed by no more than 2**n.
     n = (max(0, place.raw_size - 1) // max(1, place.stored_size)).bit_length()
     length = min(nbytes, max(1, most >> n)) if n else nbytes
     return min(place.offset, _FAR) // length * length << 6 | min(n, 63)

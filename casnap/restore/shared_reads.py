@@ -50,11 +50,11 @@ _EXTRA = 128
 _BUFFERS = 3
 # From this size on, several threads copy faster than one.
 _BULK_BYTES = 8 << 20
-# Of less that several ranks want, agreeing on the readers costs more than it saves; how many
-# chunks tell, and by how many bytes of their digests.
+# If several ranks want less than this in common, agreeing on the readers costs more than it saves.
+# How much it is, so many chunks tell, each by so many bytes of its digest.
 _WORTH_SHARING, _SAMPLES, _SAMPLED = 96 << 20, 64, 8
 _REQUEST = Layout("<32sI")
-# An entry of a table that says where chunks lie, and what chunks begin on there.
+# How long an entry of a table is that says where chunks lie, and to what these are aligned.
 _POINTER, _ALIGNED = 8, 64
 
 
@@ -155,16 +155,19 @@ class _SharedFetch:
         return None
 
     def run(self, window: int, only_in_memory: bool) -> None:
-        """Read what several ranks want and the index places, and meanwhile other chunks."""
+        """Read the chunks that several ranks want, and meanwhile those that this rank alone wants.
+
+        Chunks that the index does not have are left for :meth:`fetch_the_rest`.
+        """
         if only_in_memory and self._wanted_again() < _WORTH_SHARING:
             return
         size, chunk_size = self._comm.size, self._store.config.chunk_size
         # Each rank reads an equal share of a window, so that what a rank receives fits.
         share, unit = max(window // size, chunk_size), _UNIT_BYTES
-        # Twice as much, as several ranks may want some chunks each of a unit; most is not touched.
+        # Twice as much: several ranks may want different chunks of one unit. Most is not touched.
         self._shared = self._comm.share(_BUFFERS * (2 * share + self._room_for(PAGE)))
         if self._shared.by_all:
-            # Of this memory each rank has its part, and it is the same for all.
+            # Each rank has its part of this memory, in which all ranks find what it has read.
             window = min(window, _LEAST_WINDOW)
             share = max(window // size, chunk_size)
             if not self._store.backend.costly_requests:
@@ -215,7 +218,7 @@ class _SharedFetch:
             [bytes(part[at : at + _SAMPLED]) for at in range(8, len(part), _SAMPLED)]
             for part in parts
         ]
-        # A rank that has more says nothing of those beyond its last one.
+        # A rank with more chunks than samples says nothing of digests beyond its last sample.
         end = min((s[-1] for s in each if len(s) == _SAMPLES), default=b"\xff" * _SAMPLED)
         sampled_digests = [digest for sampled in each for digest in sampled if digest <= end]
         return (
@@ -227,9 +230,9 @@ class _SharedFetch:
         return nbytes + _POINTER * self._comm.size
 
     def _make_buffers(self, requested: list[list[bytes]]) -> None:
-        """Make the buffers for what this rank reads for others: if it fits, where they find it."""
+        """Make the buffers for what this rank reads for others; in shared memory, if it fits."""
         self._readers = self._shared.readers
-        # One is written to again when all ranks have taken in the window after it.
+        # A buffer is written to again only when all ranks have taken in the window after its own.
         self._buffers = [_buffer(self._shared.own_memory, i) for i in range(_BUFFERS)]
         if max(map(self._room, requested)) > len(self._buffers[0]):
             self._readers = [False] * self._comm.size
@@ -243,7 +246,7 @@ class _SharedFetch:
         return self._room_for(_nbytes_of(local)) + sum(_nbytes_of([text]) for text in remote)
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Return requests, each once: of ranks that find memory of this one, and of the others."""
+        """Return requests, each once: of ranks that see the memory of this one, and of others."""
         each = [
             {t for t, reads in zip(requested, self._readers, strict=True) if t and reads == near}
             for near in (True, False)
@@ -253,7 +256,7 @@ class _SharedFetch:
     # --- which rank reads which bytes ---
 
     def _by_unit(self, nbytes: int, share: int) -> dict[Unit, list[Digest]]:
-        """Return the chunks to read by their units, in order; a unit is raw less than a share."""
+        """Return the chunks to read by unit, in order; a unit has fewer raw bytes than a share."""
         digests = list(self._left)
         places = self._store.find(digests)
         by_unit: dict[Unit, list[Digest]] = {}
@@ -476,7 +479,7 @@ def _nbytes_of(texts: Iterable[bytes]) -> int:
 def _lay_out(
     memory: memoryview, begin: int, texts: Iterable[bytes], copies: _Copies
 ) -> tuple[dict[bytes, int], int]:
-    """Find a place for each chunk that is requested, and one for a table of them for each request.
+    """Lay out a table for each request, then the chunks that are requested.
 
     Returns:
         Where the tables begin, and where the last chunk ends.

@@ -26,8 +26,8 @@ _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 def targets_of(state: KeyState) -> dict[str, Shards]:
     """Return the tensors to fill from the snapshot, by path; others are made when they are read.
 
-    They are the live ones where it is known what the loader does with them. Any other loader may
-    overwrite what it has before it reads what it is given, or compare both. So it gets new ones.
+    If the loader is known, they are the live tensors. Any other loader may overwrite its tensors
+    before it reads those that it is given, or compare the two, so it gets new ones.
     """
     targets = fill_targets(state.current, state.component)
     moments: dict[str, Shards] = {}
@@ -94,7 +94,7 @@ def _sharded_like(path: str, like: torch.Tensor, dtype: torch.dtype | None = Non
 
 
 def fits(entry: Entry, current: torch.Tensor) -> bool:
-    """Whether a tensor has the shape of an entry, and a dtype that this can be cast to."""
+    """Whether a tensor has the shape of an entry, and a dtype that the entry can be cast to."""
     with without_torch_function():
         return (
             isinstance(entry, TensorEntry)
@@ -111,8 +111,8 @@ def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> st
 
     Args:
         entry: The entry.
-        shape: The shape of the tensor; of one that ranks divide, that of the whole.
-        memory: What of it lies here.
+        shape: The shape of the tensor; if it is sharded, the global one.
+        memory: The tensors that hold it, or this rank's shards of it.
     """
     if what := unknown_in(entry):
         return f"{what} in the snapshot, which this version does not know; update casnap"

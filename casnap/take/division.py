@@ -30,18 +30,18 @@ from casnap.take.capture import Assignment, CapturedState, KeySpan, grid_of_leaf
 from casnap.take.options import TakeOptions
 from casnap.take.owners import (
     ID_BYTES,
+    Answer,
     Claims,
     OwnedTensor,
     Replica,
-    Reply,
     ShardClaim,
+    answers_of,
     check_replicated,
     compare_replicas,
     few_paths,
     id_of_path,
     owner_of,
     plan_sharded,
-    replies,
 )
 from casnap.take.plan import RankPlan, replicated_runs
 from casnap.take.replica_samples import Sampler
@@ -129,7 +129,7 @@ def divide(
         and _matches(path, declared.replicated)
     }
     check_replicated(claims, replicas, paths_by_id)
-    answers = comm.exchange_messages(replies(claims, plans, replicas), Reply)
+    answers = comm.exchange_messages(answers_of(claims, plans, replicas), Answer)
     own_plans, different = _take_in(answers, claimed, scopes)
     if different and comm.rank == 0:
         _log.warning(
@@ -300,9 +300,9 @@ def _claims(
 
 
 def _take_in(
-    answers: list[Reply], claimed: list[list[int]], scopes: list[Scope]
+    answers: list[Answer], claimed: list[list[int]], scopes: list[Scope]
 ) -> tuple[dict[int, RankPlan], list[int]]:
-    """Take in the replies of the owners.
+    """Take in the answers of the owners.
 
     A leaf that is not equal on all ranks is treated as if it were not declared, as TorchSnapshot
     does: its scope becomes UNDECIDED.

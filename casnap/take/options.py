@@ -32,8 +32,8 @@ U = TypeVar("U")
 
 OnError: TypeAlias = Literal["raise", "warn"]
 
-# What may be gone at the next take. A wrong state or name is not, nor is a rank that died. An error
-# of one rank has the same type on all of them, so all of them go on, or none.
+# Faults that may be gone at the next take. A wrong state or name is none, nor is a rank that died.
+# An error of one rank has the same type on all of them, so all of them go on, or none.
 _OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError)
 
 
@@ -54,8 +54,8 @@ class _Series:
 
 # The takes that have failed since one was stored, by the path of their run.
 _series: dict[str, _Series] = {}
-# The commits of this process that stand, or may, although no caller was told so. A take of the same
-# name replaces them.
+# Commits of this process that stand, or may stand, although the call raised an error. A take of the
+# same name replaces them.
 unclear_commits: set[bytes] = set()
 
 
@@ -72,7 +72,7 @@ def what_failed(snapshot: str, error: BaseException) -> str:
 
 
 class Attempt:
-    """One take of a loop.
+    """One take of a training loop, and what becomes of its errors.
 
     Args:
         path: The path of the snapshot, or its URI.

@@ -1,7 +1,7 @@
 """The owner of a path: the rank that plans its tensor, and compares what ranks say about it.
 
 A hash of the path names the owner. All ranks that hold the path, or pieces of it, send the owner
-their *claims*, and get a *reply* that says what to do. So no rank sees everything, and all ranks
+their *claims*, and get an *answer* that says what to do. So no rank sees everything, and all ranks
 have about as much to plan.
 """
 
@@ -88,7 +88,7 @@ class Replica(IntEnum):
     DIFFERENT = 2  # shape and dtype are the same, but the bytes are not
 
 
-class Reply(msgspec.Struct, array_like=True):
+class Answer(msgspec.Struct, array_like=True):
     """Everything that an owner tells one rank, in the order of its claims.
 
     Attributes:
@@ -131,13 +131,13 @@ def few_paths(paths: Sequence[str]) -> str:
     return ", ".join(sorted(paths)[:3]) + more
 
 
-def replies(
+def answers_of(
     claims: list[Claims], plans: Mapping[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
-) -> list[Reply]:
-    """Return the owner's reply to each rank."""
+) -> list[Answer]:
+    """Return the owner's answer to each rank."""
     splits = any(rank.joints for plan in plans.values() for rank in plan.values())
     return [
-        Reply(
+        Answer(
             [plans[claim.leaf_id].get(rank, RankPlan()) for claim in of_rank.sharded],
             bytes(replicas[leaf_id] for leaf_id, _ in of_rank.replicated),
             splits,

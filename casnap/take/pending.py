@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from casnap.take.rank_commit import TakeResult
 
 _log = logging.getLogger("casnap")
-# One take at a time begins in a process, and one stores: so pending takes keep their order, and
-# share their buffers. The lock covers what the caller's thread does; ``_takes`` tells the rest. One
-# lock for both would pass from thread to thread, and an interrupt could lose it.
+# In a process one take at a time begins, and one stores. So pending takes keep their order, and
+# share their buffers. The lock is held while a take begins, by the thread of the caller. Which take
+# may store, ``_takes`` tells: a lock that passes from thread to thread may be lost by an interrupt.
 turn = new_lock()
 # Between two looks whether a take has ended, in seconds.
 _LOOK = 0.02
@@ -49,8 +49,8 @@ def _pending() -> list[PendingTake]:
 def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
-    A take whose own errors are only logged raises none: they would be taken for its own. On many
-    ranks, all do this alike: a take that may still be pending on another rank is left out.
+    A take with ``on_error="warn"`` raises none: its caller would take them for its own. On many
+    ranks, all raise the same: a take that may still be pending on another rank is left out.
 
     Args:
         store_id: The id of the store. Errors of its takes are raised.

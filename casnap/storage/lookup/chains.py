@@ -117,8 +117,7 @@ class ShortestChains:
     def _below(self, digest: Digest) -> float:
         """Return how many deltas the shortest chain of a chunk has, as far as that is known.
 
-        If none ends, infinity; if none ends that is short enough for readers, some number that is
-        too large.
+        Infinity if none ends; a number that is too large if all that end are too long for readers.
         """
         level, seen, deltas, best = [digest], {digest}, 0, math.inf
         line: list[Digest] = []
@@ -202,7 +201,7 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
     pending = list(with_end)
     while pending:
         for place in standing_on.pop(pending.pop(), ()):
-            # Of two segments that list it, the first time.
+            # Two segments may list it; the first time counts.
             delta = deltas.pop(place, None)
             if delta is not None and delta not in with_end:
                 with_end.add(delta)

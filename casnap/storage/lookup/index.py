@@ -346,10 +346,9 @@ class Index:
         Args:
             view: The index as a root sees it.
             digests: What to find.
-            only_live: Return only places that a take may rely on. Condemned packs do not count:
-                they can be read for some time, then they are deleted. Nor do damaged places, nor
-                those of a codec that this version does not know: a snapshot that needs one says so
-                in its row, and this version could not.
+            only_live: Return only places that a take may rely on. Left out are condemned packs,
+                which are deleted some time later; places that are known to be damaged; and unknown
+                codecs, since the row of a snapshot that needs one must say so.
         """
         packs = view.live if only_live else view.packs
         if not packs:

@@ -57,8 +57,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # To read a member of an enum takes as long as to copy a small chunk.
 _DELTA = int(Codec.DELTA)
-# LMDB sorts the places of a digest by these bytes: of a chunk that stands twice in a pack, all
-# processes find the first place, which hints name too, and a cache of chunks has.
+# LMDB sorts the places of a digest by these bytes. So of a chunk that stands twice in a pack, all
+# processes find the first place. Hints name that one too, and caches of chunks hold it.
 _BARE_PLACE = struct.Struct(">16sQIIB")
 # Named by a store id and a place, or by a place.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")

@@ -64,7 +64,7 @@ class SegmentRanges:
         try:
             return self._find(root, digests)
         except TimeoutError:
-            # None of the file system: the alarm of a user raises it.
+            # No error of the file system: a user's alarm raises it.
             raise
         except (lmdb.Error, OSError, BackendError, DamagedError) as e:
             _log.debug("%s: the index is read whole: %s", self._backend.uri, e)

@@ -1,13 +1,12 @@
-"""Reading chunks that are stored as deltas: with all deltas of a chain, and what it begins with.
+"""Reading chunks that are stored as deltas: all deltas of a chain, then the chunk below them.
 
 The deltas of a group of chunks are read together, one level of their chains after the other, since
-neighbours in a snapshot have neighbouring deltas. Then come what the chains begin with, for a few
-chunks at a time. All deltas of a chain are applied to one buffer, and only the result is hashed. If
-it is not the chunk, each chunk of the chain is looked for alone, at all of its places, and
-verified.
+neighbours in a snapshot have neighbouring deltas. Then the chunks below them are read, a few at a
+time. All deltas of a chain are applied to one buffer, and only the result is hashed. If it is not
+the wanted chunk, each chunk of the chain is looked for alone, at all of its places, and verified.
 
-So chains are not asked for in ``lookup/chains.py``: here each delta is read before its base is
-looked for, and says which that is. A place found in a range of a segment does not say it.
+Chains are not asked for in ``lookup/chains.py``. Here each delta is read before its base is looked
+for, and names that base. A place found in a range of a segment does not name it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from casnap.storage.packs.chunk_reads import (
     Want,
 )
 
-# So many bytes of deltas, as estimated, are read together by each thread, and then so many bytes of
-# what their chains begin with.
+# Each thread reads about so many bytes of deltas together, then so many bytes of the chunks below.
 _DELTA_BYTES, _RAW_BYTES = 16 << 20, 8 << 20
 # More threads for less than this take more requests, and no less time.
 _LEAST_BYTES = 4 << 20
@@ -55,8 +53,8 @@ class _Chain:
         wants: Who wants it.
         next: The next link: where it lies, and its digest.
         deltas: The deltas that were read.
-        raw: What the chain begins with, then the chunk.
-        fill: Reads what the chain begins with, if the caller has it.
+        raw: The chunk below the deltas; once they are applied, the wanted chunk.
+        fill: Reads the chunk below the deltas, if the caller has it.
         failure: Why it cannot be read.
     """
 
@@ -85,14 +83,14 @@ class _Chain:
         except DamagedError as e:
             self.failure = Failure(Reason.CHANGED, str(e))
         else:
-            # What was decompressed lies in memory of its own.
+            # Decompressed bytes lie in memory of their own.
             self.raw = bytearray(raw) if place.codec == Codec.RAW else raw
 
     def apply(self, memory: memoryview) -> None:
         """Make the chunk, and prove it.
 
         Args:
-            memory: Where to make it, if the caller has what the chain begins with.
+            memory: Where to make it, if the caller has the chunk below the deltas.
         """
         if self.fill is not None:
             self.raw = memory[: self.place.raw_size]
@@ -228,10 +226,10 @@ class DeltaReader:
     def _resolve_at(
         self, digest: Digest, place: Place, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        """Return a chunk, read at one place, every link of its chain verified; None if it is not.
+        """Return a chunk, read at one place, with every link of its chain verified; else None.
 
-        Its chain may come back to the chunk itself, if two recoders crossed: then it goes on from
-        another place of that. So many deltas already stand on it.
+        If two recoders crossed, its chain may come back to the chunk itself. Then it goes on from
+        another place of the chunk. ``deltas`` is how many deltas already stand on it.
         """
         if exceeds(deltas, place):
             return None
@@ -250,7 +248,8 @@ class DeltaReader:
 
         Args:
             digest: Its digest.
-            known: What was looked for before, None what was nowhere. It also ends a circle.
+            known: The chunks that were looked for before; None for one that was nowhere. An entry
+                also ends a circle.
             deltas: How many deltas stand on it.
         """
         if digest in known or len(known) > 2 * MOST_LINKS:

@@ -154,8 +154,8 @@ class Repository:
     def recent(self) -> Root:
         """Return the newest root, or on a remote store one that was the newest a moment ago.
 
-        This does where an older root is as safe: to begin a change, and to read, since what is not
-        found is looked for in newer roots.
+        It is good enough to begin a change, and to read: what is not found by it is looked for in
+        newer roots.
         """
         return self.lookup.newest.recent()
 
@@ -186,7 +186,7 @@ class Repository:
         return self.read_at_newest(self.index.view)
 
     def recent_view(self, base_root: Root | None = None) -> View:
-        """Return the view of the index at a recent root: as :meth:`recent` returns it, or told."""
+        """Return the view of the index at a given root; by default at a recent one."""
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
 
     # --- nodes ---
@@ -253,8 +253,8 @@ class Repository:
     ) -> None:
         """Read chunks, verify each against its digest, and hand them to their sinks.
 
-        Equal chunks are read once. Neighbours in a pack are read together. In which order places
-        are tried is told in :mod:`casnap.storage.lookup.ladder`.
+        Equal chunks are read once. Neighbours in a pack are read together.
+        :mod:`casnap.storage.lookup.ladder` has the order in which places are tried.
 
         Args:
             wants: The chunks to read; ``nbytes`` is -1 if the length is not known.
@@ -282,13 +282,13 @@ class Repository:
 
     def _read_located(self, wanted_places: list[Located], options: ReadOptions) -> list[FailedRead]:
         """Read chunks from the cache, the others from the store; return those that failed there."""
-        # Only of nodes the length is not known, and the host keeps those elsewhere.
+        # Only nodes have no known length, and the host keeps those elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
             deltas = [each for each in wanted_places if each[0].codec == _DELTA]
             others = [each for each in wanted_places if each[0].codec != _DELTA]
             wanted_places = self.chunk_cache.read(others, self.config.chunk_size, options)
             options = options._replace(keep=self.chunk_cache.keep)
-            # What is cached of deltas is proven by their results alone. It may be wrong.
+            # A cached delta may be wrong: only the chunk that it gives is verified.
             failed = self._read_deltas(deltas, options, self.chunk_cache)
             wanted_places += [(unread.place, unread.wants) for unread in failed]
         return self.read_places(wanted_places, options)

@@ -35,7 +35,7 @@ class Handover(Struct, array_like=True):
         records: Where these lie, as a sealed segment that is not written yet. Empty if there are
             none, or so many that the rank wrote a segment itself.
         segments: The segments that it wrote.
-        fenced: If packs are gone, because a collector deleted them, say: the reason.
+        fenced: Why packs are gone, such as by a collector; empty if none are.
         requests: How many requests it has made, by kind.
     """
 
@@ -103,7 +103,7 @@ class OtherRanks:
         self.records = [record for segment in segments_of_ranks for record in segment.records]
 
     def move_past_fence(self, root: Root, live_packs: PackSet) -> None:
-        """Move their packs, if the fence of a root is past them or it lacks a pack relied on.
+        """Have them move their packs if a fence has passed these, or a pack relied on is gone.
 
         Args:
             root: The root.
@@ -119,7 +119,7 @@ class OtherRanks:
             FencedError: A collector may have deleted them.
             StoreError: They write to another storage, such as a copy of the store.
         """
-        # At a remote place one of each rank says where it writes; all see a put that was answered.
+        # At a remote place, one pack of each rank tells where it writes: all ranks see what is put.
         backend = store.backend
         packs = self.samples if backend.costs.one_asks else self.packs
         ends = dict.fromkeys(map(pack_key, packs), 0)

@@ -68,12 +68,12 @@ class NewPacks:
         """Return what one thread fills packs of chunks with."""
         return self._chunks.filler()
 
-    def claim(self, digests: list[Digest], wanted_digests: list[bool]) -> list[bool]:
-        """Return which of the wanted digests the caller is to write: no other thread has them."""
+    def claim(self, digests: list[Digest], is_new: list[bool]) -> list[bool]:
+        """Return which of the new digests the caller is to write: no other thread has them."""
         claimed = []
         with self._lock:
-            for digest, is_wanted in zip(digests, wanted_digests, strict=True):
-                claimed.append(is_wanted and digest not in self._claimed)
+            for digest, is_lacking in zip(digests, is_new, strict=True):
+                claimed.append(is_lacking and digest not in self._claimed)
                 if claimed[-1]:
                     self._claimed.add(digest)
         return claimed

@@ -109,7 +109,7 @@ class ReusedPacks:
     def confirm(self, latest: View) -> None:
         """Rely on live packs, as a newer root has them, for what lies in packs that are not live.
 
-        If some of what a condemned pack is relied on for is in no live pack, it is rescued.
+        A condemned pack is rescued if no live pack has some digest that it is relied on for.
 
         Args:
             latest: The index as that root sees it.

@@ -231,13 +231,14 @@ def _to_merge(
 ) -> list[SegmentRef]:
     """Return the segments to merge with a new one.
 
-    So many of about one size become one. So their number grows with the logarithm of the number of
-    records, and so does how often a record is written again.
+    Some segments of about one size become one. So the number of segments grows with the logarithm
+    of the number of records, and so does how often a record is written again.
 
     Args:
         sizes: How many records, bases and packs each segment has.
         new_size: How many the new one has.
-        levels: Up to how many a level has, and how many segments of it are merged with one more.
+        levels: For each level the most records, bases and packs that a segment of it has, and how
+            many segments of it are merged with a new one.
     """
     merged: list[SegmentRef] = []
     total = new_size
