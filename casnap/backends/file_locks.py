@@ -76,6 +76,8 @@ def _create_locked(name: str, folder: int, create: Callable[[str], int]) -> int:
                     return fd
             unlink_at(temporary, folder)
         except BaseException:
+            # A full disk may have no room for the new name.
+            unlink_at(temporary, folder)
             os.close(fd)
             raise
         os.close(fd)

@@ -22,6 +22,7 @@ from casnap.backends.safe_paths import (
     folder_at,
     open_folder,
     parent_of,
+    unlink_at,
 )
 from casnap.backends.system_errors import gone_error, translated
 from casnap.errors import PLACE_ERRORS, BackendError
@@ -270,10 +271,15 @@ class StoreFolder:
         like = self._model(base)
         mode = like.st_mode & 0o666
         fd = create_file(name, folder, mode)
-        if _is_shared(like):
-            os.fchmod(fd, mode)
-        if like.st_gid != os.getegid():
-            _follow_group(fd, like.st_gid)
+        try:
+            if _is_shared(like):
+                os.fchmod(fd, mode)
+            if like.st_gid != os.getegid():
+                _follow_group(fd, like.st_gid)
+        except BaseException:
+            unlink_at(name, folder)
+            os.close(fd)
+            raise
         return fd
 
     def _model(self, base: OpenFolder | None) -> os.stat_result:

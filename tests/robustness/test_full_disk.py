@@ -233,3 +233,25 @@ def test_a_full_disk_under_the_cache(
 
         assert in_child(work) == 0
     assert held(copy) == {"step_0": 0, "step_4": 4}
+
+
+@pytest.mark.parametrize("call", ["rename", "fchmod"])
+def test_an_announcement_that_finds_no_space_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It is made under another name, which it keeps if a full disk has no room for its own."""
+
+    def find_no_space(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = Store(tmp_path, chunk_size=CHUNK)
+    take(store, 0)
+    # So the mode of each new file is set.
+    tmp_path.joinpath("casnap-store").chmod(0o770)
+    before = files(tmp_path, "tmp")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, find_no_space)
+        with pytest.raises(StorageFullError):
+            store.tag("step_0", "x")
+    assert files(tmp_path, "tmp") == before
+    store.tag("step_0", "x")

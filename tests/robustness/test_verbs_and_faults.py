@@ -372,9 +372,7 @@ class Cell(Case):
         if isinstance(error, UnclearCommitError):
             assert "may be lost" in str(error)
             assert present in self.stages[1:]
-        # A recoding that finds no space may leave a temporary file, which a collection deletes.
-        if self.verb.base != "run":
-            assert files(self.path, "tmp") <= files(self._base / "store", "tmp")
+        assert files(self.path, "tmp") <= files(self._base / "store", "tmp")
         new = {Path(name).parts[1] for name in files(self.path) - there}
         # What a repair saves may stay: the next one, or a collection after it, deletes it.
         if "roots" not in new and not self.verb.mends:
