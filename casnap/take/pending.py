@@ -274,6 +274,8 @@ _held_back = False
 
 @atexit.register
 def _warn_of_unseen_errors() -> None:
+    # Python waits for no thread that a handler at exit has begun.
+    _wait_for_others(0)
     for pending in list(_takes):
         if pending.error is not None and not pending.error_seen:
             # Logging may be torn down by now, and this must be seen.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from itertools import repeat
 from pathlib import Path
@@ -312,6 +313,27 @@ store.async_take({"s": StateDict(x=torch.randn(300_000))}, "unseen")
     assert logged in warning
     assert "'seen'" not in warning
     assert store.snapshots() == []
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no thread can be started at exit")
+def test_what_a_handler_at_exit_begins_is_waited_for(store):
+    done = script(
+        store,
+        """
+import atexit, time
+def slow(key, content):
+    time.sleep(0.2)
+    return whole(key, content)
+def last():
+    store.async_take({"s": StateDict(x=torch.arange(300_000))}, "last")
+whole, backend.write = backend.write, slow
+first = store.async_take({"s": StateDict(x=torch.arange(9))}, "first")
+first.wait()
+atexit.register(last)
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [s.name for s in store.snapshots()] == ["first", "last"]
 
 
 def begin_to_fail(store, name, **options):
