@@ -24,6 +24,9 @@ from tests.support.sweep import STEP
 
 # Read by torch when it is imported. Its own threads spin while they wait, and tests share cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Read by the C library when a process starts: workers of xdist, and all that they start. Its memory
+# has huge pages then, without which a fork of a worker of 900 MB takes 60 ms of processor time.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 # Most tests say themselves when garbage is collected. Those of the automatic collector turn it on;
 # CASNAP_GC=auto does so for all.
 os.environ.setdefault("CASNAP_GC", "off")
