@@ -31,7 +31,9 @@ BREAKS = [
 ]
 
 
-@pytest.mark.parametrize("title", HOLDS)
+@pytest.mark.parametrize(
+    "title", [pytest.param("three nodes", marks=pytest.mark.slow), *list(HOLDS)[1:]]
+)
 def test_branches_never_mix(title: str) -> None:
     model = HOLDS[title]
     found = explore(model)

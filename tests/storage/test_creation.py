@@ -80,12 +80,12 @@ def taken_in_view(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "finish"),
     [
-        (made_on_purpose, made_unasked),
-        (made_on_purpose, taken_below),
+        pytest.param(made_on_purpose, made_unasked, marks=pytest.mark.slow),
         (made_on_purpose, taken_in_view),
+        pytest.param(made_on_purpose, taken_below, marks=pytest.mark.slow),
         (made_unasked, made_on_purpose),
         (made_unasked, taken_below),
-        (made_unasked, taken_in_view),
+        pytest.param(made_unasked, taken_in_view, marks=pytest.mark.slow),
     ],
 )
 def test_who_finishes_a_store_says_how_it_is_set(

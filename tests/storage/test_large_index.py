@@ -169,7 +169,7 @@ def test_chunks_of_a_tensor_are_looked_for_where_one_of_them_is(
     Store(backend, chunk_size=256 << 10).take(state, "first")
     mixed_in(backend)
     root = newest_root(backend)
-    more = [put_segment(backend, records_at_random(RECORDS, seed=n)) for n in range(1, 7)]
+    more = [put_segment(backend, records_at_random(20_000, seed=n)) for n in range(1, 7)]
     assert put_next_root(backend, root, segments=(*root.segments, *more)) is not None
     (tmp_path / "another-host").mkdir()
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "another-host"))

@@ -7,10 +7,8 @@ packs, relies on copies, or is fenced; then it is done again.
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,7 @@ from tests.support.faulty import (
     fail,
     lose_answer,
 )
+from tests.support.sweep import spread
 from tests.support.written import change_of, commit, commit_snapshot
 
 KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)
@@ -104,6 +103,19 @@ def assert_goes_on(path: Path) -> None:
     assert_no_orphans(path)
 
 
+def calls_to_strike(base: Path, offset: int) -> list[int]:
+    """Return some of the calls that :func:`add` makes, and all around its root."""
+    with memory_folder() as folder:
+        backend = FaultyBackend(LocalBackend(shutil.copytree(base, folder / "store")))
+        store = Store(backend)
+        assert len(store.snapshots()) == 2
+        calls = Fault(lambda call: call.go(), BACKEND_CALLS, times=None)
+        with backend.during(calls):
+            add(store)
+    assert calls.struck > 7
+    return sorted({*spread(calls.struck, offset), *range(calls.struck - 6, calls.struck)})
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 FAULTS: dict[str, Callable[[], Act]] = {
@@ -125,10 +137,11 @@ ENDS: dict[str, set[type | None]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_fault_at_each_call(base: Path, how: str) -> None:
-    ended: Counter[type | None] = Counter()
-    for number in count():
+    ended: set[type | None] = set()
+    for number in calls_to_strike(base, list(FAULTS).index(how)):
         with memory_folder() as folder:
             path = Path(shutil.copytree(base, folder / "store"))
             there = files(path)
@@ -148,10 +161,8 @@ def test_a_fault_at_each_call(base: Path, how: str) -> None:
                     add(store)
                 except (Exception, Crash) as e:  # noqa: BLE001
                     error = e
-            if not fault.struck:
-                assert error is None
-                break
-            ended[None if error is None else type(error)] += 1
+            assert fault.struck
+            ended.add(None if error is None else type(error))
             is_there = "new" in names_in(path)
             if error is None:
                 assert is_there
@@ -162,8 +173,7 @@ def test_a_fault_at_each_call(base: Path, how: str) -> None:
                 assert (files(path) == there) == (not may_stand), struck_at
             assert_given_back()
             assert_goes_on(path)
-    assert sum(ended.values()) == number > 7
-    assert set(ended) == ENDS[how]
+    assert ended == ENDS[how]
 
 
 def test_an_error_within_it(path: Path) -> None:
@@ -226,12 +236,13 @@ def test_roots_that_come_first(path: Path) -> None:
 # --- fences -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("unannounced")
 @pytest.mark.parametrize("gone", [["full"], ["full", "kept"]], ids=" ".join)
 def test_a_collector_at_each_call(base: Path, gone: list[str]) -> None:
     """What the session relies on is copied elsewhere, or goes; its own packs may go too."""
-    tries: Counter[int] = Counter()
-    for number in count():
+    tries: set[int] = set()
+    for number in calls_to_strike(base, len(gone)):
         with memory_folder() as folder:
             path = Path(shutil.copytree(base, folder / "store"))
 
@@ -252,14 +263,12 @@ def test_a_collector_at_each_call(base: Path, gone: list[str]) -> None:
             fault = Fault(before(elsewhere(collect)), BACKEND_CALLS, skip=number)
             with backend.during(fault):
                 again(store._view.repository, work, "the test")
-            if not fault.struck:
-                break
-            tries[len(tried)] += 1
+            assert fault.struck
+            tries.add(len(tried))
             assert store._view.repository.announces_at_once == (len(tried) > 1)
             assert names_in(path) == {"full", "kept", "new"}.difference(gone)
             assert_goes_on(path)
-    assert tries.keys() == {1, 2}
-    assert sum(tries.values()) == number > 7
+    assert tries == {1, 2}
 
 
 @contextmanager

@@ -79,8 +79,16 @@ def looks(folder: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("name", ["store", "casnap-store", "casnap.json", "roots"])
-@pytest.mark.parametrize("code", ["EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EACCES"])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        *((name, "EIO") for name in ("store", "casnap-store", "casnap.json", "roots")),
+        ("store", "ESTALE"),
+        ("casnap-store", "ETIMEDOUT"),
+        ("casnap.json", "ENOTCONN"),
+        ("roots", "EACCES"),
+    ],
+)
 def test_a_place_that_cannot_be_looked_at(tmp_path: Path, name: str, code: str) -> None:
     """It was taken for no store: the loop of a training then began the run anew."""
     number = getattr(errno, code)
