@@ -5,20 +5,23 @@ Alone: ``CASNAP_TEST_DEVICE=late pytest tests/device``.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "device"
+import pytest
+
+from tests.support.warm import run_python
+
+CODE = """
+import sys
+import pytest
+
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
+"""
 
 
-def test_everything_on_a_device() -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],
-        env={**environment, "CASNAP_TEST_DEVICE": "late"},
-        capture_output=True,
-        text=True,
-    )
+def test_everything_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASNAP_TEST_DEVICE", "late")
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_CURRENT_TEST"):
+        monkeypatch.delenv(name, raising=False)
+    done = run_python(CODE, Path(__file__).parent / "device", timeout=500)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

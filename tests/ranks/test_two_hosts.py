@@ -192,7 +192,10 @@ def test_the_line_between_the_hosts_is_cut(
     assert_store(path, {1, 3})
 
 
-@pytest.mark.parametrize(("verb", "killed"), [("take", 1), ("async_take", 0), ("restore", 1)])
+@pytest.mark.parametrize(
+    ("verb", "killed"),
+    [("take", 1), pytest.param("async_take", 0, marks=pytest.mark.slow), ("restore", 0)],
+)
 def test_a_host_dies(disk_path: Path, verb: str, killed: int) -> None:
     gone, left = [((0, 1), (2, 3)), ((2, 3), (0, 1))][killed]
     path = disk_path / "store"

@@ -16,7 +16,7 @@ from casnap.errors import NotAStoreError
 from tests.support.faults import in_child
 from tests.support.servers import SECRET, Bucket
 
-ROWS = torch.arange(300_000, dtype=torch.float32).reshape(100, 3000)
+ROWS = torch.arange(60_000, dtype=torch.float32).reshape(20, 3000)
 # No time-out is waited for where a worker hangs: the test fails.
 _SECONDS = 120
 
@@ -39,7 +39,7 @@ def load(snapshot: Snapshot, start: str) -> torch.Tensor:
     """Read all rows by two workers of a data loader."""
     loader: DataLoader[torch.Tensor] = DataLoader(
         Rows(snapshot),
-        batch_size=25,
+        batch_size=5,
         num_workers=2,
         multiprocessing_context=start,
         timeout=_SECONDS,
@@ -65,7 +65,7 @@ def test_forks_of_a_process_that_has_read(store: Store) -> None:
     """Also a fork while a take is pending, a take in a fork, and the parent afterwards."""
     snapshot = store.take(state(), "a")
     assert torch.equal(snapshot.read_object("data/rows"), ROWS)
-    pending = store.async_take({"big": StateDict(x=torch.randn(4 << 20))}, "b")
+    pending = store.async_take({"big": StateDict(x=torch.randn(1 << 20))}, "b")
     assert torch.equal(load(snapshot, "fork"), ROWS)
 
     def take() -> None:
@@ -73,7 +73,7 @@ def test_forks_of_a_process_that_has_read(store: Store) -> None:
         assert torch.equal(store["a"].read_object("data/rows"), ROWS)
 
     assert in_child(take) == 0
-    assert pending.wait().read_object("big/x").shape == (4 << 20,)
+    assert pending.wait().read_object("big/x").shape == (1 << 20,)
     assert torch.equal(store["c"].read_object("data/rows"), ROWS + 1)
 
 

@@ -45,7 +45,9 @@ CHUNK = 64 << 10
 
 # --- a training state, in every layout from every other -------------------------------------------
 
-WORLDS = {4: LAYOUTS, 2: ("fsdp2",), 3: ("fsdp2",), 8: ("fsdp2",)}
+WORLDS = {4: LAYOUTS, 2: ("fsdp2",), 3: ("fsdp2",)}
+if STEP == 1:
+    WORLDS[8] = ("fsdp2",)  # `make soak`
 ALONE = "plain on 1"
 SOURCES = (ALONE, *(f"{layout} on {size}" for size, some in WORLDS.items() for layout in some))
 
@@ -144,16 +146,13 @@ def load(folder: str, layout: str, forms: list[int], sources: Sequence[str] = SO
 TARGETS = [(size, layout) for size, some in WORLDS.items() for layout in some]
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [t if t[0] < 8 else pytest.param(*t, marks=pytest.mark.slow) for t in TARGETS],
-)
+@pytest.mark.parametrize(("size", "layout"), TARGETS)
 def test_a_training_state_from_every_layout(
     world: Worlds, saved: str, size: int, layout: str
 ) -> None:
-    """Every third source in one form, both of which differ from target to target."""
-    number = TARGETS.index((size, layout))
-    world(size).run(load, saved, layout, [number // 3 % 3], SOURCES[number % 3 :: 3])
+    """Every fourth source in one form, both of which differ from target to target."""
+    number = TARGETS.index((size, layout)) + 1
+    world(size).run(load, saved, layout, [number % 3], SOURCES[1:][number % 4 :: 4])
 
 
 @pytest.mark.slow
@@ -276,7 +275,7 @@ def any_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 3), (2, 8), (1, 4)])
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 3), (1, 4)])
 def test_any_spread_from_any_other(world: Worlds, any_store: Path, before: int, after: int) -> None:
     check_any(world, any_store, before, after, 2)
 

@@ -228,6 +228,7 @@ def test_in_place_of_the_lock(store: Store, live: Path, tmp_path: Path, kind: st
     assert_served(live, 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [".called.json", ".called.json.partial", ".x.partial"])
 def test_in_place_of_a_note(store: Store, live: Path, tmp_path: Path, kind: str, name: str) -> None:
@@ -244,6 +245,7 @@ def test_in_place_of_a_note(store: Store, live: Path, tmp_path: Path, kind: str,
     assert set(versions_of(live)) == {live.resolve().name}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["", RECORD, CHUNKS, WEIGHTS])
 def test_in_place_of_what_a_version_has(

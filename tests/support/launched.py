@@ -21,6 +21,8 @@ _pids: Any = ()
 
 def launched(size: int, work: Callable[[], object]) -> list[int]:
     """Do some work on the ranks of a world, each a fork of this process; return how they ended."""
+    import torch._dynamo  # noqa: F401 - a mesh imports it, and each rank would do so for itself
+
     port = free_port()
     fork = multiprocessing.get_context("fork")
     met, pids = fork.Barrier(size), fork.Array("i", size)

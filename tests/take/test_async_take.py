@@ -15,6 +15,7 @@ from casnap import RNGState, Snapshot, StateDict, Store, on_preemption, release_
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError, StorageFullError
 from casnap.runtime.buffers import SLOTS, _all_pools, shared_pool
 from tests.support.bitwise import assert_same
+from tests.support.blocks import LEAST, small_blocks
 from tests.support.gates import Gate
 from tests.support.warm import run_python
 
@@ -97,16 +98,18 @@ def test_later_changes_do_not_show(store, max_staging_bytes):
     check(Store(store.uri)["step"], expected)
 
 
-def test_more_than_the_staging_memory_holds(coarse_store):
+def test_more_than_the_staging_memory_holds(store):
     """The call then blocks until enough is stored; no later change shows in the snapshot."""
-    big = torch.arange(80_000_000, dtype=torch.int32)  # 320 MB, and two cores hold 256 MiB at least
-    live = StateDict(a=big, b=torch.arange(100))
-    pending = coarse_store.async_take({"s": live}, "step", max_staging_bytes=64 << 20)
-    big.zero_()
-    live["b"].zero_()
-    snapshot = pending.wait()
-    again = snapshot.read_object("0/s/a")
-    assert torch.equal(again, torch.arange(80_000_000, dtype=torch.int32))
+    with small_blocks() as pool:
+        big = torch.arange(3 * LEAST * pool.slot_bytes // 8)
+        live = StateDict(a=big, b=torch.arange(100))
+        pending = store.async_take({"s": live}, "step", max_staging_bytes=1)
+        expected = big.clone()
+        big.zero_()
+        live["b"].zero_()
+        snapshot = pending.wait()
+        assert pool._made == LEAST
+    assert torch.equal(snapshot.read_object("0/s/a"), expected)
     assert_same(snapshot.read_object("0/s/b"), torch.arange(100))
 
 
@@ -437,14 +440,14 @@ def kept():
 
 
 def test_memory_can_be_given_back(coarse_store):
-    coarse_store.async_take({"s": StateDict(x=torch.randn(20 << 20))}, "step").wait()
+    coarse_store.async_take({"s": StateDict(x=torch.randn(1 << 20))}, "step").wait()
     gc.collect()  # pools of tests before, which nobody uses any more
     before = kept()
     assert release_memory() == before > 64 << 20
     assert kept() == release_memory() == 0
     # What a pending take has in use stays, and its bytes with it.
     gate = Gate(coarse_store)
-    x = torch.randn(20 << 20)
+    x = torch.randn(1 << 20)
     expected = x.clone()
     pending = coarse_store.async_take({"s": StateDict(x=x)}, "later")
     x.zero_()

@@ -42,13 +42,7 @@ def take_equal(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [
-        (2, {}),
-        (3, {}),
-        (4, {}),
-        (3, {"replicated": ["**"]}),
-        (2, {"replicated": ["model/a"]}),
-    ],
+    [(4, {}), (3, {"replicated": ["**"]}), (2, {"replicated": ["model/a"]})],
 )
 def test_equal_bytes_are_stored_once(world, tmp_path, size, options):
     taken = world(size).run(take_equal, str(tmp_path / "many/x"), options)
@@ -232,7 +226,7 @@ def take_with_small_slots(path: str, cores: int) -> None:
         Store(path).take({"model": StateDict(state)}, "x", timeout=20)
 
 
-@pytest.mark.parametrize("cores", [2, 5, 16])
+@pytest.mark.parametrize("cores", [2, 16])
 def test_more_cores_than_buffers(world, tmp_path, cores):
     """Threads that wait for other ranks must leave buffers to the threads that have work."""
     Store(tmp_path / "store", chunk_size=1 << 16).make()

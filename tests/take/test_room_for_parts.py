@@ -74,14 +74,7 @@ def take(path: str, axis: int, how: str) -> int:
 
 @pytest.mark.parametrize(
     ("axis", "how"),
-    [
-        (0, "take"),
-        (1, "take"),
-        (1, "one is slow"),
-        (1, "one thread"),
-        (0, "async"),
-        (1, "async"),
-    ],
+    [(0, "take"), (1, "one is slow"), (1, "one thread"), (1, "async")],
 )
 def test_ranks_give_no_more_than_there_is_room_for(
     world: Callable[[int], World], tmp_path: Path, axis: int, how: str

@@ -109,7 +109,7 @@ def restore_model(path: str, stages: int) -> None:
     assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
 
 
-@pytest.mark.parametrize(("size", "stages"), [(4, 1), (4, 4), (2, 1), (2, 2), (8, 4), (1, 1)])
+@pytest.mark.parametrize(("size", "stages"), [(4, 1), (4, 4), (2, 2), (1, 1)])
 def test_a_module_may_be_cut_into_other_stages(
     world: Worlds, tmp_path: Path, size: int, stages: int
 ) -> None:
