@@ -21,7 +21,7 @@ from tests.support.yard import SOON, Seen, watch
 
 RANKS = 4
 SHORT, LONG = 3.0, 60.0
-ROWS, COLUMNS = 1001, 402  # no shard edge is a cell edge
+ROWS, COLUMNS = 501, 402  # no shard edge is a cell edge
 PATHS = ("0/model/w", "0/model/v", "0/model/same")
 
 
@@ -96,11 +96,10 @@ def take_and_restore(path: str) -> tuple[str, int, list[str]]:
     store.take(app_state(1), "step_1")
     shared = Path("/proc/self/maps").read_text().count("/memfd:casnap-")
     assert store.async_take(app_state(2), "step_2").wait().name == "step_2"
-    for read_once in (True, False):
-        for as_taken in (True, False):
-            state = app_state(0, as_taken=as_taken)
-            store["step_1"].restore(state, read_once=read_once)
-            assert_holds(state, 1, as_taken=as_taken)
+    for read_once, as_taken in ((True, False), (False, True)):
+        state = app_state(0, as_taken=as_taken)
+        store["step_1"].restore(state, read_once=read_once)
+        assert_holds(state, 1, as_taken=as_taken)
     state = app_state(0)
     store["step_2"].restore(state)
     assert_holds(state, 2)

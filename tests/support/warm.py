@@ -40,7 +40,24 @@ from typing import NamedTuple, NoReturn
 FOLDER = "CASNAP_TESTS_SERVER"
 """The variable that names the folder of the server's socket; conftest sets it for all workers."""
 _LARGEST = 1 << 17
-_NEEDED = ("pytest", "casnap.restore.restore", "casnap.take.take")
+_NEEDED = (
+    "pytest",
+    "casnap.cli.check",
+    "casnap.cli.ls",
+    "casnap.latest",
+    "casnap.maintenance.automatic",
+    "casnap.maintenance.check",
+    "casnap.mirror.notes",
+    "casnap.pending",
+    "casnap.ranks.gloo",
+    "casnap.ranks.joining",
+    "casnap.restore.restore",
+    "casnap.storage.places.creation",
+    "casnap.storage.snapshots.cell_pairs",
+    "casnap.take.take",
+    "torch._subclasses.schema_check_mode",
+)
+"""What most processes would import, each for itself, since casnap imports much at first use."""
 
 
 class _Call(NamedTuple):
