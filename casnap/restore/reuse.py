@@ -61,23 +61,23 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
     yield from _lacking_of(window)
 
 
-def _lacking_of(window: Sequence[Candidate]) -> Iterator[Want]:
+def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
+    """Return what has to be read; keep the others now, since what is read may change them."""
+    wants = list[Want]()
     by_device: dict[torch.device, list[Candidate]] = {}
     for each in window:
         by_device.setdefault(each.part.device, []).append(each)
     for device, candidates in by_device.items():
         parts = [each.part for each in candidates]
         digests = _by_host(parts) if device.type == "cpu" else _by_device(device, parts)
-        kept = list[Candidate]()
-        for each, digest in zip(candidates, digests, strict=True):
-            if digest == each.want.digest:
-                kept.append(each)
-            else:
-                yield each.want
+        pairs = list(zip(candidates, digests, strict=True))
+        kept = [each for each, digest in pairs if digest == each.want.digest]
+        wants += [each.want for each, digest in pairs if digest != each.want.digest]
         if kept and device.type != "cpu":
             _audit(device, _numbers.choice(kept))
         for each in kept:
             each.keep()
+    return wants
 
 
 def _by_host(parts: Sequence[torch.Tensor]) -> list[Digest]:

@@ -189,6 +189,28 @@ class Counting(RemoteDouble):
         return sizes
 
 
+def test_going_back_reads_only_what_differs(tmp_path: Path) -> None:
+    """Also over versions that it never held."""
+    backend = Counting(str(tmp_path / "bucket"))
+    store = Store(backend, chunk_size=CHUNK)
+    weights = torch.arange(1000.0 * ROWS).reshape(ROWS, 1000)
+    versions = []
+    for step in range(4):
+        weights[20 * step] += 1  # each in a cell of its own, of 16 rows
+        versions.append(weights.clone())
+        store.take({"model": StateDict(w=weights)}, f"run/{step}")
+    store.publish("stable", "run/3")
+    live = {"w": torch.zeros_like(weights)}
+    follower = Follower(backend, live, tag="stable", start=False)
+    for step, cells in ((2, 1), (0, 2), (3, 3)):
+        store.publish("stable", f"run/{step}")
+        backend.nbytes = 0
+        assert follower.update()
+        assert torch.equal(live["w"], versions[step])
+        assert follower.version.copied_bytes == cells * 64_000
+        assert cells * 64_000 <= backend.nbytes < cells * 64_000 + 16_000  # and nodes
+
+
 def moved(weights: torch.Tensor, step: int) -> torch.Tensor:
     """Return bfloat16 weights of which 1 % have moved by one unit in the last place."""
     drawn = torch.Generator().manual_seed(step)
