@@ -171,22 +171,26 @@ def _spans(run: Run) -> Iterable[tuple[int, int]]:
 
 
 def _batches(spans: Sequence[tuple[int, int]]) -> tuple[list[Batch], list[int]]:
-    """Divide cells into batches of one kind; return these, and how many leaves are before each."""
+    """Divide cells into batches of one kind; return these, and how many leaves are before each.
+
+    There may be thousands, and a take waits for it.
+    """
     batches, bases = list[Batch](), list[int]()
-    batch: Batch | None = None
+    first = before = most = 0
+    was_aligned = has_ends = False
     for i, (address, size) in enumerate(spans):
         leaves, is_aligned = -(-size // LEAF_BYTES), address % _VECTOR_BYTES == 0
-        if batch is None or (
-            batch.is_aligned != is_aligned or batch.leaves + leaves > _BATCH_LEAVES
-        ):
-            batches.append(batch := Batch(i, 0, 0, 0, is_aligned, False))
-        bases.append(batch.leaves)
-        batches[-1] = batch = batch._replace(
-            cells=batch.cells + 1,
-            leaves=batch.leaves + leaves,
-            levels=max(batch.levels, (leaves - 1).bit_length()),
-            has_ends=batch.has_ends or size % LEAF_BYTES != 0,
-        )
+        if i > first and (is_aligned != was_aligned or before + leaves > _BATCH_LEAVES):
+            levels = (most - 1).bit_length()
+            batches.append(Batch(first, i - first, before, levels, was_aligned, has_ends))
+            first, before, most, has_ends = i, 0, 0, False
+        was_aligned = is_aligned
+        bases.append(before)
+        before += leaves
+        most = max(most, leaves)
+        has_ends |= size % LEAF_BYTES != 0
+    levels = (most - 1).bit_length()
+    batches.append(Batch(first, len(spans) - first, before, levels, was_aligned, has_ends))
     return batches, bases
 
 

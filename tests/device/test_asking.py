@@ -20,6 +20,7 @@ from casnap.state.device_hash import Batch
 from casnap.take import asking
 from casnap.take.asking import Asking
 from casnap.take.take import _Steps
+from tests.gpu.test_asking import known_stays
 from tests.support import hashing_device
 from tests.support.late_device import counts, module
 from tests.support.remote import RemoteDouble
@@ -452,3 +453,8 @@ def test_a_device_that_fails_its_proof_is_told_by_the_log(
     [record] = caplog.records
     assert "late:0 does not hash as it should" in record.message
     assert take(store, live, "b") == live["w1"].nbytes
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_gpu_is_to_do(tmp_path: Path, how: str) -> None:
+    known_stays(tmp_path, torch.device("late", 0), how)

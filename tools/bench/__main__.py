@@ -69,7 +69,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 # These need not know how the disk is fastest.
-_WITHOUT_DISK = {"beside", "s3", "copy", "cache", "mirror", "codec"}
+_WITHOUT_DISK = {"beside", "s3", "copy", "cache", "mirror", "codec", "device"}
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000", "1,000,000": "100,000"}
 
 

@@ -11,13 +11,13 @@ import torch
 
 from casnap import Snapshot, StateDict
 from casnap.state.device_hash import Run, hasher_of
-from tools.bench import peers, states
+from tools.bench import peers, states, stays
 from tools.bench.measure import Times, remove, rotated, seconds
 from tools.bench.settings import Settings
 from tools.bench.table import Row, timed
 
 TRAINING = "training on an accelerator: what a save costs"
-WORKLOADS = ("fp32 tensors on an accelerator", TRAINING)
+WORKLOADS = ("fp32 tensors on an accelerator", TRAINING, *stays.WORKLOADS)
 _PINNED, _PAGEABLE = "copy to pinned memory", "copy to fresh memory"
 _TAKE, _UNCHANGED, _ASYNC = (
     "casnap, take",
@@ -33,6 +33,8 @@ _AGAINST = {_TAKE: _PAGEABLE, _UNCHANGED: _PINNED, _ASYNC: _DCP}
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     """Return the rows; one that says so where there is no accelerator."""
+    if workload in stays.WORKLOADS:
+        return stays.measure(settings, workload)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return [Row(workload, "there is none here", "").to_json()]
