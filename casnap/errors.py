@@ -173,7 +173,8 @@ class FencedError(CasnapError):
     """A garbage collector deleted chunks that a take relied on, before the take could commit.
 
     A take then starts again by itself. This is raised where it cannot: collectors were faster five
-    times, or ``max_staging_bytes`` has not kept all copies of an async take.
+    times, ``max_staging_bytes`` has not kept all copies of an async take, or what it relied on has
+    stayed on a device.
     """
 
     def __init__(

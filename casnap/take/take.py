@@ -189,10 +189,11 @@ class _Steps:
 
     def begin_asking(self) -> None:
         """Begin to ask the store in the call, if a device can hash: what is known stays there."""
+        if not self.state.devices:
+            return
         store = self._repository
         root = self._base_root or store.recent()
-        hashers = hashers_for(self.state, root) if self.state.devices else {}
-        if hashers:
+        if hashers := hashers_for(self.state, root):
             # Collectors are to see it at once: what stays on the device cannot be written anew. In
             # an object store, rank 0 announces the take of all ranks.
             is_seen = self._comm.rank == 0 or not store.backend.costly_requests
@@ -239,11 +240,20 @@ class _Steps:
                     self._comm = comm
                 return self.store(
                     lambda _: _Source(copies.batches, self._asking),
-                    lambda: not self._is_gone and copies.rewind(),
+                    lambda: copies.rewind() and self._still_relies(),
                 )
+            except (FencedError, StorageFullError) as e:
+                if self._is_gone:
+                    raise FencedError(_GONE) from e
+                raise
             finally:
                 copies.release()
                 self.end_reliance()
+
+    def _still_relies(self) -> bool:
+        """Whether what stayed on devices at the call is still in the store."""
+        self._is_gone = self._reliance is not None and not self._reliance.stands()
+        return not self._is_gone
 
     def _background_ranks(self) -> Comm:
         """Return the ranks as they meet for the part of an async take in the background."""
@@ -333,7 +343,6 @@ class _Steps:
             else:
                 Exchange(comm, crew, self._division).run(batches, hasher.hash)
             if asking is not None:
-                self._adopt(session)
                 asking.settle(hasher)
             comm.enter_phase("assembling the manifest")
             with python_gc_paused():
@@ -351,15 +360,3 @@ class _Steps:
             finally:
                 if session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
-
-    def _adopt(self, session: Session) -> None:
-        """Have a session rely on what the call relied on.
-
-        Raises:
-            FencedError: Some of it is gone.
-        """
-        try:
-            session.adopt()
-        except FencedError as e:
-            self._is_gone = True
-            raise FencedError(_GONE) from e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from casnap import Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import FencedError
+from casnap.take.take import _Steps
 from tests.support import hashing_device, late_device
 from tests.support.ranks import World
 
@@ -151,3 +155,41 @@ def test_what_the_store_has_stays_on_the_devices_of_the_ranks(
     assert torch.equal(snapshot.read_object("parts/by_1"), weights())
     assert torch.equal(snapshot.read_object("s/turned"), weights().t())
     assert Store(path).check(data=True).ok
+
+
+def take_fenced(path: str) -> None:
+    """Take what the store has; it is collected before the take stores anything."""
+    late_device.install()
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch, late_device.module.device(rank):
+        hashing_device.install(patch, f"late:{rank}")
+        patch.setattr(LocalBackend, "announced_bases", lambda *_: [])
+        live = {"mine": StateDict(rows=numbered(rank).to(f"late:{rank}"))}
+        Snapshot.take(f"{path}/first", {"n": StateDict(x=numbered(rank) + 0.5)})
+        Snapshot.take(f"{path}/known", live)
+        late_device.run_all()
+        store_copies = _Steps.store_copies
+
+        def collect_first(*args: Any) -> Any:
+            if rank == 0:
+                Store(path).delete("known")
+                Store(path).gc(grace=0)
+                Store(path).gc(grace=0)
+            return store_copies(*args)
+
+        patch.setattr(_Steps, "store_copies", collect_first)
+        late_device.counts.clear()
+        pending = Snapshot.async_take(f"{path}/again", live)
+        assert late_device.counts["to host"] < 200_000
+        pending.wait()
+
+
+def test_all_ranks_end_if_what_stayed_on_a_device_is_gone(
+    tmp_path: Path, world: Callable[[int], World]
+) -> None:
+    path = str(tmp_path / "run")
+    Store(path, chunk_size=64 << 10).make()
+    outcomes = world(2).run(take_fenced, path, expect_errors=True)
+    assert all(isinstance(outcome, FencedError) for outcome in outcomes), outcomes
+    assert "stayed on the device" in str(outcomes[0])
+    assert [s.name for s in Store(path).snapshots()] == ["first"]

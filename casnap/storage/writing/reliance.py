@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from types import TracebackType
 
+from casnap.errors import FencedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, Root
 from casnap.storage.lookup.index import View
@@ -15,8 +16,8 @@ from casnap.storage.writing.reused_packs import ReusedPacks
 class Reliance:
     """The chunks of earlier commits that a change relies on; collectors see it until the end.
 
-    Each session has one. Who has to know before its session begins what the store holds makes one
-    of its own, which the session adopts.
+    Each session has one. Who asks before its session begins what the store holds makes another one,
+    which that session relies on too.
 
     Args:
         store: The store.
@@ -38,6 +39,7 @@ class Reliance:
         announced: int | None,
         at_once: bool = False,
     ) -> None:
+        self._store = store
         self.renew = _do_nothing
         with ExitStack() as stack:
             # Before the base is read, so that no collector frees in between what the base names.
@@ -54,6 +56,16 @@ class Reliance:
         """Rely on the digests that live packs hold; return a place of each, or None."""
         self.renew()
         return self.reused.reuse(digests)
+
+    def stands(self) -> bool:
+        """Whether packs that the newest root names have all of it."""
+        reused = ReusedPacks(self._store, self.base)
+        reused.add(self.reused)
+        try:
+            reused.confirm(self._store.view())
+        except FencedError:
+            return False
+        return True
 
     def end(self) -> None:
         """Have collectors see it no more."""

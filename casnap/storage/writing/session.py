@@ -77,7 +77,8 @@ class Session:
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         puts_root: Whether this process is to put the root, so that it has to know whether the place
             keeps writers apart.
-        earlier: What was relied on before it begins; see :meth:`adopt`.
+        earlier: What was relied on before it begins, and until it commits or hands over; in the end
+            it relies on all of that.
         copies: Whether chunks are copied out of packs. Of such sessions of this process, each waits
             for the one before.
         dry_run: Whether it is only asked what it could rely on; it then leaves no trace.
@@ -163,15 +164,11 @@ class Session:
         for renew in self._renewals:
             renew()
 
-    def adopt(self) -> None:
-        """Rely also on what was relied on before this session began.
-
-        Raises:
-            FencedError: Some of it is in no pack any more that the base names.
-        """
-        if self._earlier is not None:
-            self._reused.add(self._earlier.reused)
-            self._reused.confirm(self.base)
+    def _adopt(self) -> None:
+        """Rely also on what was relied on before; the caller looks whether it is there."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            self._reused.add(earlier.reused)
 
     def claim_new(self, digests: list[Digest]) -> list[bool]:
         """Return which digests the caller is to write: no live pack has them, and no other thread.
@@ -307,6 +304,7 @@ class Session:
         Raises:
             FencedError: Something that this relied on was collected, or is gone.
         """
+        self._adopt()
         next_after = partial(self._root_after, change, update_root)
         self.new_packs.finish_chunks()
         read = self.store.read_at_newest
@@ -447,6 +445,7 @@ class Session:
         Returns:
             The handover; if a pack that this rank wrote or relies on is gone, one that says so.
         """
+        self._adopt()
         try:
             return self._finish(world, seq)
         except FencedError as e:
