@@ -48,7 +48,6 @@ def _row_of(state: FollowerState) -> tuple[str, ...]:
     serving, staged = state.serving, state.staged
     times = {} if serving is None else serving.phases
     since, paused = times.get("applied"), times.get("paused")
-    has_paused = since is not None and paused is not None
     age = f"{abs(time.time() - state.noted_time):.0f} s ago"
     return (
         state.label,
@@ -56,7 +55,7 @@ def _row_of(state: FollowerState) -> tuple[str, ...]:
         f"{serving.number}" if serving else "",
         serving.name if serving else "",
         "" if since is None else moment(since),
-        f"{(since - paused) * 1000:.0f} ms" if has_paused else "",
+        "" if since is None or paused is None else f"{(since - paused) * 1000:.0f} ms",
         f"{staged.number}" if staged else "",
         f"{age}?" if state.is_silent or state.is_doubtful else age,
     )

@@ -79,9 +79,7 @@ Examples:
 @click.option(
     "--interval", type=duration, default="5s", metavar="TIME", help="How often to look [5s]."
 )
-@click.option(
-    "--no-notes", is_flag=True, help="Note nothing in the store, for `casnap followers`."
-)
+@click.option("--no-notes", is_flag=True, help="Note nothing in the store, for `casnap followers`.")
 @click.option(
     "--exec", "command", metavar="CMD", help="Run this after each switch, until it succeeds."
 )

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -367,8 +367,9 @@ class _Seen(NamedTuple):
 
 
 class FollowerWatch:
-    """What a process has seen of the followers of a store. Each look is one request, and one more
-    for each note that has changed.
+    """What a process has seen of the followers of a store.
+
+    Each look is one request, and one more for each note that has changed.
 
     Args:
         store: The store.
@@ -470,9 +471,7 @@ def wait_served(
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         followers = [f for f in watch.look(forget=True) if f.follows(tag, move.name)]
-        serving = [
-            f for f in followers if f.serves(number) and not (f.is_silent or f.is_doubtful)
-        ]
+        serving = [f for f in followers if f.serves(number) and not (f.is_silent or f.is_doubtful)]
         lagging = [f for f in followers if f not in serving and not f.is_silent]
         if len(serving) >= (len(serving) + len(lagging) or 1 if quorum is None else quorum):
             return serving

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import COMMANDS
+from casnap.serving import Follower
 from tests.support.cached import Reader, far_store
 from tests.support.cli_calls import COMMAND, document, fill, invoke
 from tests.support.forger import STATE, Forger, chunks, tensor
@@ -79,6 +81,13 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "gc": [document("gc", store)],
         "rewind": [document("rewind", two_steps(tmp / "rewound") / "step_0")],
     }
+    served = {name: torch.zeros(shape) for name, shape in {"weight": 98304, "bias": 4}.items()}
+    with Follower(f"{store}/run1", served, start=False):
+        listed = document("followers", store)
+        while not any(each["serving"] for each in listed["followers"]):
+            time.sleep(0.01)
+            listed = document("followers", store)
+    result["followers"] = [listed]
     mirrored = Store(tmp / "mirrored", mirror=tmp / "mirror")
     mirrored.take({"s": StateDict(x=1)}, "step_1")
     mirrored.wait_mirrored(60)

@@ -184,5 +184,5 @@ def test_a_look_is_cheap_when_nothing_is_new(
 
     monkeypatch.setattr("casnap.serving.following.time.sleep", sleep)
     with pytest.raises(EnoughError):
-        list(Store(backend).follow(tmp_path / "live", on_version=lambda *_: None))
+        list(Store(backend).follow(tmp_path / "live", on_version=lambda *_: None, notes=False))
     assert all(count <= (1 if stands else 2) for count in counts[1:]), counts
