@@ -28,7 +28,7 @@ _DIFFERENCES = 1
 # them differ.
 _HEAD = struct.Struct(f"<{DIGEST_SIZE}sBBI")
 # If more of the elements differ, gaps take more than zeros do.
-_FEW = 0.25
+_FEW = 0.4
 _GAP_WIDTHS = (2, 4)
 # A delta that saves less is not worth the time of each reader.
 _WORTH = 0.9

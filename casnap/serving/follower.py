@@ -65,12 +65,14 @@ class AppliedVersion(NamedTuple):
         commit: Its commit id.
         copied_bytes: How many bytes were copied to come to it.
         copy_seconds: How long that took, in which no forward could begin.
+        received_bytes: How many bytes came from the store for that, by this rank, such as deltas.
     """
 
     name: str
     commit: str
     copied_bytes: int
     copy_seconds: float
+    received_bytes: int = 0
 
 
 class Follower:
@@ -156,6 +158,7 @@ class Follower:
         # Only of several ranks: what rank 0 wants all to stage.
         self._wanted, self._wanted_since = _NONE, 0.0
         self._staged: Patch | None = None
+        self._received = 0
         self._looking = new_lock()
         self._looker: int | None = None
         self._is_mixed = False
@@ -397,8 +400,11 @@ class Follower:
         staged = self._staged
         is_staged = staged is not None and staged.contents.row.commit == contents.row.commit
         if staged is None or not is_staged or not self._weights.fits(staged):
+            backend = self._source.store.backend
+            received = backend.received_bytes
             with contents.reading():
                 staged = self._weights.stage(contents)
+            self._received = backend.received_bytes - received
             self._note(Handshake.staged, contents.row.commit)
         self._staged = staged
         return staged
@@ -430,7 +436,9 @@ class Follower:
         self._weights.apply(patch)
         seconds = time.monotonic() - start
         commit = patch.contents.row.commit.hex()
-        self.version = AppliedVersion(patch.contents.name, commit, patch.nbytes, seconds)
+        self.version = AppliedVersion(
+            patch.contents.name, commit, patch.nbytes, seconds, self._received
+        )
         self._staged, self._is_mixed = None, False
         self._applied_commit = patch.contents.row.commit
         self._note(Handshake.serving, self._applied_commit)

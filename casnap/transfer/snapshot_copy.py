@@ -12,6 +12,7 @@ import msgspec
 from casnap.backends import Backend
 from casnap.errors import FencedError
 from casnap.format.digest import Digest, split_digests
+from casnap.format.names import folder_of
 from casnap.format.records import Place, Root, Row
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import Crew, run_shielded
@@ -83,6 +84,7 @@ class SnapshotCopy:
         # The digests that the destination has, of this part and of earlier ones.
         self._present, self._present_before = bytearray(), bytearray()
         self._looks_again = False
+        self._candidates: dict[Digest, Digest] | None = None
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
         # Its row, once it is committed, and those of the snapshots that go with that.
@@ -208,16 +210,19 @@ class SnapshotCopy:
             self._source,
             planned,
             note,
-            candidates=lambda: self._candidates,
+            candidates=lambda: self._candidates_for(session),
             gets_all=self._options.gets_all,
             is_over=lambda: time.monotonic() >= ends,
         )
         return sizes
 
-    @cached_property
-    def _candidates(self) -> dict[Digest, Digest]:
-        contents = Contents(self._source, self._job.name, self._job.row)
-        return bases_in(contents, self._source.recent())
+    def _candidates_for(self, session: Session) -> dict[Digest, Digest]:
+        """Return for chunks of the snapshot those of the last one that the destination has."""
+        if self._candidates is None:
+            contents = Contents(self._source, self._job.name, self._job.row)
+            there = _Presence(session, folder_of(self._job.new_name))
+            self._candidates = bases_in(contents, self._source.recent(), there.has)
+        return self._candidates
 
     def _commit_part(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
         """Commit what was sent, so that no collector deletes it; False as of :meth:`_commit`."""
@@ -317,6 +322,31 @@ class SnapshotCopy:
             stand &= row is not None and row.manifest.digest == job.row.manifest.digest
         if not stand:
             raise FencedError
+
+
+class _Presence:
+    """Which snapshots of the source the destination has.
+
+    Args:
+        session: The change of the destination.
+        folder: The folder there that the snapshot goes into.
+    """
+
+    def __init__(self, session: Session, folder: str) -> None:
+        self._table = session.store.table(session.base.root)
+        self._folder = folder
+
+    def has(self, name: str, row: Row) -> bool:
+        """Whether it has a snapshot: most often under its own name in that folder."""
+        inner = name.rpartition("/")[2]
+        there = self._table.get(f"{self._folder}/{inner}" if self._folder else inner)
+        if there is not None and there.commit == row.commit:
+            return True
+        return row.commit in self._commits
+
+    @cached_property
+    def _commits(self) -> set[bytes]:
+        return {row.commit for _, row in self._table.items_in()}
 
 
 def _batches(digests: list[Digest]) -> Iterator[list[Digest]]:

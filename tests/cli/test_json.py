@@ -168,7 +168,9 @@ def test_names_say_what_a_value_is(printed: dict[str, list[dict[str, Any]]]) -> 
                 assert not isinstance(value, int), key
             if isinstance(value, dict) and "path" in value:
                 assert value["path"] == f"{value['store']}/{value['name']}"
-    assert keys == {"time", "used_time", "waiting_until_time"}
+    phases = {"published_time", "fetched_time", "staged_time", "paused_time", "applied_time"}
+    others = {"time", "used_time", "waiting_until_time", "began_time", "noted_time"}
+    assert keys == others | phases
 
 
 def test_a_snapshot_is_the_same_in_all_commands(store: Path, tmp_path: Path) -> None:

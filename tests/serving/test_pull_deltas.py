@@ -37,15 +37,19 @@ class Run:
         self.bucket = Store(RemoteDouble(str(folder)))
         self._step = 0
 
-    def step(self) -> int:
-        """Take the next step, copy it to the bucket, and return how many bytes that took."""
+    def move(self) -> str:
+        """Take the next step, and return its name."""
         for weight in self.weights.values():
             bits = weight.view(torch.int16)
             bits[torch.randint(len(bits), (len(bits) // 50,), generator=self._dice)] += 1
         name = f"run/step_{self._step}"
         self._step += 1
         self.store.take({"model": StateDict(self.weights)}, name)
-        return self.store.copy(name, to=self.bucket).sent_bytes
+        return name
+
+    def step(self) -> int:
+        """Take the next step, copy it to the bucket, and return how many bytes that took."""
+        return self.store.copy(self.move(), to=self.bucket).sent_bytes
 
     def assert_served(self, live: Path) -> None:
         found = tensors_in(live)
@@ -70,11 +74,11 @@ class Host:
         bucket: What counts its requests of the last pull.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "live") -> None:
         self.bucket = RemoteDouble(str(folder))
         self._store = Store(self.bucket)
-        self._live = folder / "live"
-        self._cache = folder / "cache-of-host"
+        self._live = folder / name
+        self._cache = folder / f"cache-of-{name}"
         self._cache.mkdir()
         self._monkeypatch = monkeypatch
 
@@ -186,3 +190,31 @@ def test_a_look_is_cheap_when_nothing_is_new(
     with pytest.raises(EnoughError):
         list(Store(backend).follow(tmp_path / "live", on_version=lambda *_: None, notes=False))
     assert all(count <= (1 if stands else 2) for count in counts[1:]), counts
+
+
+def test_versions_that_the_bucket_lacks_are_composed(run: Run, host: Host, live: Path) -> None:
+    """What lies between two copied versions is one difference, and not the deltas of all."""
+    run.step()
+    host.pull()
+    one = run.step()
+    host.pull()
+    for _ in range(5):
+        run.move()
+    composed = run.step()
+    assert composed < 5 * one
+    report = host.pull()
+    assert report.received_bytes == host.bucket.read_bytes <= 1.1 * composed + _BESIDE
+    run.assert_served(live)
+
+
+def test_a_follower_a_week_behind_receives_no_more_than_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, layers=1)
+    run.step()
+    host, new = Host(tmp_path, monkeypatch), Host(tmp_path, monkeypatch, "new")
+    host.pull()
+    for _ in range(40):
+        run.step()
+    assert host.pull().received_bytes <= new.pull().received_bytes + _BESIDE
+    run.assert_served(tmp_path / "live")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from casnap.errors import DamagedError
@@ -33,21 +33,31 @@ class CellPair(NamedTuple):
     nbytes: int
 
 
-def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) -> Contents | None:
+def snapshot_before(
+    contents: Contents,
+    snapshots: Iterable[tuple[str, Row]],
+    is_there: Callable[[str, Row], bool] = lambda name, row: True,
+) -> Contents | None:
     """Return the earlier snapshot that has the bases for the chunks of another one, if any.
 
     It is the one before in the same folder. The first one of a folder may be a fine-tune: so of the
     newest ones of other folders, it is the one with most bytes of the same path, dtype and shape.
+
+    Args:
+        contents: The other one.
+        snapshots: The snapshots of its store.
+        is_there: Whether a snapshot is where the chunks go. One that is not is passed over, if an
+            earlier one of the same folder is.
     """
-    newest: dict[str, Contents] = {}
+    earlier: dict[str, list[Contents]] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
-        folder = folder_of(name)
-        is_readable = not row.unknown_features
-        if row.seq < contents.row.seq and folder not in newest and is_readable:
-            newest[folder] = Contents(contents.store, name, row)
+        if row.seq < contents.row.seq and not row.unknown_features:
+            earlier.setdefault(folder_of(name), []).append(Contents(contents.store, name, row))
     folder = folder_of(contents.name)
-    if folder in newest:
-        return newest[folder]
+    if folder in earlier:
+        before = earlier[folder]
+        return next((each for each in before if is_there(each.name, each.row)), before[0])
+    newest = {folder: each[0] for folder, each in earlier.items()}
     others = list(newest.values())[:_OTHERS]
     likeness = [_alike_bytes(contents, other) for other in others]
     most = max(likeness, default=0)
@@ -56,7 +66,9 @@ def snapshot_before(contents: Contents, snapshots: Iterable[tuple[str, Row]]) ->
     )
 
 
-def bases_in(contents: Contents, root: Root) -> dict[Digest, Digest]:
+def bases_in(
+    contents: Contents, root: Root, is_there: Callable[[str, Row], bool]
+) -> dict[Digest, Digest]:
     """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` has it.
 
     If something damaged is in the way, it returns none: the one before may have been collected
@@ -65,9 +77,10 @@ def bases_in(contents: Contents, root: Root) -> dict[Digest, Digest]:
     Args:
         contents: The snapshot.
         root: The root whose table has the one before.
+        is_there: Whether a snapshot is where the chunks go.
     """
     try:
-        before = snapshot_before(contents, contents.store.table(root).items_in())
+        before = snapshot_before(contents, contents.store.table(root).items_in(), is_there)
         pairs = () if before is None else cell_pairs(contents, before)
         return {pair.digest: pair.base for pair in pairs if pair.base is not None}
     except DamagedError:
