@@ -179,7 +179,7 @@ test-engines: export HF_HUB_OFFLINE = 1
 test-engines: export TORCHDYNAMO_DISABLE = 1
 test-engines: export VLLM_CPU_KVCACHE_SPACE = 1
 test-engines: $(STAMP) $(ENGINES_STAMP)
-	$(ENGINES)/bin/python -m pytest -m engines tests/integrations/test_vllm.py
+	$(ENGINES)/bin/python -m pytest -m engines tests/integrations/test_vllm.py tests/integrations/test_vllm_patches.py
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

@@ -1,7 +1,7 @@
 """README.md and docs/ run as tests, and the code and files that they name exist.
 
 ``tests/support/pages.py`` says how the examples of a page run. ``s3://my-bucket`` is a bucket of a
-server that runs on this machine. ``tests/integrations`` runs the guides for trainers.
+server that runs on this machine. ``tests/integrations`` runs the guides for trainers and engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.servers import Bucket
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if page.exists()]
 LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
-TRAINERS = {
+FRAMEWORKS = {
     f"{name}.md"
     for name in (
         "lightning",
@@ -30,13 +30,14 @@ TRAINERS = {
         "torchtitan",
         "data",
         "trackers",
+        "vllm",
     )
 }
 BUCKET = "s3://my-bucket"
 WITH_EXAMPLES = [
     page
     for page in PAGES
-    if page.name not in TRAINERS
+    if page.name not in FRAMEWORKS
     and re.search(r"^```(python|console)|^<!-- (invis|skip)", page.read_text(), re.MULTILINE)
 ]
 

@@ -21,11 +21,13 @@ from casnap import Store
 from casnap.integrations.engines import OnVersion, PauseMode, reload_vllm_server
 from casnap.runtime.typing import override
 from casnap.serving import PullOptions
+from tests.support.pages import run_examples
 from tests.support.tiny_llamas import llama, take
 from tests.support.vllm_engines import PROMPTS, Trainer, VllmServer, clients
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/vllm.md"
 BACKEND = ["--weight-transfer-config", '{"backend": "casnap"}']
 
 
@@ -250,3 +252,12 @@ def test_an_engine_is_killed_in_the_pause_beside_another_one(
         assert "is there by patches" in second.log.read_text()
     finally:
         second.stop()
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "work"
+    try:
+        run_examples(GUIDE, work, monkeypatch)
+    finally:
+        for log in work.glob("*.log"):
+            print(log.read_text()[-2000:])
