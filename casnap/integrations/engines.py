@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import json
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from casnap.errors import PLACE_ERRORS, CasnapError
+from casnap.integrations.sglang import publish_version
 from casnap.runtime.typing import override
 from casnap.serving.patches import StagedPatches, stage, version_of
 
@@ -69,9 +71,51 @@ def reload_sglang(
             "flush_cache": True,
             "weight_version": folder.name,
         }
-        answer = server.ask("/update_weights_from_disk", asked)
-        if answer.get("success") is not True:
-            raise CasnapError(f"{server.url} did not load {folder}: {answer}"[:1000])
+        server.tell("/update_weights_from_disk", asked)
+
+    return reload
+
+
+def pull_sglang(
+    url: str,
+    source: str | os.PathLike[str],
+    local: str | os.PathLike[str],
+    *,
+    abort_all_requests: bool = False,
+    headers: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
+) -> OnVersion:
+    """Return a callback that has all hosts of an engine of SGLang pull each version, and load it.
+
+    It publishes the version in ``source``, as a delta where the one before is there, and posts to
+    ``/pull_weights``, by which each host brings its folder ``local`` to it and checks each tensor
+    that has changed; then to ``/update_weights_from_disk``. So one process follows, and needs a
+    folder that all hosts see. Where each host follows by itself, :func:`reload_sglang` does.
+
+    Args:
+        url: Of the server.
+        source: A folder that all hosts see, for the published versions. Nobody else writes there.
+        local: A folder of each host, which SGLang keeps.
+        abort_all_requests: As for :func:`reload_sglang`.
+        headers: As there.
+        timeout: Seconds to wait for each answer.
+
+    Raises:
+        ValueError: The URL is none of HTTP.
+    """
+    server = _Server(url, headers, timeout)
+
+    def reload(folder: Path, changed: list[str]) -> None:
+        number = publish_version(Path(source), folder)
+        places = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
+        server.tell("/pull_weights", {**places, "target_version": number})
+        asked = {
+            "model_path": str(local),
+            "abort_all_requests": abort_all_requests,
+            "flush_cache": True,
+            "weight_version": folder.name,
+        }
+        server.tell("/update_weights_from_disk", asked)
 
     return reload
 
@@ -526,6 +570,16 @@ class _Server:
                 return decoded
         text = answer.decode("utf-8", "replace")
         raise CasnapError(f"{place} does not answer with an object of JSON: {text:.500}")
+
+    def tell(self, path: str, asked: Mapping[str, Any]) -> None:
+        """Post an object to SGLang.
+
+        Raises:
+            CasnapError: As for :meth:`ask`; or it does not say that it has done it.
+        """
+        answer = self.ask(path, asked)
+        if answer.get("success") is not True:
+            raise CasnapError(f"{self.url}{path} did not load {asked}: {answer}"[:1000])
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

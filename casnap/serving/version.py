@@ -236,6 +236,11 @@ class Version:
         raw = bytearray(cell.nbytes)
         return raw if self._fill(cell, memoryview(raw)) else None
 
+    def verified(self, cell: StoredCell) -> bytearray | None:
+        """Return the bytes of a chunk; None if they cannot be read, or are not those of a pull."""
+        raw = self.read(cell)
+        return None if raw is None or digest_of(raw) != cell.digest else raw
+
     def _fill(self, cell: StoredCell, memory: memoryview) -> bool:
         if len(memory) != cell.nbytes:
             return False
