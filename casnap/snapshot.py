@@ -371,9 +371,9 @@ class Snapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
 
         The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
-        error. An error is also logged at once; if no ``wait()`` has raised it, the next take of the
-        store does, on all ranks, and does not begin. The arguments are those of :meth:`take`, and
-        two more.
+        error. An error is also logged at once. If no ``wait()`` has raised it, the next take of the
+        store raises it on all ranks, and takes nothing. The arguments are those of :meth:`take`,
+        and two more.
 
         ``max_staging_bytes``, such as ``"20GB"``, bounds the memory for the copies of all pending
         takes together, which is kept for the next take; at least four blocks of 64 MiB are used. If

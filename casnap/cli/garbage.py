@@ -49,13 +49,12 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
         return f"{by_hand} frees {waiting}; no process does so by itself here"
     until, grace = waiting_until(repository), grace_at(repository, root)
     if until is not None and condemned:
-        event = f"a collection after {moment(until)}"
+        when = f"by a collection after {moment(until)}"
     elif grace is None:
-        event = "the next collection, by a process that lets snapshots go"
+        when = "when a process next lets snapshots go"
     else:
-        hours = grace / 3600
-        event = f"a collection, and {hours:g} hours after it another one that frees them"
-    return f"{waiting} wait for {event}; {by_hand} frees them now"
+        when = f"by a collection, {grace / 3600:g} hours after they were found to be garbage"
+    return f"{waiting} will be freed {when}; {by_hand} frees them now"
 
 
 def disk_fields(repository: Repository, disk: DiskUsage) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def gc(
     beside other collectors. A run condemns unreferenced packs, and the first run after the grace
     deletes them, so that readers can finish. After an interruption, run it again.
 
-    On a disk it first recodes: what only older snapshots need is stored as how it differs from the
+    On a disk it first recodes older snapshots: it stores their chunks as differences from the
     snapshot before, where that is smaller. See `casnap config --help`.
     """
     place = open_whole_store(store)

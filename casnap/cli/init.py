@@ -45,7 +45,8 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     """Make a store.
 
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
-    this store and share equal chunks. An existing store is left as it is, but for that.
+    this store and share equal chunks. A store that exists stays as it is; it then serves all below
+    it, too.
     """
     location = locate_store(store, options_for(store))
     if location.name:

@@ -357,13 +357,13 @@ def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return invoke(*arguments).stdout.splitlines()[-1]
 
     by_hand = f"`casnap gc {path} --grace 0` frees them now"
-    waits = "8.4 MB wait for the next collection, by a process that lets snapshots go"
+    waits = "8.4 MB will be freed when a process next lets snapshots go"
     assert said("rm", path / "step_0", "--yes") == f"{waits}; {by_hand}"
     assert said("rm", path / "step_1", "--yes") == f"8.4 MB freed; {waits}; {by_hand}"
     invoke("config", path, "gc=2h")
     text = said("prune", path, "--keep-last", 1, "--yes")
     assert re.fullmatch(
-        rf"25.2 MB wait for a collection after 20[-0-9]+ [0-9:]+\S*; {by_hand}", text
+        rf"25.2 MB will be freed by a collection after 20[-0-9]+ [0-9:]+\S*; {by_hand}", text
     )
     invoke("gc", path, "--grace", 0)
     assert nbytes_of(path) < 1.5 * STATE
@@ -377,7 +377,7 @@ def test_what_commands_say_of_a_bucket(tmp_path: Path, capsys: pytest.CaptureFix
     store.delete("step_0")
     show_what_waits(store)
     assert capsys.readouterr().out == (
-        "the bytes wait for a collection, and 24 hours after it another one that frees them; "
+        "the bytes will be freed by a collection, 24 hours after they were found to be garbage; "
         f"`casnap gc {store.uri} --grace 0` frees them now\n"
     )
 
@@ -842,7 +842,7 @@ def test_garbage_is_seen(tmp_path: Path) -> None:
     store.configure(gc=43200)
     assert document("report", path)["waiting_until_time"] > "2026"
     store.configure(gc="auto")
-    assert "of it wait for the next collection" in invoke("du", path).stdout
+    assert "of it will be freed when" in invoke("du", path).stdout
     assert "packs of garbage to be freed" in invoke("ls", path).stderr
     assert "frees it now" in invoke("gc", path).stdout
     report = document("gc", path)

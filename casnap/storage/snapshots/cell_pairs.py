@@ -40,8 +40,9 @@ def snapshot_before(
 ) -> Contents | None:
     """Return the earlier snapshot that has the bases for the chunks of another one, if any.
 
-    It is the one before in the same folder. The first one of a folder may be a fine-tune: so of the
-    newest ones of other folders, it is the one with most bytes of the same path, dtype and shape.
+    It is the one before in the same folder. The first one of a folder may be a fine-tune of what
+    lies in another folder. So the newest ones of other folders are looked at: that with most bytes
+    of the same path, dtype and shape is it.
 
     Args:
         contents: The other one.
