@@ -6,32 +6,40 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, cast
 
 from casnap.errors import CasnapError
+from casnap.runtime.later import ModuleLater
 from casnap.runtime.typing import TypeVar
 from casnap.take.pending import PendingTake
 
 if TYPE_CHECKING:
-    from casnap.snapshot import Snapshot
-    from casnap.take.rank_commit import TakeResult
+    import casnap
+    from casnap.take import rank_commit
+else:
+    casnap, rank_commit = ModuleLater("casnap"), ModuleLater("casnap.take.rank_commit")
 
 # With on_error="warn", a take that failed leaves None.
-Outcome = TypeVar("Outcome", bound="Snapshot | None", covariant=True, default="Snapshot")
+Outcome = TypeVar(
+    "Outcome", bound="casnap.Snapshot | None", covariant=True, default="casnap.Snapshot"
+)
 
 
 class PendingSnapshot(Generic[Outcome]):
     """A snapshot that is being stored in the background."""
 
     def __init__(
-        self, path: str, take: PendingTake, stored: Callable[[TakeResult], Snapshot]
+        self,
+        path: str,
+        take: PendingTake,
+        stored: Callable[[rank_commit.TakeResult], casnap.Snapshot],
     ) -> None:
         self._path = path
         self._take = take
         self._stored = stored
 
     @classmethod
-    def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[Snapshot | None]:
+    def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[casnap.Snapshot | None]:
         """Return what ``async_take`` returns if it failed before it went on in the background."""
 
-        def stored(_: TakeResult) -> Snapshot:
+        def stored(_: rank_commit.TakeResult) -> casnap.Snapshot:
             raise error
 
         return PendingSnapshot(path, PendingTake.not_begun(error), stored)

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.errors import CasnapError, RankError
 from casnap.runtime.fork import add_signal, in_child, never_free, remove_signal
+from casnap.runtime.later import ModuleLater
 from casnap.runtime.units import Duration, seconds_of
+from casnap.state.stateful import AppState
 from casnap.take.pending import held_back, wait_for_last
 
 if TYPE_CHECKING:
+    import casnap
     from casnap.pending import PendingSnapshot
     from casnap.snapshot import Snapshot
-    from casnap.state.stateful import AppState
-    from casnap.store import Store
+else:
+    casnap = ModuleLater("casnap")
 
 _log = logging.getLogger("casnap")
 _MOST_STEPS = 1 << 20
@@ -35,7 +38,7 @@ class Preemption:
 
     def __init__(
         self,
-        store: Store,
+        store: casnap.Store,
         app_state: AppState,
         within: float,
         signals: Sequence[int],
@@ -208,7 +211,7 @@ def _own_group(pg: Any) -> Any:
 
 
 def on_preemption(
-    store: Store,
+    store: casnap.Store,
     app_state: AppState,
     *,
     within: Duration = 30.0,

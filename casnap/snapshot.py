@@ -17,10 +17,15 @@ from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry
 from casnap.format.names import component_of, key_of, name_text
 from casnap.format.records import Row, Stats
+from casnap.restore.indexing import Index
+from casnap.restore.renaming import Rename
 from casnap.runtime.environment import given_path, local_path
+from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.units import Size, bytes_if_given
+from casnap.state.stateful import AppState
 from casnap.storage import Contents
 from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.version import __version__
@@ -30,19 +35,13 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from casnap.files.file_reports import ExportReport
-    from casnap.pending import PendingSnapshot
+    import casnap
     from casnap.ranks.comm import Comm
-    from casnap.restore.handle import Handle
-    from casnap.restore.indexing import Index
-    from casnap.restore.renaming import Rename
-    from casnap.restore.restore_report import RestoreReport
-    from casnap.runtime.progress import Progress
-    from casnap.state.stateful import AppState
-    from casnap.store import Store
     from casnap.take.capture import StateSource
     from casnap.take.options import AsyncTakeArguments, TakeArguments
     from casnap.take.rank_commit import TakeResult
+else:
+    casnap, torch = ModuleLater("casnap"), ModuleLater("torch")
 
 
 def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
@@ -155,7 +154,7 @@ class Snapshot:
     """
 
     # Makes the store of a view. ``casnap.store``, which is above this module, sets it.
-    _store_of: ClassVar[Callable[[View], Store]]
+    _store_of: ClassVar[Callable[[View], casnap.Store]]
 
     @python_gc_paused()
     def __init__(
@@ -164,7 +163,7 @@ class Snapshot:
         pg: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         cache_bytes: Size | None = None,
     ) -> None:
         try:
@@ -190,7 +189,7 @@ class Snapshot:
     ) -> None:
         self._store_view = view
         is_of_view = getattr(store, "_view", None) is view
-        self._store: Store | None = cast("Store", store) if is_of_view else None
+        self._store: casnap.Store | None = cast("casnap.Store", store) if is_of_view else None
         self.name = name
         self.pg = pg
         self._requests = dict(requests)
@@ -235,7 +234,7 @@ class Snapshot:
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[TakeArguments],
     ) -> Snapshot: ...
@@ -250,7 +249,7 @@ class Snapshot:
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         on_error: OnError,
         **options: Unpack[TakeArguments],
     ) -> Snapshot | None: ...
@@ -265,7 +264,7 @@ class Snapshot:
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Snapshot | None:
         """Take a snapshot; return when it is durable.
@@ -335,10 +334,10 @@ class Snapshot:
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[AsyncTakeArguments],
-    ) -> PendingSnapshot: ...
+    ) -> casnap.PendingSnapshot: ...
 
     @overload
     @classmethod
@@ -350,10 +349,10 @@ class Snapshot:
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         on_error: OnError,
         **options: Unpack[AsyncTakeArguments],
-    ) -> PendingSnapshot[Snapshot | None]: ...
+    ) -> casnap.PendingSnapshot[Snapshot | None]: ...
 
     @classmethod
     @shows_options(in_background=True)
@@ -365,9 +364,9 @@ class Snapshot:
         replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        store: Store | str | os.PathLike[str] | None = None,
+        store: casnap.Store | str | os.PathLike[str] | None = None,
         **options: Any,
-    ) -> PendingSnapshot[Snapshot | None]:
+    ) -> casnap.PendingSnapshot[Snapshot | None]:
         """Take a snapshot of the state as it is now; return once the state may change.
 
         The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
@@ -406,7 +405,7 @@ class Snapshot:
         read_once: bool | None = None,
         reuse: bool = False,
         timeout: float | None = None,
-    ) -> RestoreReport:
+    ) -> casnap.RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
 
         A tensor of a module, optimizer or :class:`StateDict` is filled in place where the state
@@ -480,7 +479,7 @@ class Snapshot:
         tied: Sequence[str] | torch.nn.Module = (),
         dry_run: bool = False,
         progress: Progress | None = None,
-    ) -> ExportReport:
+    ) -> casnap.ExportReport:
         """Write the snapshot, or a part of it, to files of another format, verified and whole.
 
         Args:
@@ -521,7 +520,7 @@ class Snapshot:
 
     # --- reading: no method here talks to other ranks ---
 
-    def __getitem__(self, path: str) -> Handle:
+    def __getitem__(self, path: str) -> casnap.Handle:
         """Return a handle on a tensor, value or container, without reading it.
 
         ``snapshot["model/weight"]`` has ``.shape``, ``.dtype`` and ``.nbytes``; its ``[index]``
@@ -546,7 +545,7 @@ class Snapshot:
     # Without this, Python would try the numbers from 0 on as paths.
     __iter__ = None
 
-    def handles(self, pattern: str = "*") -> dict[str, Handle]:
+    def handles(self, pattern: str = "*") -> dict[str, casnap.Handle]:
         """Return handles on the tensors and values that a glob matches, each once, by path.
 
         Args:
@@ -675,7 +674,7 @@ class Snapshot:
         strict: bool = True,
         progress: Progress | None = None,
         reuse: bool = False,
-    ) -> RestoreReport:
+    ) -> casnap.RestoreReport:
         """Fill the parameters and persistent buffers of a module in place, and nothing else.
 
         Unlike :meth:`casnap.Snapshot.restore`, this runs no ``load_state_dict`` and no hook, and
@@ -730,7 +729,7 @@ class Snapshot:
         return self.contents.row
 
     @property
-    def store(self) -> Store:
+    def store(self) -> casnap.Store:
         """The store that holds the snapshot."""
         if self._store is None:
             self._store = Snapshot._store_of(self._store_view)
@@ -830,7 +829,7 @@ class TakePlace(NamedTuple):
         cls,
         path: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None,
-        store: Store | str | os.PathLike[str] | None,
+        store: casnap.Store | str | os.PathLike[str] | None,
     ) -> TakePlace:
         """Return that at a path; or of a name in a store."""
         if store is None:
@@ -874,7 +873,7 @@ def take_snapshot(
 
 def begin_snapshot(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
-) -> PendingSnapshot[Snapshot | None]:
+) -> casnap.PendingSnapshot[Snapshot | None]:
     """Begin a take together with the other ranks, as :meth:`Snapshot.async_take` describes."""
     from casnap.pending import PendingSnapshot
     from casnap.ranks.joining import join
@@ -883,7 +882,7 @@ def begin_snapshot(
     options = options.for_path(place.path)
     comm = join(pg, options.timeout, f"the async_take of {place.label!r}")
 
-    def begin() -> PendingSnapshot:
+    def begin() -> casnap.PendingSnapshot:
         view, name = place.find(comm)
         return begin_take(view, comm, LiveState(app_state), name, options, pg, place.store)
 
@@ -927,7 +926,7 @@ def begin_take(
     pg: Any = None,
     store: object = None,
     on_stored: Callable[[Snapshot], object] | None = None,
-) -> PendingSnapshot:
+) -> casnap.PendingSnapshot:
     """Begin a take together with other ranks, likewise.
 
     Args:

@@ -20,7 +20,9 @@ from casnap.format.names import name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.fork import cached_property
+from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
+from casnap.runtime.progress import Progress
 from casnap.runtime.units import (
     Duration,
     Size,
@@ -30,33 +32,20 @@ from casnap.runtime.units import (
     seconds_of,
 )
 from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
+from casnap.state.stateful import AppState
 from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
 from casnap.view import View
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from casnap.files.file_reports import ImportReport
-    from casnap.maintenance.check import CheckReport
-    from casnap.maintenance.diff import Diff
-    from casnap.maintenance.gc import GcReport
-    from casnap.maintenance.repair import RepairReport
-    from casnap.maintenance.usage import Usage
-    from casnap.mirror.mirror import Mirror
+    import casnap
+    from casnap import serving
     from casnap.mirror.status import MirrorOptions
-    from casnap.pending import PendingSnapshot
-    from casnap.runtime.progress import Progress
-    from casnap.serving.handshake import FollowerState, FollowerWatch
-    from casnap.serving.options import FollowEvent, PullOptions, PullReport
     from casnap.serving.pull import Source
-    from casnap.state.stateful import AppState
-    from casnap.storage import (
-        PruneReport,
-        Retention,
-        TagMove,
-    )
     from casnap.take.options import AsyncTakeArguments, TakeArguments
-    from casnap.transfer.copy_jobs import CopyReport
+else:
+    casnap, serving = ModuleLater("casnap"), ModuleLater("casnap.serving")
 
 _log = logging.getLogger("casnap")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -142,7 +131,7 @@ class Store:
         markers: bool = True,
         mirror: str | os.PathLike[str] | Backend | None = None,
         mirror_options: Mapping[str, Any] | None = None,
-        mirror_retention: Retention | None = None,
+        mirror_retention: casnap.Retention | None = None,
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
@@ -267,7 +256,7 @@ class Store:
         replicated: Sequence[str] | None = None,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[AsyncTakeArguments],
-    ) -> PendingSnapshot: ...
+    ) -> casnap.PendingSnapshot: ...
 
     @overload
     def async_take(
@@ -279,13 +268,13 @@ class Store:
         replicated: Sequence[str] | None = None,
         on_error: OnError,
         **options: Unpack[AsyncTakeArguments],
-    ) -> PendingSnapshot[Snapshot | None]: ...
+    ) -> casnap.PendingSnapshot[Snapshot | None]: ...
 
     @_documented_as(Snapshot.async_take)
     @shows_options(in_background=True)
     def async_take(
         self, app_state: AppState, name: str, *, pg: Any = None, **options: Any
-    ) -> PendingSnapshot[Snapshot | None]:
+    ) -> casnap.PendingSnapshot[Snapshot | None]:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         refuse_nested_take()
         check_order("store.async_take(app_state, name)", app_state, name)
@@ -388,7 +377,7 @@ class Store:
         return Snapshot.of(view, view.inner_name(rewound.name), rewound.row, store=self)
 
     @property
-    def mirror(self) -> Mirror | None:
+    def mirror(self) -> casnap.Mirror | None:
         """The mirror: its ``status()``, and ``stop()``. None if there is none."""
         return self._view.mirror
 
@@ -462,7 +451,7 @@ class Store:
         commit_id = self._view.row(name).commit.hex()
         remove_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
 
-    def publish(self, tag: str, snapshot: str | Snapshot) -> TagMove:
+    def publish(self, tag: str, snapshot: str | Snapshot) -> casnap.TagMove:
         """Move a tag to a snapshot, from whichever has it, in one commit.
 
         From then on the tag is *published*: one snapshot of the whole store has it, and
@@ -506,7 +495,7 @@ class Store:
         name, row = tagged_row(view.repository, tag, view.folder(None))
         return Snapshot.of(view, view.inner_name(name), row, store=self)
 
-    def tag_moves(self, tag: str, limit: int | None = None) -> list[TagMove]:
+    def tag_moves(self, tag: str, limit: int | None = None) -> list[casnap.TagMove]:
         """Return the moves of a published tag, the newest first: to what, from what, when, by whom.
 
         Args:
@@ -518,12 +507,12 @@ class Store:
         return list(islice(tag_moves(self._view.repository, tag), limit))
 
     @cached_property
-    def _watch(self) -> FollowerWatch:
+    def _watch(self) -> serving.handshake.FollowerWatch:
         from casnap.serving.handshake import FollowerWatch
 
         return FollowerWatch(self._view.repository)
 
-    def followers(self, tag: str | None = None) -> list[FollowerState]:
+    def followers(self, tag: str | None = None) -> list[serving.handshake.FollowerState]:
         """Return who follows this store, and which version each has staged and serves.
 
         That is what followers of the whole store have last noted there. A look is one request, and
@@ -541,7 +530,7 @@ class Store:
         *,
         quorum: int | None = None,
         timeout: Duration | None = None,
-    ) -> list[FollowerState]:
+    ) -> list[serving.handshake.FollowerState]:
         """Wait until followers serve what a tag was published on, or something later.
 
         Followers that may not write to the store are not known here. One that dies counts as long
@@ -584,7 +573,7 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         progress: Progress | None = None,
-    ) -> CopyReport:
+    ) -> casnap.CopyReport:
         """Copy snapshots into another store. Only chunks that it lacks are sent.
 
         Snapshots keep their metadata, tags, times and commit ids; one of the same name and commit
@@ -641,9 +630,9 @@ class Store:
         folder: str | os.PathLike[str],
         name: str | None = None,
         *,
-        options: PullOptions | None = None,
+        options: serving.options.PullOptions | None = None,
         progress: Progress | None = None,
-    ) -> PullReport:
+    ) -> casnap.PullReport:
         """Bring a folder of safetensors to the newest snapshot, for engines.
 
         The folder is a link to one whole version, beside it in ``<folder>.versions``. Files that
@@ -672,23 +661,25 @@ class Store:
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.serving.options import PullOptions
+        from casnap import serving
         from casnap.serving.pull import pull
 
         out = Path(local_path(folder))
-        return pull(self._pull_source(name), out, options or PullOptions(), progress)
+        return pull(
+            self._pull_source(name), out, options or serving.options.PullOptions(), progress
+        )
 
     def follow(
         self,
         folder: str | os.PathLike[str],
         name: str | None = None,
         *,
-        options: PullOptions | None = None,
+        options: serving.options.PullOptions | None = None,
         interval: Duration = 5.0,
         on_version: Callable[[Path, list[str]], object] | None = None,
         progress: Progress | None = None,
         notes: bool = True,
-    ) -> Iterator[FollowEvent]:
+    ) -> Iterator[casnap.FollowEvent]:
         """Pull each new version as it is committed, for ever; yield what happens.
 
         Any number of missed versions is one step. What fails is logged, and tried again.
@@ -709,14 +700,14 @@ class Store:
             CasnapError: It cannot begin; or another process follows into this folder.
             FileNotFoundError: There is no folder to put it in.
         """
+        from casnap import serving
         from casnap.serving.following import Following
-        from casnap.serving.options import PullOptions
 
         out = Path(local_path(folder))
         following = Following(
             lambda: self._pull_source(name),
             out,
-            options or PullOptions(),
+            options or serving.options.PullOptions(),
             seconds_of("interval", interval),
             on_version,
             progress,
@@ -743,7 +734,7 @@ class Store:
         overwrite: bool = False,
         dry_run: bool = False,
         progress: Progress | None = None,
-    ) -> ImportReport:
+    ) -> casnap.ImportReport:
         """Import files of another format as a snapshot, in one commit. No code of a file is run.
 
         Chunks that the store has are not stored again, whether a take or an import brought them.
@@ -783,8 +774,8 @@ class Store:
         )
 
     def prune(
-        self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
-    ) -> PruneReport:
+        self, retention: casnap.Retention, *, prefix: str | None = None, dry_run: bool = False
+    ) -> casnap.PruneReport:
         """Forget the snapshots that no rule keeps, all in one commit.
 
         The rules are applied to each run, that is each folder of snapshots, on its own. They are
@@ -841,7 +832,7 @@ class Store:
 
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
-    ) -> PruneReport:
+    ) -> casnap.PruneReport:
         """Forget the snapshots whose folders were deleted, as trainers do; all in one commit.
 
         A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. One whose
@@ -868,7 +859,7 @@ class Store:
             prune_missing_folders(view.repository, folder, view.free_later, dry_run=dry_run)
         )
 
-    def _named_here(self, report: PruneReport) -> PruneReport:
+    def _named_here(self, report: casnap.PruneReport) -> casnap.PruneReport:
         """Return a report with the names of this view."""
         inner_name = self._view.inner_name
         return replace(
@@ -936,7 +927,7 @@ class Store:
         dry_run: bool = False,
         exclusive: bool = False,
         progress: Progress | None = None,
-    ) -> GcReport:
+    ) -> casnap.GcReport:
         """Collect garbage: delete the data that no snapshot needs.
 
         Takes, deletes and other collectors may run at the same time, even with wrong clocks. The
@@ -973,13 +964,13 @@ class Store:
         )
         return collect(self._view.repository, options, progress)
 
-    def diff(self, a: str, b: str) -> Diff:
+    def diff(self, a: str, b: str) -> casnap.Diff:
         """Return what differs between two snapshots. Only subtrees that differ are read."""
         from casnap.maintenance.diff import diff
 
         return diff(self[a].contents, self[b].contents)
 
-    def usage(self, prefix: str | None = None) -> list[Usage]:
+    def usage(self, prefix: str | None = None) -> list[casnap.Usage]:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
         from casnap.maintenance.usage import usage
 
@@ -993,7 +984,7 @@ class Store:
         seed: int | None = None,
         name: str | None = None,
         progress: Progress | None = None,
-    ) -> CheckReport:
+    ) -> casnap.CheckReport:
         """Check that nothing in the store is missing or damaged. Nothing is changed.
 
         The whole store is checked, not only this view; or with a name, what one snapshot needs.
@@ -1027,7 +1018,7 @@ class Store:
         sources: Sequence[str | os.PathLike[str] | Store] = (),
         progress: Progress | None = None,
         dry_run: bool = False,
-    ) -> RepairReport:
+    ) -> casnap.RepairReport:
         """Save what can be saved of a damaged store.
 
         Lost parts of the index are built again from the packs. Undamaged chunks are copied out of
@@ -1060,7 +1051,7 @@ Snapshot._store_of = Store._of
 def _mirror_options(
     mirror: str | os.PathLike[str] | Backend | None,
     options: Mapping[str, Any] | None,
-    retention: Retention | None,
+    retention: casnap.Retention | None,
 ) -> MirrorOptions | None:
     """Return the user's options for the mirror; None without a mirror."""
     if mirror is None:
@@ -1086,7 +1077,7 @@ def import_snapshot(
     key: str | None = None,
     rank: int | None = None,
     metadata: dict[str, Any],
-) -> ImportReport:
+) -> casnap.ImportReport:
     """Import files as a snapshot. :meth:`Store.import_file` describes the rest.
 
     Args:

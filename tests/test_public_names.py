@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 import types
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_type_hints
 
 import pytest
 
 import casnap
 from casnap import errors
-from tests.support.public_face import public_face, recorded
+from tests.support.public_face import ANSWERS, MODULES, public_face, recorded
 
 CLASSES = [v for n in casnap.__all__ if isinstance(v := getattr(casnap, n), type)]
 ERRORS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
@@ -46,6 +47,32 @@ def test_what_methods_return_can_be_imported_from_casnap() -> None:
             unknown |= {w for w in re.findall(r"\b[A-Z]\w+", answer) if not hasattr(casnap, w)}
     # An Outcome is no type, but a variable for Snapshot, or None.
     assert unknown <= {"Any", "BaseException", "Iterator", "None", "Outcome", "Path"}
+
+
+def public_callables() -> Iterator[Any]:
+    values = [
+        getattr(module, name)
+        for module in MODULES
+        for name in getattr(module, "__all__", vars(module))
+    ]
+    for value in dict.fromkeys([*filter(callable, values), *ANSWERS]):
+        if not value.__module__.startswith("casnap"):
+            continue
+        yield value
+        for name in vars(value) if isinstance(value, type) else ():
+            member = inspect.getattr_static(value, name)
+            member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if inspect.isfunction(member) and (name[0] != "_" or name == "__init__"):
+                yield member
+
+
+def test_the_types_in_every_public_signature_are_found() -> None:
+    """By whoever asks at run time, as tools do that read or check signatures."""
+    asked = 0
+    for value in public_callables():
+        assert get_type_hints(value) is not None
+        asked += 1
+    assert asked > 200
 
 
 def test_completion_leaves_out_what_is_for_other_modules() -> None:

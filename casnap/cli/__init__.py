@@ -1,7 +1,7 @@
 """The command ``casnap``: lists, checks and cleans stores.
 
-Each subcommand is a module that is imported when it is called. Only ``import``,
-``export`` and ``pull --dtype`` import torch.
+Each subcommand is a module that is imported when it is called. Only those import torch that read or
+decode tensors and values: ``import``, ``export``, ``pull --dtype``, ``check``, ``repair``.
 
 The command may import all of casnap. Begin with ``output.py``, then with any subcommand.
 """

@@ -1,14 +1,15 @@
-"""Names of a package that are imported when they are asked for, as PEP 562 lets a module do."""
+"""Names and modules that are imported when they are asked for: not every program needs them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
 def imported_later(package: dict[str, Any], modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package some of whose names are imported at first use.
+    """Return the ``__getattr__`` (PEP 562) of a package that imports some names at first use.
 
     Args:
         package: Its globals, which keep what was imported.
@@ -22,3 +23,19 @@ def imported_later(package: dict[str, Any], modules: Mapping[str, str]) -> Calla
         return value
 
     return get
+
+
+class ModuleLater(ModuleType):
+    """A module that is imported when one of its names is asked for.
+
+    Signatures name classes by it, so that ``typing.get_type_hints`` finds what it would not find
+    among names that only type checkers import.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        module = import_module(self.__name__)
+        return (
+            getattr(module, name)
+            if hasattr(module, name)
+            else import_module(f"{self.__name__}.{name}")
+        )

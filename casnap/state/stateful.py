@@ -9,13 +9,16 @@ import logging
 import sys
 from collections import UserDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ForwardRef, Protocol, TypeAlias, runtime_checkable
 
 from casnap.errors import MismatchError, UnsupportedTypeError, with_article
+from casnap.runtime.later import ModuleLater
 
 if TYPE_CHECKING:
     import numpy
     import torch
+else:
+    numpy, torch = ModuleLater("numpy"), ModuleLater("torch")
 
 _log = logging.getLogger("casnap")
 
@@ -33,8 +36,14 @@ class Stateful(Protocol):
         ...
 
 
-AppState: TypeAlias = Mapping[str, "Stateful | torch.Generator | numpy.random.Generator"]
-"""What is taken and restored: values by key."""
+if TYPE_CHECKING:
+    AppState: TypeAlias = Mapping[str, Stateful | torch.Generator | numpy.random.Generator]
+    """What is taken and restored: values by key."""
+else:
+    # Found by ``typing.get_type_hints`` wherever a signature names it.
+    AppState = Mapping[
+        str, ForwardRef("Stateful | torch.Generator | numpy.random.Generator", module=__name__)
+    ]
 
 
 class StateDict(UserDict[str, Any]):
