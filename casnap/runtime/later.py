@@ -33,9 +33,11 @@ class ModuleLater(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # Whoever looks at an object, whatever it is, asks for such a name.
+            raise AttributeError(name)
         module = import_module(self.__name__)
-        return (
-            getattr(module, name)
-            if hasattr(module, name)
-            else import_module(f"{self.__name__}.{name}")
-        )
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            return import_module(f"{self.__name__}.{name}")
