@@ -5,7 +5,8 @@ A take with a mirror commits its row with a note that the mirror lacks the snaps
 removes the notes. It runs on a thread that the interpreter waits for at exit. A pass begins after
 each commit of this process, and a **watcher**, a daemon thread, begins others: after a failure, or
 for what other processes have committed. On each host one process at a time has a pass. Nothing here
-raises to a take, or makes it wait.
+raises to a take, or makes it wait. When to copy is decided in two places: :meth:`Mirror.wake`
+begins each pass, and :meth:`Mirror._pause` holds one up while a take goes on.
 """
 
 from __future__ import annotations
