@@ -98,9 +98,9 @@ class PackWriter:
     """Writes full packs in the background. A pack of nodes holds each node twice.
 
     A damaged node hurts all that is below it, perhaps in many snapshots, and all nodes together
-    take about a thousandth of the bytes. ZFS keeps its metadata in two places too. So does a pack
-    of chunks with small ones: the settings of an optimizer are one that all snapshots of a run need
-    to be restored at all.
+    take about a thousandth of the bytes. ZFS keeps its metadata in two places too. A pack of chunks
+    holds the small ones twice: the settings of an optimizer may be one chunk, without which no
+    snapshot of a run can be restored.
 
     Args:
         backend: Where to write.
@@ -207,8 +207,8 @@ class PackWriter:
 
     def _write(self, pack: _Pack) -> None:
         records = pack.records
-        # The footer follows the last chunk: by that, others know how long the pack has to be. What
-        # room at the end was for may have failed.
+        # The footer follows the last chunk: by that, others know how long the pack has to be. Room
+        # at the end may not have been filled.
         fill = pack.fill = max(place.offset + place.stored_size for _, place in records)
         if self.times == 2 and _room(2, pack.fill, len(records), pack.slot) >= 0:
             fill, records = _append_second_copy(pack)

@@ -150,7 +150,8 @@ class Session:
             select_share: Returns which of the chunks that the store lacks this rank is to write;
                 None for all.
         """
-        # To compress a known chunk takes longer than to hash it twice, so then it is never guessed.
+        # To compress a known chunk takes longer than to hash it twice, so a store that compresses
+        # never guesses.
         guess = not self.base.live if self._codec == Codec.RAW else None
         return ChunkWriter(self, select_share, all_new=guess)
 
