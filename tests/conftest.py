@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
@@ -101,8 +102,25 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
+        _freeze()
         gc.enable()
+
+
+_modules = 0
+
+
+def _freeze() -> None:
+    global _modules
+    _modules = len(sys.modules)
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Nor look through what a test was the first to import, such as the compiler of torch."""
+    if len(sys.modules) > _modules + 100:
+        gc.collect()
+        _freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

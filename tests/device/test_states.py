@@ -275,21 +275,22 @@ def test_an_async_take_stages_no_more_than_it_may(
 def test_copies_of_async_takes_are_pinned_from_the_second_on(tmp_path: Path) -> None:
     """The device copies straight to them; to pin fresh memory would block the first take."""
     release_memory()
-    x = torch.arange(12_000_000, device="late")
-    module.synchronize("late")
-    for number in range(3):
-        counts.clear()
-        pending = Snapshot.async_take(
-            tmp_path / "run" / f"{number}", {"s": StateDict(x=x, n=number)}
-        )
-        assert counts[TARGET] == x.nbytes
-        assert counts[PAGEABLE] == 0
-        pending.wait()
-        slots = [nbytes for nbytes, _ in module.cudart().registered.values()]
-        assert slots.count(staging._BLOCK_BYTES) == (0 if number == 0 else 2)
-        x += 1
-    release_memory()
-    assert not module.cudart().registered
+    with small_blocks(4 << 20) as pool:
+        x = torch.arange(pool.slot_bytes * 3 // 2 // 8, device="late")
+        module.synchronize("late")
+        for number in range(3):
+            counts.clear()
+            pending = Snapshot.async_take(
+                tmp_path / "run" / f"{number}", {"s": StateDict(x=x, n=number)}
+            )
+            assert counts[TARGET] == x.nbytes
+            assert counts[PAGEABLE] == 0
+            pending.wait()
+            slots = [nbytes for nbytes, _ in module.cudart().registered.values()]
+            assert slots.count(pool.slot_bytes) == (0 if number == 0 else 2)
+            x += 1
+        release_memory()
+        assert not module.cudart().registered
 
 
 def test_slots_are_bounded(tmp_path: Path) -> None:
