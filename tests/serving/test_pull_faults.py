@@ -116,16 +116,6 @@ def test_killed_around_the_callback(base: Path, after: bool) -> None:
             noted.unlink()
 
 
-def test_a_disk_that_is_full(base: Path, tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", "1100k") as small:
-        store, live = Store(base / "store"), small / "live"
-        store.pull(live, "step_0")
-        with pytest.raises(StorageFullError, match="stays as it is"):
-            store.pull(live)
-        assert_served(live, 0)
-        assert len(versions_of(live)) == 1
-
-
 def test_a_snapshot_that_is_collected_while_it_is_pulled(base: Path) -> None:
     outcomes = set()
     for number in sweep():

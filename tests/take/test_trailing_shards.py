@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,11 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store
-from casnap.errors import RankError
-from casnap.take.split_cells import SplitCells
 from tests.support.bitwise import raw
 from tests.support.links import forget_links
-from tests.support.ranks import RankDied, World
+from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
 CHUNK = 64 << 10
@@ -140,30 +135,3 @@ def test_what_ranks_stored_first_is_whole(
     assert_whole(store, f"first {layout}")
     assert store.take(plain(), "alone").stats.new_bytes < 4096
     assert store.check(data=True).ok
-
-
-# --- a rank that dies -------------------------------------------------------------------------
-
-
-def die_meanwhile(path: str) -> None:
-    """Take in columns; rank 1 dies when it puts cells together."""
-    forget_links()
-    calls, fill = count(), SplitCells._fill
-
-    def filling(self: SplitCells, *args: Any) -> None:
-        if dist.get_rank() == 1 and next(calls) == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fill(self, *args)
-
-    with mock.patch.object(SplitCells, "_fill", filling):
-        Store(path, create=False).take(sharded("4"), "dying")
-
-
-def test_a_rank_that_dies_while_cells_are_put_together(world: Worlds, tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK).make()
-    outcomes = world(4).run(die_meanwhile, str(tmp_path), expect_errors=True, timeout=60)
-    assert isinstance(outcomes.pop(1), RankDied)
-    assert all(isinstance(outcome, RankError) for outcome in outcomes), outcomes
-    assert [s.name for s in store.snapshots()] == []
-    world(4).run(take_in, str(tmp_path), ("4",), "after")
-    assert_whole(Store(tmp_path), "after 4")
