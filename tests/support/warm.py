@@ -92,6 +92,8 @@ class Forked:
         finally:
             os.close(tells)
         self.pid = self._hear()
+        if self.pid < 1:
+            raise RuntimeError("the server of forked processes has ended")
 
     def _hear(self) -> int:
         return int.from_bytes(os.read(self._told, 4) or b"\xff", "big", signed=True)
@@ -189,7 +191,7 @@ def _start(folder: Path) -> None:
             command, env=environment, pass_fds=[tells], stdin=subprocess.DEVNULL, stdout=log,
             stderr=log, start_new_session=True,
         )  # fmt: skip
-    threading.Thread(target=server.wait, daemon=True).start()
+    server.returncode = 0  # it outlives this process, and nobody asks how it ends
     os.close(tells)
     word = os.read(listens, 1)
     os.close(listens)

@@ -109,13 +109,19 @@ def restore_model(path: str, stages: int) -> None:
     assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
 
 
+@pytest.fixture(scope="module")
+def two_stages(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a snapshot of four ranks in two stages."""
+    path = str(tmp_path_factory.mktemp("stages") / "store/s")
+    world(4).run(take, path, 2)
+    return path
+
+
 @pytest.mark.parametrize(("size", "stages"), [(4, 1), (4, 4), (2, 2), (1, 1)])
 def test_a_module_may_be_cut_into_other_stages(
-    world: Worlds, tmp_path: Path, size: int, stages: int
+    world: Worlds, two_stages: str, size: int, stages: int
 ) -> None:
-    path = str(tmp_path / "store/s")
-    world(4).run(take, path, 2)
-    world(size).run(restore_model, path, stages)
+    world(size).run(restore_model, two_stages, stages)
 
 
 def restore_too_much(path: str) -> str:
@@ -128,10 +134,8 @@ def restore_too_much(path: str) -> str:
 
 
 @pytest.mark.parametrize("size", [4, 6])
-def test_what_no_stage_had_is_named(world: Worlds, tmp_path: Path, size: int) -> None:
-    path = str(tmp_path / "store/s")
-    world(4).run(take, path, 2)
-    for said in world(size).run(restore_too_much, path):
+def test_what_no_stage_had_is_named(world: Worlds, two_stages: str, size: int) -> None:
+    for said in world(size).run(restore_too_much, two_stages):
         assert "model/more" in said or "model is kept for ranks 0, 1, 2 and 3 alone" in said
 
 

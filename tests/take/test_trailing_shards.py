@@ -109,14 +109,19 @@ def assert_whole(store: Store, name: str) -> None:
         assert raw(store[name].read_object(f"m/{tensor}")) == raw(whole(tensor)), tensor
 
 
-@pytest.mark.parametrize("how", ["shared memory", "sockets", "async"])
-def test_a_retake_in_any_layout_writes_a_manifest(world: Worlds, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "layouts"),
+    [("shared memory", LAYOUTS), ("sockets", LAYOUTS[::3]), ("async", LAYOUTS[1:3])],
+)
+def test_a_retake_in_any_layout_writes_a_manifest(
+    world: Worlds, tmp_path: Path, how: str, layouts: tuple[str, ...]
+) -> None:
     store = Store(tmp_path, chunk_size=CHUNK).make()
     alone = store.take(plain(), "alone")
-    for new in world(4).run(take_in, str(tmp_path), LAYOUTS, how):
+    for new in world(4).run(take_in, str(tmp_path), layouts, how):
         assert all(nbytes < 4096 for nbytes in new), new
     again = Store(tmp_path).make()
-    for layout in LAYOUTS:
+    for layout in layouts:
         found = again[f"{how} {layout}"].get_manifest()
         for path, entry in alone.get_manifest().items():
             if path.removeprefix("0/m/") in CASES:
