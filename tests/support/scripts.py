@@ -39,7 +39,7 @@ class ForkedPython(subprocess.Popen[Any]):
         assert args[0] == sys.executable
         environment, files = more[5], more[9:15]
         sys.stdout.flush()
-        self.pid = os.fork()  # type: ignore[misc]
+        self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
             for number, file in enumerate((files[0], files[3], files[5])):

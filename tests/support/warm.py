@@ -29,7 +29,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -93,7 +93,7 @@ class Forked:
             os.close(tells)
         self.pid = self._hear()
         if self.pid < 1:
-            raise RuntimeError("the server of forked processes has ended")
+            raise RuntimeError(f"the server has ended: {_log().read_text()}")
 
     def _hear(self) -> int:
         return int.from_bytes(os.read(self._told, 4) or b"\xff", "big", signed=True)
@@ -186,7 +186,7 @@ def _start(folder: Path) -> None:
     listens, tells = os.pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "tests.support.warm", str(folder / "socket"), str(tells)]
-    with Path(folder, "log").open("w") as log:
+    with _log().open("w") as log:
         server = subprocess.Popen(
             command, env=environment, pass_fds=[tells], stdin=subprocess.DEVNULL, stdout=log,
             stderr=log, start_new_session=True,
@@ -196,7 +196,11 @@ def _start(folder: Path) -> None:
     word = os.read(listens, 1)
     os.close(listens)
     if not word:
-        raise RuntimeError(f"the server does not start: {Path(folder, 'log').read_text()}")
+        raise RuntimeError(f"the server does not start: {_log().read_text()}")
+
+
+def _log() -> Path:
+    return Path(os.environ[FOLDER], "log")
 
 
 # --- the server ---------------------------------------------------------------------------------
@@ -282,8 +286,8 @@ def _import(modules: tuple[str, ...]) -> None:
         return
     gc.disable()
     for name in modules:
-        with suppress(BaseException):  # who needs it will raise it
-            importlib.import_module(name)
+        with suppress(BaseException) if name.startswith("tests.") else nullcontext():
+            importlib.import_module(name)  # a module of tests may say that it is to be skipped
     # A fork that looked for garbage in what is imported would copy all of it; each does as it ends.
     gc.freeze()
     gc.enable()
