@@ -20,10 +20,10 @@ from casnap.state.device_hash import Batch
 from casnap.take import asking
 from casnap.take.asking import Asking
 from casnap.take.take import _Steps
-from tests.gpu.test_asking import known_stays
 from tests.support import hashing_device
 from tests.support.late_device import counts, module
 from tests.support.remote import RemoteDouble
+from tests.support.staying import known_stays
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
