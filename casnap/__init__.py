@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from casnap.restore.handle import Handle
     from casnap.restore.restore_report import RestoreReport
     from casnap.runtime.buffers import release_memory
+    from casnap.serving.handshake import FollowerState
     from casnap.serving.options import FollowEvent, PullReport
     from casnap.state.stateful import RNGState, StateDict, Stateful
     from casnap.storage import (
@@ -42,6 +43,7 @@ __all__ = [
     "EntriesByPath",
     "ExportReport",
     "FollowEvent",
+    "FollowerState",
     "GcReport",
     "Handle",
     "ImportReport",
@@ -75,6 +77,7 @@ _LATER = {
     "Diff": "casnap.maintenance.diff",
     "ExportReport": "casnap.files.file_reports",
     "FollowEvent": "casnap.serving.options",
+    "FollowerState": "casnap.serving.handshake",
     "GcReport": "casnap.maintenance.gc",
     "Handle": "casnap.restore.handle",
     "ImportReport": "casnap.files.file_reports",

@@ -542,7 +542,7 @@ class Store:
                 default the last one.
             quorum: How many followers must serve it; by default all that follow the tag, and at
                 least one.
-            timeout: How long to wait at most: seconds, or such as ``"5min"``; by default for ever.
+            timeout: How long to wait at most: seconds, or such as ``"5m"``; by default for ever.
 
         Returns:
             The followers that serve it.

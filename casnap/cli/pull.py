@@ -259,7 +259,7 @@ def _show(report: PullReport, folder: str) -> None:
     say(f"{folder} is now {report.snapshot}: {tensors}, {changed:,} of them changed")
     say(
         f"{size(report.linked_bytes)} linked, {size(report.copied_bytes)} copied, "
-        f"{size(report.fetched_bytes)} from the store, by {size(report.received_bytes)} received"
+        f"{size(report.received_bytes)} received for {size(report.fetched_bytes)} from the store"
     )
     print_warnings(
         [f"{path} is left out: safetensors cannot hold it" for path in report.left_out[:8]]
