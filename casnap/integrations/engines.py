@@ -330,7 +330,7 @@ class _PatchedReload(_Reload):
             ) from e
         if not self._loaded:
             # Of a callback before this one, perhaps.
-            named = folder.with_name(self._engine.version())
+            named = folder.parent / self._engine.version()
             self._loaded = str(named) if version_of(named) else ""
         self._staged = self._stage(folder)
         try:

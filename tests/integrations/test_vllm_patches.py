@@ -25,7 +25,7 @@ from tests.support.pages import run_examples
 from tests.support.tiny_llamas import llama, take
 from tests.support.vllm_engines import PROMPTS, Trainer, VllmServer, clients
 
-pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/vllm.md"
 BACKEND = ["--weight-transfer-config", '{"backend": "casnap"}']
