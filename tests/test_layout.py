@@ -127,7 +127,7 @@ def test_no_test_imports_from_another() -> None:
 
 
 def test_no_alias_of_a_type_is_a_text() -> None:
-    """`Alias | None` in the signature of a public function would be no type; pdoc fails by it."""
+    """`Alias | None` in the signature of a public function would be no type."""
     for path in MODULES.values():
         for node in statements(tree_of(path)):
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":

@@ -107,12 +107,21 @@ def test_every_invariant_is_kept_somewhere() -> None:
     assert not [row for row in rows if not inside & set(re.findall(r"`(\w+)\.", row))]
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return what stands behind a `#` in links to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
 def test_what_a_page_links_to_exists() -> None:
     files = {path.name for path in ROOT.glob("tests/**/*.py")}
     for page in LINKED:
         text = page.read_text()
-        links = re.findall(r"\]\((?!http)([^)#\s]+)", text)
-        assert not [link for link in links if not (page.parent / link).exists()], page
+        for link, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text):
+            linked = page.parent / link if link else page
+            assert linked.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors_of(linked), f"{page}: {link}#{anchor}"
         tests = re.findall(r"\b(?:tests/[\w/]+|test_\w+)\.py\b", text)
         gone = [t for t in tests if not ((ROOT / t).exists() or ("/" not in t and t in files))]
         assert not gone, page

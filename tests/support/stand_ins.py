@@ -1,12 +1,8 @@
-"""Modules in place of trainers that are not installed, so that casnap's own side can be looked at.
-
-``python -m tests.support.stand_ins pdoc ...`` runs a module with them.
-"""
+"""Modules in place of trainers that are not installed: so casnap's own side can be looked at."""
 
 from __future__ import annotations
 
 import importlib
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +12,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import casnap.serving
 from casnap.integrations import trainers
 
 TRAINERS = (
@@ -81,11 +76,3 @@ def trainers_stood_in() -> Iterator[list[ModuleType]]:
         for name in [*sys.modules]:
             if name.removeprefix("casnap.integrations.").partition(".")[0] in missing:
                 del sys.modules[name]
-
-
-if __name__ == "__main__":
-    del sys.argv[0]
-    # What is imported at its first use only, pdoc would not find.
-    assert all(hasattr(casnap.serving, name) for name in casnap.serving.__all__)
-    with trainers_stood_in():
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
