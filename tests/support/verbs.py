@@ -69,7 +69,7 @@ class Verb:
     between: tuple[States, ...] = ()
     base: str = "littered"
     changes: Literal["store", "files", "nothing"] = "store"
-    ends: Callable[[Path, Path], object] = lambda *_: None
+    ends: Callable[[Path, Path], object] | None = None
 
     @property
     def mends(self) -> bool:
