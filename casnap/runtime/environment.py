@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from casnap.errors import InvalidNameError, StoreError, with_article
@@ -247,16 +248,25 @@ def is_on_network(real_path: str) -> bool:
 
 def _file_system_at(real_path: str) -> str:
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        mounts = _mounts(Path("/proc/self/mountinfo").read_text())
     except OSError:
         return ""
     best, kind = "", ""
-    for line in lines:
-        mount_fields, _, right = line.partition(" - ")
-        mount = mount_fields.split()[4].replace("\\040", " ")
-        if len(mount) >= len(best) and real_path.startswith(mount.rstrip("/") + "/"):
-            best, kind = mount, right.split()[0]
+    for mount, found in mounts:
+        if len(mount) >= len(best) and real_path.startswith(mount):
+            best, kind = mount, found
     return kind
+
+
+@lru_cache(1)
+def _mounts(mountinfo: str) -> list[tuple[str, str]]:
+    """Return the folders that are mounted, each with a slash behind it, and their types."""
+    mounts = []
+    for line in mountinfo.splitlines():
+        fields, _, right = line.partition(" - ")
+        folder = fields.split()[4].replace("\\040", " ")
+        mounts.append((folder.rstrip("/") + "/", right.split()[0]))
+    return mounts
 
 
 def boot_id() -> str:

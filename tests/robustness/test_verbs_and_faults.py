@@ -93,8 +93,9 @@ class Bases(NamedTuple):
 
 @pytest.fixture(scope="module")
 def bases() -> Iterator[Bases]:
-    with memory_folder() as folder:
+    with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
         made = make_bases(folder)
+        patch.setenv("CASNAP_CACHE_DIR", str(folder / "cache"))
         yield Bases(folder, {name: whole(path / "store") for name, path in made.items()}, {})
 
 
@@ -278,8 +279,9 @@ class Case:
         self._base = bases.folder / self.verb.base
 
     def fresh(self) -> FaultyBackend:
-        for left in self.folder.parent.glob("case*"):
-            shutil.rmtree(left)
+        # A copy has a cache of its own, and would look at those of the copies before.
+        for left in (*self.folder.parent.glob("case*"), self.folder.with_name("cache")):
+            shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(self._base, self.folder, symlinks=True)
         return FaultyBackend(LocalBackend(self.path))
 
@@ -419,50 +421,42 @@ def cells(failures: dict[str, Failure]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("verb", "failure", "number"), cells(FAILURES))
-def test_a_verb_meets_a_fault(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch, verb: str, failure: str, number: int
-) -> None:
-    meet(bases, monkeypatch, verb, FAILURES[failure], number)
+def test_a_verb_meets_a_fault(bases: Bases, verb: str, failure: str, number: int) -> None:
+    meet(bases, verb, FAILURES[failure], number)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("verb", "failure", "number"), cells(THOROUGH))
 def test_a_verb_meets_a_fault_at_any_call(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch, verb: str, failure: str, number: int
+    bases: Bases, verb: str, failure: str, number: int
 ) -> None:
-    meet(bases, monkeypatch, verb, THOROUGH[failure], number)
+    meet(bases, verb, THOROUGH[failure], number)
 
 
 @pytest.mark.usefixtures("unannounced")
 @pytest.mark.parametrize(("verb", "failure", "number"), cells(OVERTAKEN))
 def test_a_verb_that_a_collector_overtakes(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch, verb: str, failure: str, number: int
+    bases: Bases, verb: str, failure: str, number: int
 ) -> None:
-    meet(bases, monkeypatch, verb, OVERTAKEN[failure], number)
+    meet(bases, verb, OVERTAKEN[failure], number)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unannounced")
 @pytest.mark.parametrize(("verb", "failure", "number"), cells(OVERTAKEN_ANYWHERE))
 def test_a_verb_that_a_collector_overtakes_at_any_call(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch, verb: str, failure: str, number: int
+    bases: Bases, verb: str, failure: str, number: int
 ) -> None:
-    meet(bases, monkeypatch, verb, OVERTAKEN_ANYWHERE[failure], number)
+    meet(bases, verb, OVERTAKEN_ANYWHERE[failure], number)
 
 
-def meet(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch, verb: str, failure: Failure, number: int
-) -> None:
+def meet(bases: Bases, verb: str, failure: Failure, number: int) -> None:
     cell = Cell(bases, verb, failure)
     calls = verb, f"{failure.calls} {failure.keys}"
     count = bases.counts[calls] = bases.counts.get(calls) or cell.count()
     assert count > 0
     for k in spread(count, number, most=1):
-        if failure.reads:
-            # What is cached is not read.
-            shutil.rmtree(bases.folder / "cache", ignore_errors=True)
-            monkeypatch.setenv("CASNAP_CACHE_DIR", str(bases.folder / "cache"))
         cell.strike(k)
 
 
