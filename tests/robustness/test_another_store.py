@@ -132,7 +132,7 @@ def test_within_a_use(both: Path, path: Path, use: str) -> None:
     with backend_faults(names=CHANGES) as calls:
         USES[use](store)
     assert calls.count > 3
-    for k in spread(calls.count, offset=0, most=8):
+    for k in spread(calls.count, offset=0, most=5):
         store = prepared()
         with (
             untouched_other(path),

@@ -195,7 +195,7 @@ def strike_at(
 
 
 def test_struck_beside_others(tmp_path: Path) -> None:
-    strike_at(tmp_path, ("another run", "cron"), range(0, 180, 20), "backend")
+    strike_at(tmp_path, ("another run", "cron"), range(0, 180, 36), "backend")
 
 
 @pytest.mark.slow
@@ -209,8 +209,10 @@ def test_struck_beside_all_others(faults: str, mirrored: bool) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EMFILE], ids=errno.errorcode.get)
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize(
+    ("code", "lasting"),
+    [(errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EIO, False), (errno.EMFILE, True)],
+)
 def test_what_fails_in_a_collection_fails_no_take(tmp_path: Path, code: int, lasting: bool) -> None:
     def fail() -> None:
         raise OSError(code, os.strerror(code))

@@ -207,7 +207,9 @@ def littered() -> Iterator[Path]:
         yield littered_store(folder / "littered")
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "pages", [0, 1, 4, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8, 32))]
+)
 @pytest.mark.usefixtures("collected_by_hand")
 def test_a_full_disk_under_the_cache(
     littered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int

@@ -369,7 +369,9 @@ def undercut(path: Path) -> None:
     Store(path).copy("run/5", to=Store(path.with_name("there"), chunk_size=CHUNK).make())
 
 
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [signal.SIGCONT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_a_recoding_that_stands_still(
     memory: Path, end: signal.Signals, record_property: Report
 ) -> None:

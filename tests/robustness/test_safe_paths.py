@@ -190,7 +190,7 @@ def test_links_that_change_meanwhile(path: Path, other: Path) -> None:
     with untouched(other):
         swapping.start()
         try:
-            for _ in range(15):
+            for _ in range(7):
                 every_use(path)
         finally:
             over.set()
