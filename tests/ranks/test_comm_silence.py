@@ -527,8 +527,10 @@ def lose_the_store(folder: str, port: int, how: str) -> tuple[Seen, Seen]:
     yard = Yard(folder)
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=20))
+    # The ranks of a busy machine may take their time to meet.
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=200))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    store.set_timeout(timedelta(seconds=20))
     talk(60)
 
     def strike(i: int, comm: Comm) -> None:
