@@ -52,8 +52,6 @@ _NEEDED = (
     "casnap.ranks.gloo",
     "casnap.ranks.joining",
     "casnap.restore.restore",
-    "casnap.storage.places.creation",
-    "casnap.storage.snapshots.cell_pairs",
     "casnap.take.take",
     "torch._subclasses.schema_check_mode",
 )
