@@ -13,9 +13,9 @@ from casnap.runtime.buffers import view_at
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage import Want
 
-# What is hashed together: a device does so in few launches, and its copies of what is not
-# contiguous take memory.
-_WINDOW_BYTES, _WINDOW_CELLS = 256 << 20, 1 << 14
+# What is hashed together: a device does so in few launches. What is not contiguous is copied for
+# that, which takes memory, so it counts as more.
+_WINDOW_BYTES, _WINDOW_CELLS, _FOR_A_COPY = 256 << 20, 1 << 14, 4
 _MOST_THREADS = 8
 # Less is hashed sooner than threads start.
 _SHARE_BYTES = 1 << 20
@@ -54,7 +54,7 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
             yield each
             continue
         window.append(each)
-        nbytes += each.want.nbytes
+        nbytes += each.want.nbytes * (1 if each.part.is_contiguous() else _FOR_A_COPY)
         if nbytes >= _WINDOW_BYTES or len(window) == _WINDOW_CELLS:
             yield from _lacking_of(window)
             window, nbytes = [], 0
@@ -121,12 +121,16 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
 
 
 def _audit(device: torch.device, kept: Candidate) -> None:
-    """Have the host hash what a device says that it holds.
+    """Have the host hash a cell that a device says it holds.
 
     Raises:
-        DeviceError: It does not.
+        DeviceError: It holds something else.
     """
     from casnap.state.device_hash import distrusted
 
     if _digest(kept.part) != kept.want.digest:
-        raise distrusted(device, f"it does not hold what it says of {kept.want.path}")
+        raise distrusted(
+            device,
+            f"the bytes of a chunk of {kept.want.path} have another BLAKE3, unless another thread "
+            "or stream writes to it during the restore",
+        )
