@@ -319,6 +319,13 @@ class BackendSuite:
         for me in range(4):
             assert sorted(backend.names(f"packs/{me:02x}")) == ["0", "2", "4"]
 
+    def test_tidying_leaves_the_notes_of_followers(self, backend: Backend) -> None:
+        key = "tmp/follower-0123456789ab-0123456789ab"
+        backend.write(key, b"alive")
+        backend.tidy(0)
+        assert backend.read(key) == b"alive"
+        backend.delete(key)
+
     def test_tidying_leaves_what_is_used(self, backend: Backend) -> None:
         """Whole objects stay, and living writers are not disturbed."""
         backend.write("packs/ab/old", b"old")

@@ -320,6 +320,9 @@ def test_notes_are_no_garbage_for_a_day(store: Store) -> None:
         assert (report.temporary, report.orphans) == (0, 0)
         store.gc(grace=0)
         assert store.followers()
+        copy = Store(f"{store.uri}-copy", chunk_size=64 << 10)
+        store.copy(to=copy)
+        assert copy.followers() == []
     note = Path(store.uri, "casnap-store/tmp/follower-0123456789ab-0123456789ab")
     note.write_bytes(b"of a dead process")
     store.gc(grace=0)
