@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -39,7 +40,7 @@ from casnap.errors import (
 from casnap.format.decoding import json_decoder
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.backoff import Backoff
-from casnap.runtime.fork import in_child, new_lock
+from casnap.runtime.fork import in_child, new_lock, new_rlock
 from casnap.runtime.threads import mapped
 from casnap.storage import Repository, move_of
 
@@ -155,7 +156,8 @@ class Handshake:
         self._store = store
         self._followed = (tag or "", folder)
         self._began_time = time.time()
-        self._lock = new_lock()
+        # It can be taken again by a signal handler of the thread that has it, which ends this.
+        self._lock = new_rlock()
         self._versions: dict[int, FollowedVersion] = {}
         self._staged: FollowedVersion | None = None
         self._serving: FollowedVersion | None = None
@@ -167,7 +169,8 @@ class Handshake:
         """Begin as a follower of this process: a forked child is another one."""
         self._ident = os.urandom(6).hex()
         self._millis = 0
-        self._event = threading.Event()
+        # What wakes the thread; also in a signal handler.
+        self._wakes = SimpleQueue[None]()
         self._thread: threading.Thread | None = None
 
     def fetched(self, number: int, name: str, commit: str, published_time: float) -> None:
@@ -226,14 +229,14 @@ class Handshake:
                 keeper = _Keeper(self._store, self._ident)
                 self._thread = threading.Thread(
                     target=_keep,
-                    args=(ref(self), keeper, self._event),
+                    args=(ref(self), keeper, self._wakes),
                     name="casnap-handshake",
                     daemon=True,
                 )
                 # Without a thread nothing is noted; following goes on.
                 with suppress(RuntimeError):
                     self._thread.start()
-        self._event.set()
+        self._wakes.put(None)
 
     def close(self, patience: float | None = _GOODBYE) -> None:
         """Say no more, and delete the note.
@@ -244,7 +247,7 @@ class Handshake:
         with self._lock:
             self._is_closed = True
             thread = self._thread
-        self._event.set()
+        self._wakes.put(None)
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(patience)
 
@@ -332,10 +335,11 @@ def _is_refused(error: CasnapError) -> bool:
     return True
 
 
-def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, event: threading.Event) -> None:
+def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, wakes: SimpleQueue[None]) -> None:
     """Put the note of a follower, as long as there is one."""
     while True:
-        event.clear()
+        while not wakes.empty():
+            wakes.get()
         handshake = handshake_ref()
         if handshake is None or handshake.is_closed:
             keeper.withdraw()
@@ -344,7 +348,8 @@ def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, event: threading.Event
         del handshake
         if not keeper.put(name, content):
             return
-        event.wait(keeper.delay)
+        with suppress(Empty):
+            wakes.get(timeout=keeper.delay)
 
 
 # --- for who waits ----------------------------------------------------------------------------

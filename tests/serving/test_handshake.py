@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -467,3 +468,48 @@ def test_a_handshake_is_given_up_with_its_owner(store: Store) -> None:
     store.wait_served("stable", timeout=60)
     next(owned, None)
     until(lambda: not notes_in(store))
+
+
+def test_a_signal_handler_may_stop_a_follower_anywhere(store: Store) -> None:
+    """Also where it interrupts the thread that notes something."""
+    handshake = Handshake(store._view.repository, "stable")
+    calls = 0
+
+    def close(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        handshake.close(0)
+
+    def note(_frame: object, event: str, called: object) -> None:
+        if event in ("call", "c_return") and called is not sys.setprofile:
+            sys.setprofile(None)
+            close()
+            sys.setprofile(note)
+
+    sys.setprofile(note)
+    try:
+        handshake.fetched(3, "run/0", "ab", 0.0)
+        handshake.staged(3)
+        handshake.serving(3)
+    finally:
+        sys.setprofile(None)
+    assert calls > 5
+    until(lambda: not notes_in(store))
+
+
+def test_a_forked_child_is_another_follower(store: Store) -> None:
+    follower = follower_of(store)
+
+    def serve() -> None:
+        with follower.applied():
+            signal.pause()
+
+    with follower:
+        until(lambda: [s for s in store.followers() if s.serving])
+        pid = start(serve)
+        try:
+            until(lambda: len(store.wait_served("stable", timeout=60)) == 2)
+            assert {state.pid for state in store.followers()} == {os.getpid(), pid}
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            wait(pid)
