@@ -226,10 +226,9 @@ class Handshake:
             if self._is_closed:
                 return
             if self._thread is None:
-                keeper = _Keeper(self._store, self._ident)
                 self._thread = threading.Thread(
                     target=_keep,
-                    args=(ref(self), keeper, self._wakes),
+                    args=(ref(self), _Keeper(self._store), self._wakes),
                     name="casnap-handshake",
                     daemon=True,
                 )
@@ -281,10 +280,9 @@ class _Keeper:
 
     Args:
         store: The store.
-        ident: The follower.
     """
 
-    def __init__(self, store: Repository, ident: str) -> None:
+    def __init__(self, store: Repository) -> None:
         self._store = store
         self._note = Note(store.backend)
         self._backoff = Backoff(f"noting in {store.backend.uri} which version is served here")
