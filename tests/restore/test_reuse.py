@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, MismatchError
+from casnap.integrations.dcp import CasnapReader
 from casnap.restore import reuse
 from casnap.storage.reading import repository
 from tests.support.bitwise import assert_same, noise, raw
@@ -90,6 +92,19 @@ def test_a_rollback_reads_only_what_was_trained(store: Store) -> None:
         assert report.kept_bytes == BASE + 400 * 400 * 4  # the tied one by both of its names
         packs = sum(n for key, _, n in backend.reads if key.startswith("packs/"))
         assert ADAPTER <= packs < ADAPTER + (64 << 10), verb  # and nodes
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is ")
+def test_a_load_by_dcp_reads_only_what_differs(store: Store) -> None:
+    taken = {"x": noise(torch.int32, (100, 1000)), "text": "words"}
+    store.take({"s": StateDict(taken)}, "step")
+    live = {"s": {"x": changed(taken["x"], 17_000), "text": ""}}
+    snapshot, backend = counted(store["step"])
+    reader = CasnapReader(snapshot.store, reuse=True)
+    dcp.load(live, checkpoint_id="step", storage_reader=reader, no_dist=True)
+    assert_same(live, {"s": taken})
+    packs = sum(n for key, _, n in backend.reads if key.startswith("packs/"))
+    assert 64_000 <= packs < 2 * 64_000
 
 
 def test_on_a_bucket_a_rollback_needs_requests_for_the_adapter_alone(tmp_path: Path) -> None:
