@@ -22,6 +22,7 @@ from casnap.format.entries import INLINE_BYTES
 from casnap.format.records import Place, Root
 from casnap.runtime.buffers import view_at
 from casnap.state.device_hash import DeviceHasher, Run, distrusted, hasher_if_made
+from casnap.state.sharded import Shards
 from casnap.take.capture import CapturedState
 from casnap.take.hashing import Hasher
 from casnap.take.staging import Piece
@@ -30,7 +31,7 @@ RelyOn = Callable[[list[Digest]], Sequence[Place | None]]
 """Relies on the digests that a store has, and returns None for each other one."""
 
 # A device hashes so many bytes at a time. Memory that was made for pieces is bounded by the second.
-_WINDOW_BYTES, _MADE_BYTES = 256 << 20, 64 << 20
+_WINDOW_BYTES, _MADE_BYTES = 512 << 20, 64 << 20
 # A leaf that was new in so many takes in a row is asked for in one of so many takes.
 _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
@@ -140,7 +141,8 @@ class Asking:
         self._known: list[_Asked] = []
         self._crossing: list[_Asked] = []
         self._all_new: dict[str, bool] = {}
-        self._leaf, self._is_leaf_asked = -1, False
+        # Of the leaf of the last piece.
+        self._leaf, self._is_leaf_asked, self._memories = -1, False, set[int]()
         # How many known chunks each device has, and one of them.
         self._counts: dict[torch.device, int] = {}
         self._samples: dict[torch.device, _Sample] = {}
@@ -162,8 +164,8 @@ class Asking:
                 continue
             window.append(piece)
             nbytes += memory.nbytes
-            # What is all of its memory may have been made for the piece.
-            made += memory.nbytes if memory.untyped_storage().nbytes() == memory.nbytes else 0
+            if memory.untyped_storage().data_ptr() not in self._memories:
+                made += memory.nbytes
             if nbytes >= _WINDOW_BYTES or made >= _MADE_BYTES:
                 yield from self._ask(window)
                 window, nbytes, made = [], 0, 0
@@ -173,8 +175,15 @@ class Asking:
 
     def _is_asked(self, piece: Piece, memory: torch.Tensor) -> bool:
         if piece.leaf != self._leaf:
-            path, entry, _ = self._state.leaves[piece.leaf]
+            path, entry, content = self._state.leaves[piece.leaf]
             self._leaf = piece.leaf
+            tensors = content.tensors if isinstance(content, Shards) else [content]
+            # Other memory was made for the pieces, to be contiguous.
+            self._memories = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in tensors
+                if isinstance(tensor, torch.Tensor)
+            }
             # Little that is shared by ranks stands in its entry, as it is.
             self._is_leaf_asked = (
                 memory.device in self._hashers
@@ -213,13 +222,8 @@ class Asking:
             stop_cell = cell + len(list(run))
             sizes = piece.sizes[cell:stop_cell]
             stop = begin + sum(sizes)
-            asked = _Asked(
-                device,
-                piece.leaf,
-                piece.first_cell + cell,
-                sizes,
-                b"".join(digests[cell:stop_cell]),
-            )
+            joined = b"".join(digests[cell:stop_cell])
+            asked = _Asked(device, piece.leaf, piece.first_cell + cell, sizes, joined)
             if is_known:
                 self._known.append(asked)
             else:

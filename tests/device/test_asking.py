@@ -17,7 +17,7 @@ from casnap.errors import DeviceError, FencedError
 from casnap.integrations.dcp import CasnapWriter
 from casnap.state import device_hash
 from casnap.state.device_hash import Batch
-from casnap.take import asking
+from casnap.take import asking, staging
 from casnap.take.asking import Asking
 from casnap.take.take import _Steps
 from tests.support import hashing_device
@@ -134,15 +134,32 @@ def test_windows_are_bounded_and_work_without_memory(
 ) -> None:
     live = to_device(weights(1, 2))
     take(store, live, "a")
-    monkeypatch.setattr(asking, "_WINDOW_BYTES", 3 << 20)
+    batches, hash_batch = list[Batch](), hashing_device.hash_batch
+
+    def counting(*args: Any) -> None:
+        batches.append(args[1])
+        hash_batch(*args)
+
+    for hasher in device_hash._hashers.values():
+        monkeypatch.setattr(hasher, "_hash_batch", counting)
     assert take(store, live, "b") == 2 * ROWS * DIGEST + CHUNK
+    assert len(batches) == 1
+    monkeypatch.setattr(asking, "_WINDOW_BYTES", live["w1"].nbytes)
+    assert take(store, live, "c") == 2 * ROWS * DIGEST + CHUNK
+    assert len(batches) == 3
+    # What is made contiguous takes memory: here four pieces.
+    turned = {"turned": live["w1"].t().contiguous().t()}
+    monkeypatch.setattr(staging, "PIECE_BYTES", ROWS // 4 * CHUNK)
+    monkeypatch.setattr(asking, "_MADE_BYTES", 1)
+    take(store, turned, "turned")
+    assert len(batches) == 3 + 4
     expected = sum(tensor.nbytes for tensor in live.values())
 
     def without_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(device_hash.DeviceHasher, "digests", without_memory)
-    assert take(store, live, "c") == expected
+    assert take(store, live, "d") == expected
 
 
 def test_a_save_of_dcp(tmp_path: Path) -> None:
