@@ -423,7 +423,7 @@ def test_a_manifest_that_lies(tmp_path: Path) -> None:
 # --- all of it --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_named_is_what_cannot_be_restored(
     pristine: Path, tmp_path: Path, cache_dir: Path, seed: int
 ) -> None:

@@ -67,7 +67,8 @@ def test_unfinished_copies_count(tmp_path: Path) -> None:
     assert store.check(data=True).ok
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(9))
 def test_whatever_comes_and_goes(tmp_path: Path, seed: int) -> None:
     pick = random.Random(seed)
     store = Store(tmp_path / "store", chunk_size=CHUNK)

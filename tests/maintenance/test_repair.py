@@ -53,6 +53,7 @@ from tests.support.damaged import (
 )
 from tests.support.faults import CHUNK, backend_faults, elsewhere, files, in_child
 from tests.support.faulty import Call, Fault, FaultyBackend, fail
+from tests.support.sweep import STEP
 from tests.support.written import put_next_root
 
 # --- what is saved ----------------------------------------------------------------------------
@@ -66,7 +67,8 @@ def test_nothing_to_repair(store: Path) -> None:
     assert files(store) == before
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_damage_to_any_object(
     pristine: Path, tmp_path: Path, cache_dir: Path, seed: int
 ) -> None:
@@ -77,7 +79,7 @@ def test_any_damage_to_any_object(
         key = file.relative_to(pristine)
         if key.name == "casnap.json":
             continue
-        for damage in choose.sample(list(damages(file, choose)), 2):
+        for damage in choose.sample(list(damages(file, choose)), 2 if STEP == 1 else 1):
             shutil.rmtree(store, ignore_errors=True)
             shutil.copytree(pristine, store)
             forget_cache(cache_dir)

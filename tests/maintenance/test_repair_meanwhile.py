@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from casnap.format.records import pack_key
 from tests.support.damaged import change, flip, record_of, repair
 from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
 from tests.support.faulty import Call, Fault, FaultyBackend
+from tests.support.sweep import sweep
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,10 @@ def churn(path: Path) -> None:
     store.gc(grace=0, repack=0, recode_after=None)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("calls", ["read", "size", "read_into", "write", "put_if_absent"])
 def test_repair_beside_a_collector_without_grace(damaged: Path, calls: str) -> None:
-    for number in count(0, 1 if calls == "read" else 8):
+    for number in sweep(2 if calls != "read" else 1):
         with memory_folder() as folder:
             path = shutil.copytree(damaged, folder / "store")
             backend = FaultyBackend(LocalBackend(path))
