@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_store(tmp_path: Path) -> Path:
+def own_store(store: Path, tmp_path: Path) -> Path:
     """Return a store that the test may change."""
-    return fill(tmp_path / "ckpts")
+    return Path(shutil.copytree(store, tmp_path / "ckpts"))

@@ -41,13 +41,18 @@ TINY = {"s": StateDict(x=1)}
 Take = Callable[..., Any]
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """Return a store of two snapshots."""
-    store = Store(tmp_path / "base", chunk_size=CHUNK).make()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = Store(tmp_path_factory.mktemp("made") / "base", chunk_size=CHUNK)
     take(store, 0)
     take(store, 1)
-    return tmp_path / "base"
+    return Path(store.uri)
+
+
+@pytest.fixture
+def base(made: Path, tmp_path: Path) -> Path:
+    """Return a store of two snapshots."""
+    return Path(shutil.copytree(made, tmp_path / "base"))
 
 
 def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:

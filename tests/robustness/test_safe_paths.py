@@ -53,21 +53,25 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    store = Store(tmp_path / "store")
-    for step in range(3):
-        store.take(state(step), f"run/step_{step}")
-    return tmp_path / "store"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    for name, first in (("store", 0), ("other", 10)):
+        store = Store(folder / name)
+        for step in range(first, first + 3):
+            store.take(state(step), f"run/step_{step}")
+    return folder
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Path:
+def path(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "store", tmp_path / "store"))
+
+
+@pytest.fixture
+def other(made: Path, tmp_path: Path) -> Path:
     """A store that must stay as it is."""
-    store = Store(tmp_path / "other")
-    for step in range(10, 13):
-        store.take(state(step), f"run/step_{step}")
-    return tmp_path / "other"
+    return Path(shutil.copytree(made / "other", tmp_path / "other"))
 
 
 @contextmanager

@@ -37,13 +37,18 @@ def reasons(store: Store, *, dry_run: bool = True) -> dict[str, str]:
     return {v.name.rpartition("/")[2]: "; ".join(v.reasons) for v in verdicts}
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return a store of four snapshots of one run."""
-    store = Store(tmp_path / "store").make()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = Store(tmp_path_factory.mktemp("made") / "store").make()
     for step in range(4):
         take(store, step)
-    return tmp_path / "store"
+    return Path(store.uri)
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    """Return a store of four snapshots of one run."""
+    return Path(shutil.copytree(made, tmp_path / "store"))
 
 
 @pytest.mark.parametrize("run", ["run", "", "a/b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,12 +36,19 @@ TINY = {"s": StateDict(x=1)}
 # --- Store.prune ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return a store of six snapshots."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
     for step in range(6):
-        take(tmp_path / "store", step)
-    return tmp_path / "store"
+        take(folder / "six", step)
+    fill(folder / "runs")
+    return folder
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    """Return a store of six snapshots."""
+    return Path(shutil.copytree(made / "six", tmp_path / "store"))
 
 
 def names(path: Path) -> list[str]:
@@ -300,9 +308,9 @@ def test_a_retention_that_cannot_judge_leaves_the_take_done(
 
 
 @pytest.fixture
-def own_store(tmp_path: Path) -> Path:
+def own_store(made: Path, tmp_path: Path) -> Path:
     """Return a store of two runs, of three snapshots and of one."""
-    return fill(tmp_path / "ckpts")
+    return Path(shutil.copytree(made / "runs", tmp_path / "ckpts"))
 
 
 def test_prune(own_store: Path) -> None:
