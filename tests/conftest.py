@@ -125,6 +125,8 @@ def pytest_runtest_teardown() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_gpu_tests(items)
+    # What takes longest begins first: at the end nobody else would have anything to do.
+    items.sort(key=lambda item: "test_on_a_device.py" not in item.nodeid)
     if STEP > 1:
         _leave_some_cases(config, items)
 
