@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
-from casnap.cli.arguments import identity_of, open_part, reading_options
+from casnap.cli.arguments import (
+    identity_of,
+    open_part,
+    open_store,
+    reading_options,
+    snapshots_of,
+    store_fields,
+)
 from casnap.cli.option_types import size_in_bytes
 from casnap.cli.output import amount, emit, print_warnings, progress_bars, say, size
 from casnap.files.file_reports import FORMATS, ExportReport, format_of
+from casnap.snapshot import Snapshot
 
 EXAMPLES = """\
 \b
@@ -18,12 +27,21 @@ Examples:
   casnap export models/tuned/v1/model tuned/ --max-shard-size 5GB
   casnap export runs/run1/step_100 step_100.pt
   casnap export runs/run1/step_100 step_100 --format dcp
+  casnap export runs left/ --all                 left/run1/step_100.pt, ...
 """
+
+_SUFFIX = {"torch": ".pt", "dcp": ".dcp", "safetensors": ".safetensors"}
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("part", metavar="STORE/NAME[/PATH]")
 @click.argument("out")
+@click.option(
+    "--all",
+    "is_all",
+    is_flag=True,
+    help="Export each snapshot of a store, or below a folder in it, to its name below OUT [torch].",
+)
 @click.option(
     "--format",
     "kind",
@@ -48,6 +66,7 @@ Examples:
 def export(
     part: str,
     out: str,
+    is_all: bool,
     kind: str | None,
     max_shard_size: int | None,
     tensors_only: bool,
@@ -59,35 +78,71 @@ def export(
 
     Every byte is verified. OUT must not exist: it appears when it is whole and synced. The names of
     tensors are the keys below PATH, joined by dots.
+
+    With --all, OUT is a folder, which may exist. What is there already is passed over: repeat an
+    interrupted export to go on with it.
     """
-    kind = format_of(out, kind)
+    kind = kind or "torch" if is_all else format_of(out, kind)
     if kind == "torch" and max_shard_size is not None:
         raise click.UsageError(
             "--max-shard-size is for safetensors and dcp: torch.save makes one file"
         )
     if kind == "dcp" and tied:
         raise click.UsageError("--tied is for safetensors and torch")
+    if is_all and dry_run:
+        raise click.UsageError("--all has no --dry-run; `casnap ls` lists what it exports")
+    options = {
+        "format": kind,
+        "max_shard_size": max_shard_size,
+        "tensors_only": tensors_only,
+        "tied": tied,
+        "dry_run": dry_run,
+    }
+    if is_all:
+        suffix = "" if kind == "safetensors" and max_shard_size else _SUFFIX[kind]
+        _export_all(part, Path(out), suffix, options, as_json=as_json)
+        return
     snapshot, path = open_part(part)
-    with progress_bars() as progress:
-        report = snapshot.export(
-            out,
-            path=path,
-            format=kind,
-            max_shard_size=max_shard_size,
-            tensors_only=tensors_only,
-            tied=tied,
-            dry_run=dry_run,
-            progress=progress,
-        )
+    report = _exported(snapshot, out, {**options, "path": path})
     if as_json:
-        facts = {**identity_of(snapshot), "entry": path, "output": out}
-        emit({**facts, **_facts_of(report)}, snapshot.store)
+        emit(_facts_of(snapshot, path, out, report), snapshot.store)
     else:
         _show(report, out)
 
 
-def _facts_of(report: ExportReport) -> dict[str, Any]:
+def _export_all(
+    store: str, out: Path, suffix: str, options: dict[str, Any], *, as_json: bool
+) -> None:
+    place = open_store(store)
+    exported, present = [], []
+    for snapshot in snapshots_of(place, None):
+        target = out / f"{snapshot.name}{suffix}"
+        if target.exists():
+            present.append(str(target))
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        report = _exported(snapshot, str(target), options)
+        exported.append(_facts_of(snapshot, None, str(target), report))
+        if not as_json:
+            _show(report, str(target))
+    if as_json:
+        emit({**store_fields(place), "exported": exported, "present": present}, place)
+    elif present:
+        say(f"{amount(len(present), 'snapshot')} there already")
+
+
+def _exported(snapshot: Snapshot, out: str, options: dict[str, Any]) -> ExportReport:
+    with progress_bars() as progress:
+        return snapshot.export(out, progress=progress, **options)
+
+
+def _facts_of(
+    snapshot: Snapshot, path: str | None, out: str, report: ExportReport
+) -> dict[str, Any]:
     return {
+        **identity_of(snapshot),
+        "entry": path,
+        "output": out,
         "dry_run": report.dry_run,
         "format": report.format,
         "files": [{"file": name, "file_bytes": nbytes} for name, nbytes in report.files.items()],

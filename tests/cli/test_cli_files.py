@@ -88,3 +88,23 @@ def test_safetensors_are_exported_without_torch(file: Path, tmp_path: Path) -> N
         "sys.exit(status or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_snapshots_are_exported_and_an_export_goes_on(tmp_path: Path) -> None:
+    store, out = Store(tmp_path / "store").make(), tmp_path / "left"
+    for name in ("run1/a", "run1/b", "c"):
+        store.take({"s": StateDict(w=torch.ones(10), name=name)}, name)
+    assert "no --dry-run" in failure("export", store.uri, out, "--all", "--dry-run", status=2)
+    assert not out.exists()
+    invoke("export", f"{store.uri}/run1", out, "--all")
+    assert sorted(path.name for path in out.iterdir()) == ["a.pt", "b.pt"]  # as the run names them
+    (out / "b.pt").unlink()
+    assert "1 snapshot there already" in invoke("export", f"{store.uri}/run1", out, "--all").stdout
+    result = document("export", store.uri, tmp_path / "all", "--all")
+    assert [each["name"] for each in result["exported"]] == ["run1/a", "run1/b", "c"]
+    assert torch.load(tmp_path / "all/run1/b.pt")["s"]["name"] == "run1/b"
+    assert document("export", store.uri, tmp_path / "all", "--all")["exported"] == []
+    sharded = ("--all", "--tensors-only", "--format", "safetensors", "--max-shard-size", "1KB")
+    result = document("export", store.uri, tmp_path / "sharded", *sharded)
+    assert [file["file"] for file in result["exported"][2]["files"]]
+    assert (tmp_path / "sharded/c").is_dir()
