@@ -107,6 +107,13 @@ def test_every_invariant_is_kept_somewhere() -> None:
     assert not [row for row in rows if not inside & set(re.findall(r"`(\w+)\.", row))]
 
 
+def test_every_page_is_in_the_site() -> None:
+    """Each one stands in the nav of mkdocs.yml; all decisions do."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = [page.relative_to(ROOT / "docs") for page in PAGES[1:]]
+    assert not [p for p in pages if p.parts[0] != "decisions" and f"- {p}\n" not in nav]
+
+
 def anchors_of(page: Path) -> set[str]:
     """Return what stands behind a `#` in links to the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
