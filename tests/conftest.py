@@ -182,6 +182,14 @@ def _cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _caches_of_a_module(_cache_dir: Path) -> Iterator[None]:
+    """Remove what a module leaves in the cache: each new store would look at all of it."""
+    yield
+    for folder in _cache_dir.iterdir():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(autouse=True)
 def _mirrors_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stop the mirrors of a test: another one might find what they log of a folder that is gone."""
