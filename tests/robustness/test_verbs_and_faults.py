@@ -545,8 +545,19 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
 
 
+# They open what other verbs open.
+OPEN_ALIKE = {"take-again", "overwrite", "several", "gc-with-grace", "repair-some", "first-pull"}
+
+
 # What the system says of a file that is to be imported is Python's own error.
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "import"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(verb, marks=[pytest.mark.slow] if verb in OPEN_ALIKE else [])
+        for verb in VERBS
+        if verb != "import"
+    ],
+)
 def test_a_process_that_may_open_no_more_files(bases: Bases, verb: str) -> None:
     """It says so, and takes nothing for damaged or missing."""
     case = Case(bases, verb)
