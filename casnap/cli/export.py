@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.local_paths import exists
 from casnap.cli.arguments import (
     identity_of,
     open_part,
@@ -117,7 +118,7 @@ def _export_all(
     exported, present = [], []
     for snapshot in snapshots_of(place, None):
         target = out / f"{snapshot.name}{suffix}"
-        if target.exists():
+        if exists(target):
             present.append(str(target))
             continue
         target.parent.mkdir(parents=True, exist_ok=True)

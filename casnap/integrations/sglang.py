@@ -21,6 +21,7 @@ import zstandard
 from blake3 import blake3
 
 from casnap.backends.durability import sync_folder
+from casnap.backends.local_paths import exists
 from casnap.backends.system_errors import translated
 from casnap.errors import CasnapError, DamagedError, FileFormatError
 from casnap.files.safetensors_header import header_of
@@ -147,7 +148,7 @@ def _write_whole(to: Path, version: Version) -> None:
     for name in names:
         shutil.copy2(version.folder / name, to / name)
     index = to / _INDEX
-    about = json.loads(index.read_text()) if index.exists() else {}
+    about = json.loads(index.read_text()) if exists(index) else {}
     about.setdefault("weight_map", {n: t.file for n, t in version.record.tensors.items()})
     about["metadata"] = {**about.get("metadata", {}), _CONTENT: version.content}
     index.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 vLLM calls :func:`register` in each of its processes, by the entry point. Then ``transfer.py`` is in
 each worker; :func:`casnap.integrations.engines.reload_vllm_server` with ``patches=True``, and its
 siblings, tell it what to load. ``places.py`` finds where the elements of a checkpoint lie.
+Begin with ``transfer.py``. No other module of casnap imports this package.
 """
 
 from __future__ import annotations
