@@ -192,6 +192,7 @@ test-triton: $(OTHER_TRITON)/.set-up
 # On a machine with a GPU, in an environment whose torch is built for it.
 test-gpu:
 	python -m pytest -m gpu --timeout 600 tests/gpu
+	python -m tools.bench --only stays --gib 4 --repeat 3 --out gpu.md && cat gpu.md
 	python -m tools.bench --only device --out gpu.md && cat gpu.md
 
 soak: $(STAMP)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from casnap import Snapshot, StateDict
-from casnap.state.device_hash import Run, hasher_of
-from tools.bench import peers, states, stays
+from tools.bench import peers, states
 from tools.bench.measure import Times, remove, rotated, seconds
 from tools.bench.settings import Settings
 from tools.bench.table import Row, timed
 
 TRAINING = "training on an accelerator: what a save costs"
-WORKLOADS = ("fp32 tensors on an accelerator", TRAINING, *stays.WORKLOADS)
+WORKLOADS = ("fp32 tensors on an accelerator", TRAINING)
 _PINNED, _PAGEABLE = "copy to pinned memory", "copy to fresh memory"
 _TAKE, _UNCHANGED, _ASYNC = (
     "casnap, take",
@@ -27,14 +26,11 @@ _TAKE, _UNCHANGED, _ASYNC = (
 _DCP = "dcp.async_save blocks"
 _NONE, _TORCH = "no save", "torch.save"
 _STEPS = 200
-_CHUNK = 1 << 20
 _AGAINST = {_TAKE: _PAGEABLE, _UNCHANGED: _PINNED, _ASYNC: _DCP}
 
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     """Return the rows; one that says so where there is no accelerator."""
-    if workload in stays.WORKLOADS:
-        return stays.measure(settings, workload)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return [Row(workload, "there is none here", "").to_json()]
@@ -50,23 +46,7 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
             pairs = zip(samples, times[_AGAINST[name]], strict=True)
             row = row.at_most([own / other for own, other in pairs], f"× {_AGAINST[name]}")
         rows.append(row.to_json())
-    return [*rows, _hashing(settings, workload, state).to_json()]
-
-
-def _hashing(settings: Settings, workload: str, state: states.State) -> Row:
-    """Return how fast the device hashes the state, in chunks of 1 MiB."""
-    device = next(iter(state.values())).device
-    name = f"hashing on the device ({device.type})"
-    hasher = hasher_of(device)
-    if hasher is None:
-        return Row(workload, f"{name}: there is no Triton, or it is off", "")
-    runs = []
-    for tensor in state.values():
-        whole, rest = divmod(tensor.nbytes, _CHUNK)
-        runs.append(Run(tensor, [_CHUNK] * whole + [rest] * (rest > 0)))
-    hasher.digests(runs)
-    samples = [seconds(lambda: hasher.digests(runs)) for _ in range(settings.repeat)]
-    return timed(workload, name, samples, sum(tensor.nbytes for tensor in state.values()))
+    return rows
 
 
 def _training(settings: Settings, state: states.State) -> list[dict[str, Any]]:

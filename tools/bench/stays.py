@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from casnap import Snapshot, StateDict, Store
-from casnap.state.device_hash import hasher_of
+from casnap.state.device_hash import DeviceHasher, Run, hasher_of
 from casnap.take import staging
 from tools.bench import states
 from tools.bench.measure import Times, rotated, seconds
@@ -31,6 +31,7 @@ _TAKE, _ASYNC, _SOME = (
 )
 _NEW = "async_take blocks, all new"
 _WARM_UP = 2
+_CHUNK = 1 << 20
 # What the base, in bf16, and its adapters have beside the size of a workload.
 _BASE, _ADAPTERS, _LEAST_ADAPTERS = 13 / 4, 1 / 43, 1 << 16
 
@@ -41,10 +42,23 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     if device is None:
         return [Row(workload, "there is none here", "").to_json()]
     device = torch.device(device.type, 0)
-    if hasher_of(device) is None:
+    hasher = hasher_of(device)
+    if hasher is None:
         return [Row(workload, f"{device.type} does not hash", "").to_json()]
-    rows = _stays(settings, device) if workload == STAYS else _frozen(settings, device)
+    rows = _stays(settings, device, hasher) if workload == STAYS else _frozen(settings, device)
     return [row.to_json() for row in rows]
+
+
+def _hashing(settings: Settings, state: states.State, hasher: DeviceHasher) -> Row:
+    """Return how fast the device hashes the state, in chunks of 1 MiB."""
+    runs = []
+    for tensor in state.values():
+        whole, rest = divmod(tensor.nbytes, _CHUNK)
+        runs.append(Run(tensor, [_CHUNK] * whole + [rest] * (rest > 0)))
+    hasher.digests(runs)
+    samples = [seconds(lambda: hasher.digests(runs)) for _ in range(settings.repeat)]
+    [device] = {tensor.device.type for tensor in state.values()}
+    return timed(STAYS, f"hashing ({device})", samples, states.nbytes_of(state.values()))
 
 
 class _Saves:
@@ -126,8 +140,9 @@ def crossing() -> Iterator[list[int]]:
         staging.begin_copy, torch.Tensor.cpu = begin, cpu  # type: ignore[method-assign]
 
 
-def _stays(settings: Settings, device: torch.device) -> list[Row]:
+def _stays(settings: Settings, device: torch.device, hasher: DeviceHasher) -> list[Row]:
     state = {k: v.to(device) for k, v in states.fp32(settings.nbytes, 200).items()}
+    rows = [_hashing(settings, state, hasher)]
     saves, seeds = _Saves(settings, state), count()
 
     def some() -> float:
@@ -155,7 +170,6 @@ def _stays(settings: Settings, device: torch.device) -> list[Row]:
             if turn > _WARM_UP:
                 times[mode][_NEW].append(took)
     saves.clear()
-    rows = []
     for name, samples in times["on"].items():
         before = times["off"][name]
         ratios = [own / other for own, other in zip(samples, before, strict=True)]
