@@ -320,6 +320,7 @@ class BackendSuite:
             assert sorted(backend.names(f"packs/{me:02x}")) == ["0", "2", "4"]
 
     def test_tidying_leaves_the_notes_of_followers(self, backend: Backend) -> None:
+        """A note that was just put is of a living follower."""
         key = "tmp/follower-0123456789ab-0123456789ab"
         backend.write(key, b"alive")
         backend.tidy(0)

@@ -220,8 +220,10 @@ class SnapshotCopy:
         """Return for chunks of the snapshot those of the last one that the destination has."""
         if self._candidates is None:
             contents = Contents(self._source, self._job.name, self._job.row)
-            there = _Presence(session, folder_of(self._job.new_name))
-            self._candidates = bases_in(contents, self._source.recent(), there.has)
+            there = _Presence(session, self._job)
+            self._candidates = bases_in(
+                contents, self._source.recent(), there.has, there.last_before
+            )
         return self._candidates
 
     def _commit_part(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
@@ -325,24 +327,38 @@ class SnapshotCopy:
 
 
 class _Presence:
-    """Which snapshots of the source the destination has.
+    """Which snapshots the destination has that a copy may stand on.
 
     Args:
         session: The change of the destination.
-        folder: The folder there that the snapshot goes into.
+        job: The snapshot that is copied.
     """
 
-    def __init__(self, session: Session, folder: str) -> None:
+    def __init__(self, session: Session, job: CopyJob) -> None:
+        self._store = session.store
         self._table = session.store.table(session.base.root)
-        self._folder = folder
+        self._folder = folder_of(job.new_name)
+        self._time = job.row.time
 
     def has(self, name: str, row: Row) -> bool:
-        """Whether it has a snapshot: most often under its own name in that folder."""
+        """Whether it has a snapshot of the source: most often under the same name in its folder."""
         inner = name.rpartition("/")[2]
         there = self._table.get(f"{self._folder}/{inner}" if self._folder else inner)
         if there is not None and there.commit == row.commit:
             return True
         return row.commit in self._commits
+
+    def last_before(self) -> Contents | None:
+        """Return the last snapshot of the folder that was taken before; None if there is none."""
+        earlier = [
+            (name, row)
+            for name, row in self._table.items_in(self._folder)
+            if folder_of(name) == self._folder
+            and row.time < self._time
+            and not row.unknown_features
+        ]
+        last = max(earlier, key=lambda each: each[1].time, default=None)
+        return None if last is None else Contents(self._store, *last)
 
     @cached_property
     def _commits(self) -> set[bytes]:

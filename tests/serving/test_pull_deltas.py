@@ -207,6 +207,24 @@ def test_versions_that_the_bucket_lacks_are_composed(run: Run, host: Host, live:
     run.assert_served(live)
 
 
+def test_a_base_that_the_trainer_has_deleted(run: Run, host: Host, live: Path) -> None:
+    """As long as its chunks are not collected, the next copy stands on it."""
+    one = [run.step() for _ in range(2)][1]
+    host.pull()
+    run.store.delete("run/step_0")
+    run.store.delete("run/step_1")
+    run.move()
+    assert run.step() < 3 * one
+    host.pull()
+    for step in (2, 3):
+        run.store.delete(f"run/step_{step}")
+    for _ in range(2):
+        run.store.gc(grace=0)
+    assert run.step() > 0.5 * run.nbytes
+    host.pull()
+    run.assert_served(live)
+
+
 def test_a_follower_a_week_behind_receives_no_more_than_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

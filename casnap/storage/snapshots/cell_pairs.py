@@ -37,6 +37,7 @@ def snapshot_before(
     contents: Contents,
     snapshots: Iterable[tuple[str, Row]],
     is_there: Callable[[str, Row], bool] = lambda name, row: True,
+    last_there: Callable[[], Contents | None] = lambda: None,
 ) -> Contents | None:
     """Return the earlier snapshot that has the bases for the chunks of another one, if any.
 
@@ -47,17 +48,19 @@ def snapshot_before(
     Args:
         contents: The other one.
         snapshots: The snapshots of its store.
-        is_there: Whether a snapshot is where the chunks go. One that is not is passed over, if an
-            earlier one of the same folder is.
+        is_there: Whether a snapshot is where the chunks go. One that is not is passed over.
+        last_there: Returns the last one before it where the chunks go. It counts if none of the
+            same folder is there that its store still has.
     """
     earlier: dict[str, list[Contents]] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
         if row.seq < contents.row.seq and not row.unknown_features:
             earlier.setdefault(folder_of(name), []).append(Contents(contents.store, name, row))
     folder = folder_of(contents.name)
-    if folder in earlier:
-        before = earlier[folder]
-        return next((each for each in before if is_there(each.name, each.row)), before[0])
+    own = earlier.get(folder, [])
+    before = next((each for each in own if is_there(each.name, each.row)), None) or last_there()
+    if before is not None or own:
+        return before or own[0]
     newest = {folder: each[0] for folder, each in earlier.items()}
     others = list(newest.values())[:_OTHERS]
     likeness = [_alike_bytes(contents, other) for other in others]
@@ -68,7 +71,10 @@ def snapshot_before(
 
 
 def bases_in(
-    contents: Contents, root: Root, is_there: Callable[[str, Row], bool]
+    contents: Contents,
+    root: Root,
+    is_there: Callable[[str, Row], bool],
+    last_there: Callable[[], Contents | None],
 ) -> dict[Digest, Digest]:
     """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` has it.
 
@@ -78,14 +84,22 @@ def bases_in(
     Args:
         contents: The snapshot.
         root: The root whose table has the one before.
-        is_there: Whether a snapshot is where the chunks go.
+        is_there: As for :func:`snapshot_before`.
+        last_there: As there.
     """
+    store = contents.store
     try:
-        before = snapshot_before(contents, contents.store.table(root).items_in(), is_there)
+        before = snapshot_before(contents, store.table(root).items_in(), is_there, last_there)
         pairs = () if before is None else cell_pairs(contents, before)
-        return {pair.digest: pair.base for pair in pairs if pair.base is not None}
+        bases = {pair.digest: pair.base for pair in pairs if pair.base is not None}
     except DamagedError:
         return {}
+    if before is None or before.store is store:
+        return bases
+    # Its snapshot is gone here, and its chunks may be too.
+    digests = list(dict.fromkeys(bases.values()))
+    places = dict(zip(digests, store.find(digests), strict=True))
+    return {digest: base for digest, base in bases.items() if places[base] is not None}
 
 
 def _alike_bytes(contents: Contents, other: Contents) -> int:
