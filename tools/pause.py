@@ -122,7 +122,9 @@ class Pauses:
         engine.pause_generation, engine.resume_generation = pause_generation, resume_generation
 
 
-def apply_by_vllm(worker: Any, staged: StagedPatches) -> float:
+def apply_by_vllm(
+    worker: Any, path: str, digest: str, base: str, content: str, shapes: dict[str, list[int]]
+) -> float:
     """Apply patches by vLLM's own function, in a worker; return how long that takes."""
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch,
@@ -130,29 +132,18 @@ def apply_by_vllm(worker: Any, staged: StagedPatches) -> float:
     )
 
     start = time.perf_counter()
-    read = read_patches(staged.path, staged.digest, staged.base, staged.content)
-    shapes = staged_shapes(staged)
     patches = [
         CheckpointWeightPatch(
             name,
-            shapes[name],
+            tuple(shapes[name]),
             torch.bfloat16,
             torch.tensor(patch.values.view("i2")).view(torch.bfloat16),
             torch.tensor(patch.indices),
         )
-        for name, patch in read.items()
+        for name, patch in read_patches(Path(path), digest, base, content).items()
     ]
     load_checkpoint_weight_patches(worker.model_runner.get_model(), patches)
     return time.perf_counter() - start
-
-
-def staged_shapes(staged: StagedPatches) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of the version that patches lead to."""
-    for folder in staged.path.parent.iterdir():
-        version = version_of(folder) if folder.is_dir() else None
-        if version is not None and version.content == staged.content:
-            return {name: tensor.shape for name, tensor in version.record.tensors.items()}
-    raise AssertionError
 
 
 async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
@@ -162,7 +153,8 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
 
     trainer = Trainer(folder, nbytes, bucket)
     trainer.take()
-    trainer.store.wait_mirrored(600)
+    if bucket:
+        trainer.store.wait_mirrored(600)
     trainer.follow(lambda *_: None)
     print(f"a model of {trainer.nbytes / 1e6:,.0f} MB of bf16")
     options = AsyncEngineArgs(
@@ -206,8 +198,13 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
             row["taken"], row["patches"], row["answer"] = await served(by_patches)
             kept: list[StagedPatches] = []
             await served(keeping_stage(by_patches, kept))
-            answers = await engine.collective_rpc(apply_by_vllm, args=(kept[0],))
-            row["by vllm"] = max(answers)
+            version = version_of(trainer.live)
+            assert version is not None
+            shapes = {n: list(tensor.shape) for n, tensor in version.record.tensors.items()}
+            path, *about = kept[0][:4]
+            row["by vllm"] = max(
+                await engine.collective_rpc(apply_by_vllm, args=(str(path), *about, shapes))
+            )
             kept[0].remove()
             _, row["whole"], row["answer, whole"] = await served(whole)
             trainer.step()

@@ -51,29 +51,39 @@ class Region(NamedTuple):
             Which of them are in this part, and the place of each of these in the storage of the
             model's tensor.
         """
+        axes = self._axes()
+        last = self.start + sum((size - 1) * stride for size, stride, _ in axes)
         # A part is mostly some whole rows, so most indices are left out at once.
-        shape, steps = self.target.shape, self.target.stride()
-        last = self.start + sum(
-            (size - 1) * stride for size, stride in zip(shape, self.strides, strict=True)
-        )
         ends = torch.tensor([self.start, last + 1], dtype=indices.dtype)
         first, stop = torch.searchsorted(indices, ends).tolist()
         rest = indices[first:stop].long() - self.start
-        places = torch.full_like(rest, int(self.target.storage_offset()))
-        is_here: torch.Tensor | None = None
-        # From the outermost axis of the checkpoint to the innermost.
-        for axis in sorted(range(len(shape)), key=lambda axis: -self.strides[axis]):
-            if shape[axis] == 1:
+        offset, which = int(self.target.storage_offset()), torch.arange(first, stop)
+        if len(axes) == 1 and axes[0][1] == 1:
+            return which, rest.mul_(axes[0][2]).add_(offset)
+        places, is_here = torch.full_like(rest, offset), torch.ones_like(rest, dtype=torch.bool)
+        for size, stride, step in axes:
+            at = torch.div(rest, stride, rounding_mode="floor")
+            rest = rest - at * stride
+            places += at * step
+            is_here &= at < size
+        is_here &= rest == 0
+        return which[is_here], places[is_here]
+
+    def _axes(self) -> list[tuple[int, int, int]]:
+        """Return the axes from the checkpoint's outermost: sizes, strides there, strides here.
+
+        Those that can be walked as one, in both, are one.
+        """
+        axes: list[tuple[int, int, int]] = []
+        each = zip(self.target.shape, self.strides, self.target.stride(), strict=True)
+        for size, stride, step in sorted(each, key=lambda axis: -axis[1]):
+            if size == 1:
                 continue
-            at = torch.div(rest, self.strides[axis], rounding_mode="floor")
-            rest = rest - at * self.strides[axis]
-            places += at * steps[axis]
-            inside = at < shape[axis]
-            is_here = inside if is_here is None else is_here & inside
-        inside = rest == 0
-        is_here = inside if is_here is None else is_here & inside
-        which = torch.arange(first, stop)
-        return (which, places) if is_here.all() else (which[is_here], places[is_here])
+            if axes and axes[-1][1:] == (size * stride, size * step):
+                axes[-1] = (axes[-1][0] * size, stride, step)
+            else:
+                axes.append((size, stride, step))
+        return axes
 
 
 class Places:
