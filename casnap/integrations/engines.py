@@ -319,8 +319,23 @@ class _PatchedReload(_Reload):
 
     @override
     def __call__(self, folder: Path, changed: list[str]) -> None:
+        if not self._loaded:
+            # Of a callback before this one, perhaps.
+            named = folder.parent / self._engine.version()
+            self._loaded = str(named) if version_of(named) else ""
+        self._staged = self._stage(folder)
         try:
-            self._engine.call("init_weight_transfer_engine", init_info={})
+            self._prepare(str(folder))
+            super().__call__(folder, changed)
+        finally:
+            if self._staged is not None:
+                self._staged.remove()
+
+    def _prepare(self, folder: str) -> None:
+        """Have the workers find what they must write, while requests still run."""
+        info = {"update": self._update_of(folder)}
+        try:
+            self._engine.call("init_weight_transfer_engine", init_info=info)
         except _OtherEngineError:
             raise
         except Exception as e:
@@ -328,16 +343,6 @@ class _PatchedReload(_Reload):
                 "vLLM does not take patches of casnap. Start it where casnap is installed, with "
                 f'--weight-transfer-config \'{{"backend": "casnap"}}\': {e}'
             ) from e
-        if not self._loaded:
-            # Of a callback before this one, perhaps.
-            named = folder.parent / self._engine.version()
-            self._loaded = str(named) if version_of(named) else ""
-        self._staged = self._stage(folder)
-        try:
-            super().__call__(folder, changed)
-        finally:
-            if self._staged is not None:
-                self._staged.remove()
 
     def _stage(self, folder: Path) -> StagedPatches | None:
         try:
@@ -346,13 +351,18 @@ class _PatchedReload(_Reload):
             _log.warning("vLLM loads %s whole, since no patches could be written: %s", folder, e)
             return None
 
-    @override
-    def _have_loaded(self, folder: str) -> None:
+    def _update_of(self, folder: str) -> dict[str, Any]:
+        """Return what the workers are told of a version."""
         version, staged = version_of(Path(folder)), self._staged
         asked: dict[str, Any] = {"folder": folder, "content": version.content if version else ""}
         if staged is not None and staged.content == asked["content"]:
             asked |= {"patches": str(staged.path), "digest": staged.digest, "base": staged.base}
             asked["whole"] = staged.whole
+        return asked
+
+    @override
+    def _have_loaded(self, folder: str) -> None:
+        asked = self._update_of(folder)
         self._engine.call("start_weight_update")
         # Until all workers have it, some may have another one.
         self._may_resume = False

@@ -360,6 +360,7 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         self.is_updating, self.fails = False, False
+        self.prepared: dict[str, Any] = {}
         self.load(folder)
 
     def load(self, folder: Path) -> None:
@@ -382,6 +383,7 @@ class Worker:
         if info["content"] == self.content:
             self.how = "there"
         elif info.get("base") == self.content:
+            assert self.prepared == info
             asked = (Path(info["patches"]), info["digest"], info["base"], info["content"])
             for name, patch in read_patches(*asked).items():
                 flat = self.weights[name].view(-1).view(torch.int16).numpy()
@@ -422,7 +424,8 @@ class PatchedEngine(Engine):
                 elif method == "finish_weight_update":
                     worker.finish()
                 else:
-                    assert (method, kwargs) == ("init_weight_transfer_engine", {"init_info": {}})
+                    assert method == "init_weight_transfer_engine"
+                    worker.prepared = kwargs["init_info"]["update"]
             except RuntimeError as e:
                 errors.append(e)
         if errors:

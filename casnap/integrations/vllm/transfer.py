@@ -54,7 +54,13 @@ _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 @dataclass
 class CasnapInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: what to load comes with each update."""
+    """What to prepare for.
+
+    Attributes:
+        update: The fields of the update that comes next, if that is known.
+    """
+
+    update: dict[str, Any] | None = None
 
 
 @dataclass
@@ -92,12 +98,19 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         self._content = ""
         # What vLLM says that it has loaded. Others may have it load something else.
         self._path = ""
+        # What the next update has to write.
+        self._prepared: tuple[CasnapUpdateInfo, list[_Write]] | None = None
         with set_current_vllm_config(vllm_config):
             self._compare()
 
     @property
     def _loaded_path(self) -> str:
         return str(self.vllm_config.model_config.model)
+
+    @property
+    def _held(self) -> str:
+        """The content that this worker holds; "" if nobody knows."""
+        return self._content if self._loaded_path == self._path else ""
 
     def _compare(self) -> None:
         """Compare the weights with the folder that they are from, and learn their places."""
@@ -124,7 +137,10 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @override
     def init_transfer_engine(self, init_info: CasnapInitInfo) -> None:
-        """Do nothing: no connection is needed."""
+        """Prepare the next update, so that only writes are left for the pause."""
+        self._prepared = None
+        if init_info.update is not None:
+            self._prepare(self.parse_update_info(init_info.update))
 
     @override
     def start_weight_update(self) -> None:
@@ -136,7 +152,8 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @override
     def shutdown(self) -> None:
-        """Do nothing: nothing is held."""
+        """Forget what was prepared."""
+        self._prepared = None
 
     @override
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -153,9 +170,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             Exception: They could not be loaded, and may be of no version now.
         """
         start = time.perf_counter()
-        if self._loaded_path != self._path:
-            self._content = ""
-        if update_info.content and self._content == update_info.content:
+        if update_info.content and self._held == update_info.content:
             how = "was there"
         elif update_info.patches and self._patch(update_info):
             how = "is there by patches"
@@ -181,19 +196,53 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         else:
             self._compare()
 
-    def _patch(self, info: CasnapUpdateInfo) -> bool:
-        """Write patches; return whether they could be, or nothing was written."""
+    def _prepare(self, info: CasnapUpdateInfo) -> None:
+        """Find what an update has to write, as far as its patches are for these weights."""
+        if not info.patches or self._held == info.content:
+            return
         try:
-            writes = self._writes(info)
+            self._prepared = info, self._writes(info)
         except (CasnapError, OSError) as e:
             _log.warning("casnap: %s is loaded whole: %s", Path(info.folder).name, e)
+
+    def _patch(self, info: CasnapUpdateInfo) -> bool:
+        """Write patches; return whether they could be, or nothing was written."""
+        if self._prepared is None or self._prepared[0] != info:
+            self._prepare(info)
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
             return False
-        self._content = ""
+        try:
+            self._check(info)
+        except CasnapError as e:
+            _log.warning("casnap: %s is loaded whole: %s", Path(info.folder).name, e)
+            return False
         with torch.no_grad():
-            for write in writes:
+            for write in prepared[1]:
+                if not write.fits():
+                    _log.warning(
+                        "casnap: %s is loaded whole: somebody has changed %s in this worker",
+                        Path(info.folder).name,
+                        write.name,
+                    )
+                    return False
+            self._content = ""
+            for write in prepared[1]:
                 write.do()
         self._content = info.content
         return True
+
+    def _check(self, info: CasnapUpdateInfo) -> Places:
+        """Return where the weights are, if patches are for them.
+
+        Raises:
+            CasnapError: They are not.
+        """
+        if self._places is None or not self._places.fits(targets_of(self.model)):
+            raise UnknownPlacesError("it is not known where the weights are")
+        if self._held != info.base:
+            raise OtherBaseError("the patches are for another version than this worker holds")
+        return self._places
 
     def _writes(self, info: CasnapUpdateInfo) -> list[_Write]:
         """Return what must be written, when all that can be checked before has been.
@@ -202,11 +251,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             CasnapError: The patches are not for these weights.
             OSError: They, or the folder, cannot be read.
         """
-        places = self._places
-        if places is None or not places.fits(targets_of(self.model)):
-            raise UnknownPlacesError("it is not known where the weights are")
-        if self._content != info.base:
-            raise OtherBaseError("the patches are for another version than this worker holds")
+        places = self._check(info)
         patches = read_patches(Path(info.patches), info.digest, info.base, info.content)
         writes = [
             write
@@ -223,30 +268,40 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
                 for region in places.of(name):
                     shape = region.target.shape
                     part = tensor.as_strided(shape, region.strides, region.start)
-                    writes.append(_Write(region.target, None, part))
+                    writes.append(_Write(name, region.target, None, None, part))
         return writes
 
 
 class _Write(NamedTuple):
-    """A write to the memory of a tensor: of elements at places, or of all of it."""
+    """A write to the memory of a tensor: of elements, as integers, or of all of it.
 
+    What is to be written waits in the memory of the host, since that of a device is short.
+    """
+
+    name: str
     target: torch.Tensor
     places: torch.Tensor | None
+    before: torch.Tensor | None
     values: torch.Tensor
 
+    def fits(self) -> bool:
+        """Whether the memory holds what is to be replaced."""
+        if self.places is None or self.before is None:
+            return True
+        there = self.target.index_select(0, self.places.to(self.target.device))
+        return torch.equal(there, self.before.to(self.target.device))
+
     def do(self) -> None:
+        """Write."""
         if self.places is None:
             self.target.copy_(self.values)
         else:
-            bits_of(self.target).index_copy_(0, self.places, bits_of(self.values))
+            device = self.target.device
+            self.target.index_copy_(0, self.places.to(device), self.values.to(device))
 
 
 def _write_of(name: str, patch: Patch, region: Region) -> _Write | None:
-    """Return what a patch writes to a part of its tensor; None if it is nothing.
-
-    Raises:
-        OtherBaseError: The part does not hold what the patch replaces.
-    """
+    """Return what a patch writes to a part of its tensor; None if it is nothing."""
     which, places = region.located(torch.tensor(patch.indices))
     if not len(which):
         return None
@@ -255,13 +310,9 @@ def _write_of(name: str, patch: Patch, region: Region) -> _Write | None:
     def of_memory(elements: Any) -> torch.Tensor:
         # torch has few calls for unsigned integers.
         signed = torch.tensor(elements.view(f"i{elements.itemsize}"))[which]
-        return signed.view(getattr(torch, patch.dtype)).to(memory.device, memory.dtype)
+        return bits_of(signed.view(getattr(torch, patch.dtype)).to(memory.dtype))
 
-    places = places.to(memory.device)
-    there = bits_of(memory).index_select(0, places)
-    if not torch.equal(there, bits_of(of_memory(patch.before))):
-        raise OtherBaseError(f"somebody has changed {name} in this worker")
-    return _Write(memory, places, of_memory(patch.values))
+    return _Write(name, bits_of(memory), places, of_memory(patch.before), of_memory(patch.values))
 
 
 def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, torch.Tensor]:
