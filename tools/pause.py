@@ -70,12 +70,12 @@ class Trainer:
         self.name = ""
 
     def step(self) -> None:
-        """Move 1 % of the elements."""
+        """Change the last bit of 1 % of the elements."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 bits = parameter.view(-1).view(torch.int16)
                 chosen = torch.randint(len(bits), (len(bits) // 100 + 1,))
-                bits[chosen] += torch.randint(0, 2, chosen.shape, dtype=torch.int16) * 2 - 1
+                bits[chosen] ^= 1
 
     def take(self) -> float:
         """Take a step; return how long that blocked."""
