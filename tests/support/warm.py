@@ -180,14 +180,17 @@ def _server(_process: int) -> socket.socket:
 
 
 def _start(folder: Path) -> None:
-    """Start the server: it listens when its first word arrives, before it imports anything."""
+    """Start the server: it listens when its first word arrives, before it imports anything.
+
+    It stands in a folder that stays: that of a test may be gone when the server imports more.
+    """
     listens, tells = os.pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "tests.support.warm", str(folder / "socket"), str(tells)]
     with _log().open("w") as log:
         server = subprocess.Popen(
             command, env=environment, pass_fds=[tells], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log, start_new_session=True,
+            stderr=log, start_new_session=True, cwd=folder,
         )  # fmt: skip
     server.returncode = 0  # it outlives this process, and nobody asks how it ends
     os.close(tells)
