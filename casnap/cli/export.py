@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from casnap.backends.local_paths import exists
+from casnap.backends.local_paths import is_taken
 from casnap.cli.arguments import (
     identity_of,
     open_part,
@@ -118,7 +118,7 @@ def _export_all(
     exported, present = [], []
     for snapshot in snapshots_of(place, None):
         target = out / f"{snapshot.name}{suffix}"
-        if exists(target):
+        if is_taken(target):
             present.append(str(target))
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
