@@ -15,6 +15,7 @@ from typing import TypeVar
 from casnap.errors import StateError
 from casnap.format.decoding import decoder
 from casnap.format.records import encode
+from casnap.ranks.carriers import Traffic
 from casnap.ranks.shared_memory import SharedMemory, not_shared
 from casnap.runtime.typing import override
 
@@ -50,18 +51,30 @@ class Comm(ABC):
         """How many of the ranks are on the host of this one, itself included."""
         return self.hosts.count(self.hosts[self.rank])
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent in this operation."""
+        return Traffic()
+
     # --- what each kind of communicator does its own way ---
 
     @abstractmethod
     def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
+        self,
+        parts: Sequence[Buffer],
+        room: memoryview | None = None,
+        *,
+        is_proven: bool = False,
+        is_bulk: bool = False,
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
         Args:
-            parts: The same object may go to several ranks; it is not copied.
-            room: Warm memory to receive into; used if everything that comes fits.
-            is_proven: The receiver verifies the content itself, so it needs no checksum.
+            parts: The same object may go to several ranks; it is sent once where that is possible.
+            room: Warm memory to receive into; used if everything that comes straight fits.
+            is_proven: The receiver verifies the content itself, so it needs no checksum; such
+                parts are bulk.
+            is_bulk: Large parts may go straight from rank to rank, at the cost of a connection.
 
         Raises:
             RankError: Another rank failed, died or missed the deadline; or what came from it is
@@ -148,8 +161,13 @@ class Comm(ABC):
     # --- messages: msgspec structs; a rank's message to itself is not encoded ---
 
     def exchange_messages(self, messages: Sequence[M], kind: type[M]) -> list[M]:
-        """Send ``messages[i]`` to rank i; return what came from each."""
-        parts = [b"" if rank == self.rank else encode(m) for rank, m in enumerate(messages)]
+        """Send ``messages[i]`` to rank i; return what came from each.
+
+        What is the same for several ranks is sent once where that is possible.
+        """
+        known: dict[bytes, bytes] = {}
+        encoded = (b"" if rank == self.rank else encode(m) for rank, m in enumerate(messages))
+        parts = [known.setdefault(part, part) for part in encoded]
         return self._decoded(self.all_to_all(parts), messages[self.rank], kind)
 
     def gather_messages(self, message: M, kind: type[M]) -> list[M]:
@@ -216,7 +234,12 @@ class SingleProcess(Comm):
 
     @override
     def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
+        self,
+        parts: Sequence[Buffer],
+        room: memoryview | None = None,
+        *,
+        is_proven: bool = False,
+        is_bulk: bool = False,
     ) -> list[memoryview]:
         return [memoryview(parts[0])]
 

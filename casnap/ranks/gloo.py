@@ -7,12 +7,15 @@ missing rank as long as that group does, and its collectives take no deadline of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from casnap.runtime.environment import gloo_interfaces
 
 
 def default_group() -> tuple[object, Any]:
@@ -21,10 +24,35 @@ def default_group() -> tuple[object, Any]:
     return c10d._get_default_group(), c10d._get_default_store()
 
 
-def new_group(store: Any, name: str, rank: int, size: int, seconds: float) -> Any:
-    """Connect this rank with the others of a new group; they meet in the store by a name."""
+def _devices(*, connects_later: bool) -> list[Any]:
+    kind: Any = dist.ProcessGroupGloo
+    interfaces = gloo_interfaces()
+    if not interfaces:
+        return [kind.create_default_device(lazy_init=connects_later)]
+    return [kind.create_device(interface=name, lazy_init=connects_later) for name in interfaces]
+
+
+def new_group(
+    store: Any, name: str, rank: int, size: int, seconds: float, *, connects_later: bool = False
+) -> Any:
+    """Connect this rank with the others of a new group; they meet in the store by a name.
+
+    Args:
+        store: The store of the default group.
+        name: The name of the new group.
+        rank: This rank.
+        size: The number of ranks.
+        seconds: How long to wait for each other rank.
+        connects_later: Two ranks are connected when they first talk, instead of at once.
+    """
     prefixed = dist.distributed_c10d.PrefixStore(name, store)
-    return dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=seconds))
+    kind: Any = dist.ProcessGroupGloo
+    if not connects_later:
+        return kind(prefixed, rank, size, timedelta(seconds=seconds))
+    options = kind._Options()
+    options._timeout, options._threads = timedelta(seconds=seconds), 2
+    options._devices = _devices(connects_later=True)
+    return kind(prefixed, rank, size, options)
 
 
 def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -36,14 +64,24 @@ def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
     return theirs
 
 
-def break_connections(pg: Any, rank: int, size: int) -> None:
+def break_connections(pg: Any, peers: Iterable[int]) -> None:
     """Break a group, so that every rank that waits in it fails at once.
 
     Dropping the group is not enough while an exception still refers to it. But one missed deadline
     breaks all connections of a gloo group.
+
+    Args:
+        pg: The group.
+        peers: The ranks that this one is connected to.
     """
-    for peer in range(size):
-        if peer != rank:
-            with suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                pg.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+    for peer in peers:
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            pg.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+
+
+def as_tensor(part: bytes | bytearray | memoryview) -> torch.Tensor:
+    """Return bytes as a tensor."""
+    # Torch warns about read-only memory, though this memory is only read.
+    writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
+    return torch.frombuffer(writable, dtype=torch.uint8)

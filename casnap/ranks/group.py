@@ -9,15 +9,13 @@ fault, and the next operation makes a new group.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from itertools import accumulate
 from typing import TypeVar
 from zlib import crc32
-
-import torch
 
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.decoding import decoder
@@ -25,6 +23,7 @@ from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
+from casnap.ranks.carriers import FAILED, Incoming, Outgoing, Traffic
 from casnap.ranks.comm import Buffer, Comm
 from casnap.ranks.failures import (
     ErrorText,
@@ -40,7 +39,8 @@ from casnap.runtime.typing import override
 
 T = TypeVar("T")
 
-_FAILED = -1
+_log = logging.getLogger("casnap")
+
 # Seconds in which all ranks come again that could not be connected: some notice it late.
 _AGAIN = 3 * PATIENCE
 
@@ -65,6 +65,8 @@ class Group(Comm):
         self._kind = crc32(f"{operation.partition(' of ')[0]} {number}".encode())
         self._phase = ""
         self._calls = 0
+        carrier = self._carrier_before = link.carrier
+        self._sent_before = (carrier.messages, carrier.nbytes) if carrier is not None else (0, 0)
         # What all ranks have heard, if the ranks are in step all the same.
         self._errors: dict[int, ErrorText] = {}
         self.ended = False
@@ -94,20 +96,25 @@ class Group(Comm):
     @override
     @without_torch_modes()
     def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
+        self,
+        parts: Sequence[Buffer],
+        room: memoryview | None = None,
+        *,
+        is_proven: bool = False,
+        is_bulk: bool = False,
     ) -> list[memoryview]:
         if self.ended:
             raise StateError(f"{self.operation}: it has ended already")
         sums = [0] * self.size if is_proven else self._checksums(parts)
-        sizes, expected = self._announce([len(part) for part in parts], sums)
-        if _FAILED in sizes:
+        told = self._tell(parts, sums, is_bulk=is_bulk or is_proven)
+        if FAILED in told.sizes:
             self.ended = True
             self._forget_shared()
-            self._errors = self._exchange_errors(sizes, b"")
+            self._errors = self._exchange_errors(told.sizes, b"")
             raise error_of_ranks(self.operation, self._errors)
-        received = self._transfer(parts, sizes, room)
+        received = self._transfer(parts, told, room)
         if not is_proven:
-            self._verify(received, expected)
+            self._verify(received, told.sums)
         return received
 
     @override
@@ -136,19 +143,21 @@ class Group(Comm):
             with suppress(OSError):
                 memory = OwnMemory(nbytes)
         address = memory.address if memory is not None else Address()
-        addresses = self.exchange_messages([address] * self.size, Address)
+        nothing = Address()
+        addresses = self.exchange_messages([address if n else nothing for n in near], Address)
         theirs = [
             mapped(address) if near[rank] and rank != self.rank else None
             for rank, address in enumerate(addresses)
         ]
-        # A row for each rank: for each rank whether it can find the memory of that one.
-        finds = self.all_gather(bytes(view is not None for view in theirs))
+        # What each rank finds is of use only to those that are near it.
+        finds = bytes(view is not None for view in theirs)
+        rows = self.all_to_all([finds if n else b"" for n in near])
         if memory is not None:
             memory.close_descriptor()
-        readers = [row[self.rank] == 1 for row in finds]
+        readers = [n and row[self.rank] == 1 for n, row in zip(near, rows, strict=True)]
         view = memory.view if memory is not None and any(readers) else memoryview(b"")
         self._link.memory = memory
-        by_all = all(sum(row) == self.size - 1 for row in finds)
+        by_all = all(near) and all(sum(row) == self.size - 1 for row in rows)
         return SharedMemory(nbytes, view, theirs, readers, by_all)
 
     def _forget_shared(self) -> None:
@@ -160,7 +169,7 @@ class Group(Comm):
         """Return a checksum for each part that goes to, or came from, another rank."""
         sums, sums_by_id = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
-            if rank == self.rank:
+            if rank == self.rank or not len(part):
                 continue
             # The same object may go to several ranks.
             if id(part) not in sums_by_id:
@@ -188,8 +197,8 @@ class Group(Comm):
             self.timeout = min(self.timeout, PATIENCE)
         text = error_text(error)
         with suppress(CasnapError):  # this rank raises its own error in any case
-            sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, text)
-            self._errors = self._exchange_errors(sizes, encode(text))
+            told = self._tell([b""] * self.size, [0] * self.size, text)
+            self._errors = self._exchange_errors(told.sizes, encode(text))
         self._forget_shared()
         self.ended = True
 
@@ -203,23 +212,38 @@ class Group(Comm):
         self.ended = kinds != {type(error).__name__}
         return not self.ended
 
+    @property
+    @override
+    def traffic(self) -> Traffic:
+        carrier = self._link.carrier
+        if carrier is None:
+            return Traffic(self._calls)
+        of_others = self._sent_before if carrier is self._carrier_before else (0, 0)
+        return Traffic(self._calls, carrier.messages - of_others[0], carrier.nbytes - of_others[1])
+
     @override
     def leave(self) -> None:
+        if not self.ended and _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s: rank %d sent %s", self.operation, self.rank, self.traffic)
         self.ended = True
         self._link.release(id(self))
 
     # --- the steps of a collective ---
 
-    def _announce(
-        self, sizes: list[int], sums: list[int], error: ErrorText | None = None
-    ) -> tuple[list[int], list[int]]:
-        """Tell each rank how many bytes follow (or that this rank failed), and their checksum.
+    def _tell(
+        self,
+        parts: Sequence[Buffer],
+        sums: list[int],
+        error: ErrorText | None = None,
+        *,
+        is_bulk: bool = False,
+    ) -> Incoming:
+        """Tell each rank a part, or that this rank failed; return what they tell.
 
-        Returns:
-            The sizes and checksums that the other ranks announce.
+        A part may still be to come, by :meth:`_transfer`.
         """
-        their_sizes, their_sums, steps = self._exchange_numbers(sizes, sums, error)
-        astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
+        told = self._exchange(parts, sums, error, is_bulk=is_bulk)
+        astray = [rank for rank, step in enumerate(told.steps) if step != told.steps[self.rank]]
         if astray:
             # Every rank sees that, so all exchange the names of their operations.
             other = self._exchange_texts(self.operation.encode())[astray[0]].decode()
@@ -228,31 +252,35 @@ class Group(Comm):
                 f"{self.operation}: {rank_names(astray)} came to {other} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
-        return their_sizes, their_sums
+        return told
 
-    def _exchange_numbers(
-        self, sizes: list[int], sums: list[int], error: ErrorText | None = None
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Send each rank a size, a checksum, and which step this rank is at; return theirs."""
+    def _exchange(
+        self,
+        parts: Sequence[Buffer],
+        sums: list[int],
+        error: ErrorText | None = None,
+        *,
+        is_bulk: bool = False,
+    ) -> Incoming:
         self._calls += 1
         # A rank that does another operation, or is at another call of it, has another step.
         step = (self._kind << 24) + self._calls
-        rows = torch.tensor([[*n, step] for n in zip(sizes, sums, strict=True)], device="cpu")
+        outgoing = Outgoing(step, parts, sums, error is not None, is_bulk)
 
-        def exchange(seconds: float) -> torch.Tensor:
-            return gloo.exchange_rows(self._link.pg, rows, seconds)
+        def exchange(seconds: float) -> Incoming:
+            return self._link.connected.exchange(outgoing, seconds)
 
-        def talk() -> torch.Tensor:
+        def talk() -> Incoming:
             is_first = self._calls == 1
             return self._first_exchange(exchange) if is_first else exchange(self.timeout)
 
-        theirs = self._communicate(talk, error)
-        return theirs[:, 0].tolist(), theirs[:, 1].tolist(), theirs[:, 2].tolist()
+        return self._communicate(talk, error)
 
     def _exchange_texts(self, mine: bytes) -> list[bytes]:
         """Send a text to all ranks; return the text of each."""
-        lengths, _, _ = self._exchange_numbers([len(mine)] * self.size, [0] * self.size)
-        return [bytes(text) for text in self._transfer([mine] * self.size, lengths)]
+        parts = [mine] * self.size
+        told = self._exchange(parts, [0] * self.size)
+        return [bytes(text) for text in self._transfer(parts, told)]
 
     def _exchange_errors(self, sizes: list[int], mine: bytes) -> dict[int, ErrorText]:
         """Return the errors of the ranks that announced one."""
@@ -260,14 +288,14 @@ class Group(Comm):
         return {
             rank: decoder(ErrorText).decode(texts[rank])
             for rank, size in enumerate(sizes)
-            if size == _FAILED and len(texts[rank])
+            if size == FAILED and len(texts[rank])
         }
 
     def _first_exchange(self, exchange: Callable[[float], T]) -> T:
         """Exchange for the first time: in the group of the operation before, or in a new one."""
         until = time.monotonic() + self.timeout
         phase = self._phase or f"beginning {self.operation}"
-        if self._link.pg is not None:
+        if self._link.carrier is not None:
             self._link.begin(self.operation, phase)
             try:
                 with self._link.telling_absent(self.operation, self.timeout):
@@ -293,33 +321,27 @@ class Group(Comm):
         raise AssertionError
 
     def _transfer(
-        self, parts: Sequence[Buffer], sizes: list[int], room: memoryview | None = None
+        self, parts: Sequence[Buffer], told: Incoming, room: memoryview | None = None
     ) -> list[memoryview]:
-        """Send and receive parts of known sizes."""
-        theirs = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
-        if room is None or sum(theirs) > len(room):
-            got = [memoryview(bytearray(size)) for size in theirs]
+        """Send and receive the parts that are still to come; return those of all ranks."""
+        coming = {rank: told.sizes[rank] for rank, part in enumerate(told.parts) if part is None}
+        if room is None or sum(coming.values()) > len(room):
+            rooms = {rank: memoryview(bytearray(nbytes)) for rank, nbytes in coming.items()}
         else:
-            ends = accumulate(theirs)
-            got = [room[end - size : end] for size, end in zip(theirs, ends, strict=True)]
-        got[self.rank] = memoryview(parts[self.rank])
-        pg, wait = self._link.pg, timedelta(seconds=self.timeout)
-        tensors: dict[int, torch.Tensor] = {}
-
-        def transfer() -> None:
-            # Each rank begins with another one, so that they do not all talk to the same.
-            order = [(self.rank + i) % self.size for i in range(1, self.size)]
-            works = [pg.recv([_as_tensor(got[i])], i, 0) for i in reversed(order) if theirs[i]]
-            for i in order:
-                if len(parts[i]):
-                    if id(parts[i]) not in tensors:
-                        tensors[id(parts[i])] = _as_tensor(parts[i])
-                    works.append(pg.send([tensors[id(parts[i])]], i, 0))
-            for work in works:
-                work.wait(wait)
-
-        self._communicate(transfer)
-        return got
+            ends = accumulate(coming.values())
+            rooms = {
+                rank: room[end - nbytes : end]
+                for (rank, nbytes), end in zip(coming.items(), ends, strict=True)
+            }
+        if rooms or told.straight:
+            # The same object may go to several ranks.
+            tensors = {id(parts[rank]): gloo.as_tensor(parts[rank]) for rank in told.straight}
+            outgoing = {rank: tensors[id(parts[rank])] for rank in told.straight}
+            incoming = {rank: gloo.as_tensor(into) for rank, into in rooms.items()}
+            self._communicate(
+                lambda: self._link.connected.transfer(outgoing, incoming, self.timeout)
+            )
+        return [rooms[rank] if part is None else part for rank, part in enumerate(told.parts)]
 
     def _communicate(self, talk: Callable[[], T], error: ErrorText | None = None) -> T:
         """Talk to the other ranks; if that fails, find out which rank is at fault, and raise.
@@ -346,9 +368,3 @@ class Group(Comm):
             self.ended = True
             self._link.find_cause(error_text(e), 0, is_late=False)
             raise
-
-
-def _as_tensor(part: Buffer) -> torch.Tensor:
-    # Torch warns about read-only memory, though this memory is only read.
-    writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
-    return torch.frombuffer(writable, dtype=torch.uint8)

@@ -26,9 +26,11 @@ from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
+from casnap.ranks.carriers import Carrier, carrier_of
 from casnap.ranks.failures import STORE_SILENT, ErrorText, Failure, LinkFailedError
 from casnap.ranks.processes import Process
 from casnap.ranks.shared_memory import OwnMemory, SharedMemory
+from casnap.runtime.environment import team_ranks
 
 T = TypeVar("T")
 
@@ -46,6 +48,12 @@ _DEATHS_SECONDS = 0.1
 _STORE_SECONDS = 5.0
 # Seconds after which the ranks that have not come to an operation are named.
 _TELL_AFTER = 5.0
+# So many ranks look for the one at fault.
+_ASKING = 8
+# The bytes of a token that tell one arrival of a rank from another one.
+_TOKEN = 4
+# The store of many ranks is asked less often: about so many looks a second, of all ranks.
+_LOOKS = 20_000
 _ALL_MUST_CALL = (
     "all ranks of the process group must make this call; for some of them alone, take(), "
     "async_take() and Snapshot() have pg="
@@ -80,12 +88,22 @@ class _Start(msgspec.Struct, array_like=True):
     """What rank 0 writes when it ends its wait for the others: the new group begins, or failed.
 
     Attributes:
-        arrivals: The notes of the ranks that came, in their order.
+        tokens: The beginning of the token of each rank that came; zeros for those that did not.
+        hosts: The hosts of the ranks; 0 where that is not known.
+        host_of: For each rank, which of these is its own.
+        team_ranks: How many ranks make one team.
         failure: Why there is no group, if some did not come.
     """
 
-    arrivals: list[_Arrival]
+    tokens: bytes
+    hosts: list[int]
+    host_of: list[int]
+    team_ranks: int
     failure: Failure | None = None
+
+    def token_of(self, rank: int) -> bytes:
+        """Return the beginning of the token of a rank."""
+        return self.tokens[rank * _TOKEN : (rank + 1) * _TOKEN]
 
 
 class Link:
@@ -99,7 +117,7 @@ class Link:
         suffix: Tells links of the same ranks apart; empty for the one where operations begin.
 
     Attributes:
-        pg: The gloo group; None if there is none yet, or this rank knows that it broke.
+        carrier: The connections; None if there are none yet, or this rank knows that they broke.
         shared: The memory that the ranks share, once they do; it goes with the group.
         memory: What this rank gives of it.
     """
@@ -111,7 +129,7 @@ class Link:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = rank
-        self.pg: Any = None
+        self.carrier: Carrier | None = None
         self.shared: SharedMemory | None = None
         self.memory: OwnMemory | None = None
         self._store = store
@@ -123,7 +141,9 @@ class Link:
         # How many operations this group has served, and the name of the present one in the store.
         self._number = 0
         self._operation = ""
-        self._processes: list[Process] = []
+        self._hosts = [0] * self.size
+        # Those of this host.
+        self._processes: dict[int, Process] = {}
         self._turn = threading.Lock()
         self._holder: int | None = None
         # The last question to the store.
@@ -135,7 +155,7 @@ class Link:
         if self._background is None:
             self._background = Link(self.home, self._store, self.ranks, self.rank, "-background")
             # So a death before all have met there is seen at once.
-            self._background._processes = self._processes
+            self._background._processes, self._background._hosts = self._processes, self._hosts
         return self._background
 
     def acquire(self, holder: int) -> None:
@@ -223,6 +243,15 @@ class Link:
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
+    def _pauses(self, until: float, given_up: threading.Event) -> Iterator[None]:
+        """Yield again and again, with ever longer pauses, until the time is over."""
+        pause, most = _POLL
+        most = max(most, self.size / _LOOKS)
+        while time.monotonic() < until and not given_up.is_set():
+            yield
+            given_up.wait(pause)
+            pause = min(2 * pause, most)
+
     def _within(self, work: Callable[[threading.Event], T], seconds: float) -> T:
         """Do some work with the store on another thread, and wait for it for some seconds.
 
@@ -269,6 +298,12 @@ class Link:
 
     # --- connecting ---
 
+    @property
+    def connected(self) -> Carrier:
+        """The connections, which an operation that has begun has made."""
+        assert self.carrier is not None
+        return self.carrier
+
     def connect(self, seconds: float, timeout: float, operation: str, phase: str) -> None:
         """Make a new group once all ranks have come, and begin an operation.
 
@@ -286,34 +321,58 @@ class Link:
         # gloo waits as long for the address of a rank, and five times as long for it to connect.
         until, patience = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
 
-        def meet(given_up: threading.Event) -> tuple[str, list[_Arrival]]:
-            pauses = _pauses(until, given_up)
+        def meet(given_up: threading.Event) -> tuple[str, _Start]:
+            pauses = self._pauses(until, given_up)
             if self.rank == 0:
                 return self._gather_ranks(pauses, operation, timeout)
             return self._come_to_rank_0(pauses, operation, timeout)
 
-        self._name, arrivals = self._within(meet, seconds + _STORE_SECONDS)
+        self._name, start = self._within(meet, seconds + _STORE_SECONDS)
         self._number = 0
-        self._processes = [arrival.process for arrival in arrivals]
+        self._hosts = [start.hosts[i] for i in start.host_of]
+        self._processes = self._of_this_host()
         self.begin(operation, phase)
-        store, name = self._store, self._name
         try:
-            self.pg = self._within(
-                lambda _: gloo.new_group(store, name, self.rank, self.size, patience),
-                5 * patience + _STORE_SECONDS,
+            self.carrier = self._within(
+                lambda _: self._connected(patience, start.team_ranks), 5 * patience + _STORE_SECONDS
             )
         except RuntimeError:
             # Others may be connected to this one, and learn by this why that breaks off.
             with suppress(RuntimeError):
-                self._set(f"{name}/apart", "")
+                self._set(f"{self._name}/apart", "")
             raise
+
+    def _of_this_host(self) -> dict[int, Process]:
+        """Return the processes of the ranks of this host."""
+        name, own = self._name, self._hosts[self.rank]
+        near = [rank for rank, host in enumerate(self._hosts) if host == own != 0]
+        arrivals = self._within(
+            lambda _: [self._get(f"{name}/came/{rank}", _Arrival) for rank in near], _STORE_SECONDS
+        )
+        return {rank: a.process for rank, a in zip(near, arrivals, strict=True) if a is not None}
+
+    def _connected(self, patience: float, of_team: int) -> Carrier:
+        carrier = carrier_of(
+            lambda later: gloo.new_group(
+                self._store, self._name, self.rank, self.size, patience, connects_later=later
+            ),
+            self.rank,
+            self.hosts,
+            of_team,
+        )
+        try:
+            carrier.connect(3 * patience)
+        except RuntimeError:
+            carrier.close()
+            raise
+        return carrier
 
     def _gather_ranks(
         self, pauses: Iterable[None], operation: str, timeout: float
-    ) -> tuple[str, list[_Arrival]]:
-        """Wait, as rank 0, until all ranks have come to a new group; return its name, and them."""
+    ) -> tuple[str, _Start]:
+        """Wait, as rank 0, until all ranks have come to a new group; return name and start."""
         name = f"{self._base}/{os.urandom(8).hex()}"
-        arrival = _Arrival(Process.current())
+        arrival = _Arrival(Process.current(), bytes(_TOKEN))
         self._set(f"{name}/came/0", arrival)
         self._set(f"{self._base}/newest", name)
         absent, dead = list(range(1, self.size)), list[int]()
@@ -329,21 +388,26 @@ class Link:
         absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
         failure = _failure_to_come(absent, dead, timeout) if absent else None
         # Each rank looks for its own token: a rank that finds the name of an older group in the
-        # store does not take that for this group.
-        start = _Start([arrival, *(arrived for arrived in others if arrived)], failure)
+        # store does not take that for this group. All ranks read this, so it is kept short.
+        arrivals = [arrival, *others]
+        tokens = b"".join(a.token[:_TOKEN] if a else bytes(_TOKEN) for a in arrivals)
+        hosts = [a.process.host if a else 0 for a in arrivals]
+        numbers = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
+        host_of = [numbers[host] for host in hosts]
+        start = _Start(tokens, list(numbers), host_of, team_ranks(), failure)
         self._set(f"{name}/start", start)
         if failure is not None:
             self._set(f"{self._base}/newest", "")
             raise LinkFailedError(failure)
-        return name, start.arrivals
+        return name, start
 
     def _arrival(self, name: str, rank: int) -> _Arrival | None:
         return self._get(f"{name}/came/{rank}", _Arrival)
 
     def _come_to_rank_0(
         self, pauses: Iterable[None], operation: str, timeout: float
-    ) -> tuple[str, list[_Arrival]]:
-        """Come to the group that rank 0 makes; return its name, and the ranks that came."""
+    ) -> tuple[str, _Start]:
+        """Come to the group that rank 0 makes; return name and start."""
         arrival, name = _Arrival(Process.current(), os.urandom(8)), ""
         leader: Process | None = None
         dead: list[int] = []
@@ -352,10 +416,10 @@ class Link:
             newest = self._get(f"{self._base}/newest", str)
             # Asked after that: rank 0 may have ended its wait, and begun the next one already.
             start = self._get(f"{name}/start", _Start) if name else None
-            if start is not None and arrival in start.arrivals:
+            if start is not None and start.token_of(self.rank) == arrival.token[:_TOKEN]:
                 if start.failure is not None:
                     raise LinkFailedError(start.failure)
-                return name, start.arrivals
+                return name, start
             if newest and newest not in (name, self._name):
                 name = newest
                 self._set(f"{name}/came/{self.rank}", arrival)
@@ -383,10 +447,10 @@ class Link:
 
     def close(self) -> None:
         """Break the connection; every rank that waits in it fails at once."""
-        pg, self.pg = self.pg, None
+        carrier, self.carrier = self.carrier, None
         self.shared = self.memory = None
-        if pg is not None:
-            gloo.break_connections(pg, self.rank, self.size)
+        if carrier is not None:
+            carrier.close()
 
     def broke_before(self) -> bool:
         """Whether the connection broke in an earlier operation, which ended well on this rank.
@@ -416,7 +480,7 @@ class Link:
         """Return what a look at the store tells, which other ranks may be about to write."""
 
         def ask(given_up: threading.Event) -> bool:
-            for _ in _pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
+            for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
                 if (answer := look()) is not None:
                     return answer
             return otherwise
@@ -459,7 +523,7 @@ class Link:
         self._store.add(f"{operation}/count", 1)
         self._set(f"{self._name}/broke", "")
         note_at = time.monotonic() + _EXPLAIN_SECONDS if within else math.inf
-        for _ in _pauses(time.monotonic() + patience, given_up):
+        for _ in self._pauses(time.monotonic() + patience, given_up):
             # A rank that records a cause does so before it is counted.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
             if (failure := self._recorded_failure()) is not None:
@@ -474,6 +538,15 @@ class Link:
                 # A rank that stood still may go on, and report too.
                 note_at = math.inf
                 self._set(f"{operation}/silent", self._silent_ranks(operation))
+        return self._failure_found_first(operation, given_up)
+
+    def _failure_found_first(self, operation: str, given_up: threading.Event) -> Failure:
+        """Find out which ranks are silent, or hear it from those that do."""
+        if self._store.add(f"{operation}/asking", 1) > _ASKING:
+            # Each question is about all ranks: a few ranks ask, and the others hear from them.
+            for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
+                if (told := self._recorded_failure()) is not None:
+                    return told
         failure = self._failure_by_silence(operation)
         self._set(f"{operation}/cause", failure)
         return failure
@@ -524,26 +597,25 @@ class Link:
     @property
     def hosts(self) -> list[int]:
         """A number of each rank's host and container; 0 where that is not known."""
-        return [process.host for process in self._processes] or [0] * self.size
+        return self._hosts
 
     def is_near(self, rank: int) -> bool:
         """Whether another rank, or this one, is a process of this host and container."""
         return self._share_host(self.rank, rank)
 
     def _share_host(self, one: int, other: int) -> bool:
-        hosts = self.hosts
-        return one == other or hosts[one] == hosts[other] != 0
+        return one == other or self._hosts[one] == self._hosts[other] != 0
 
     def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""
-        own_host = self.hosts[self.rank]
-        return [rank for rank, process in enumerate(self._processes) if process.has_ended(own_host)]
+        own_host = self._hosts[self.rank]
+        return [rank for rank, process in self._processes.items() if process.has_ended(own_host)]
 
     def await_end(self, rank: int, seconds: float) -> bool:
         """Wait until another rank has left the operation of this one; False if it died first."""
 
         def look(given_up: threading.Event) -> bool:
-            for _ in _pauses(time.monotonic() + seconds, given_up):
+            for _ in self._pauses(time.monotonic() + seconds, given_up):
                 is_dead = rank in self._dead_ranks()
                 if self._get(f"{self._name}/ended/{rank}", str) == self._operation:
                     return True
@@ -576,12 +648,3 @@ def _tell(operation: str, absent: list[int], timeout: float) -> None:
         _ALL_MUST_CALL,
         timeout,
     )
-
-
-def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:
-    """Yield again and again, with ever longer pauses, until the time is over."""
-    pause, most = _POLL
-    while time.monotonic() < until and not given_up.is_set():
-        yield
-        given_up.wait(pause)
-        pause = min(2 * pause, most)

@@ -269,6 +269,20 @@ def _mounts(mountinfo: str) -> list[tuple[str, str]]:
     return mounts
 
 
+def team_ranks() -> int:
+    """Return how many ranks are all connected to each other; of more, one speaks for so many.
+
+    Raises:
+        StoreError: ``CASNAP_TEAM_RANKS`` is not a number above 0.
+    """
+    return _number_asked("CASNAP_TEAM_RANKS", "how many ranks make one team, such as 8") or 8
+
+
+def gloo_interfaces() -> list[str]:
+    """Return the network interfaces that gloo is to use; empty if it chooses."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def boot_id() -> str:
     """Return the id of this boot; empty if it is unknown.
 

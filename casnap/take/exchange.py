@@ -273,7 +273,8 @@ class Exchange:
             if self._crew.error is not None:
                 raise self._crew.error
             messages, sorted_offers = self._messages(offers, decisions, is_last)
-            received = [_Message(message) for message in self._comm.all_to_all(messages)]
+            told = self._comm.all_to_all(messages, is_bulk=True)
+            received = [_Message(message) for message in told]
             self._check_all_go_on([message.head.idle for message in received])
             self._settle(earlier, by_rank, [message.decisions for message in received])
             loads = [message.head.load for message in received]
@@ -319,8 +320,13 @@ class Exchange:
         parts = [memoryview(b"")] * size
         if not self._all_parts_came:
             parts = self._split_cells.messages()
+        # Most ranks are told the same where there are many: nothing but how this one gets on.
+        plain = memoryview(HEAD.pack(is_last, bool(offers), self._load, idle, 0, 0))
         messages = []
         for chunks, decided, part in zip(by_rank, decisions, parts, strict=True):
+            if not (chunks or decided or part):
+                messages.append(plain)
+                continue
             head = HEAD.pack(is_last, bool(offers), self._load, idle, len(decided), len(chunks))
             offered = (OFFER.pack(*chunk) for chunk in chunks)
             messages.append(memoryview(bytearray().join([head, decided, *offered, part])))
