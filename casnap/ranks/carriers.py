@@ -93,6 +93,7 @@ class Carrier(ABC):
 
     Attributes:
         pg: The gloo group.
+        kept: What gloo uses, but does not keep.
         peers: The ranks that this one is connected to.
         messages: How many messages this rank has sent.
         nbytes: How many bytes these had.
@@ -100,6 +101,7 @@ class Carrier(ABC):
 
     def __init__(self, pg: Any, rank: int, size: int) -> None:
         self.pg = pg
+        self.kept: object = None
         self.rank, self.size = rank, size
         self.peers: set[int] = set()
         self.messages = self.nbytes = 0
@@ -388,7 +390,10 @@ def _teams(hosts: Sequence[int], most: int) -> list[list[int]]:
 
 
 def carrier_of(
-    new_group: Callable[[bool], Any], rank: int, hosts: Sequence[int], team_ranks: int
+    new_group: Callable[[bool], tuple[Any, object]],
+    rank: int,
+    hosts: Sequence[int],
+    team_ranks: int,
 ) -> Carrier:
     """Return the connections of one rank: to all others, or, of many ranks, to its team.
 
@@ -401,5 +406,10 @@ def carrier_of(
         team_ranks: How many ranks make one team at most; so few are all connected to each other.
     """
     if len(hosts) <= team_ranks:
-        return Mesh(new_group(False), rank, len(hosts))
-    return Teams(new_group(True), rank, _teams(hosts, team_ranks))
+        pg, kept = new_group(False)
+        carrier: Carrier = Mesh(pg, rank, len(hosts))
+    else:
+        pg, kept = new_group(True)
+        carrier = Teams(pg, rank, _teams(hosts, team_ranks))
+    carrier.kept = kept
+    return carrier

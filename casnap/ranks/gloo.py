@@ -7,6 +7,7 @@ missing rank as long as that group does, and its collectives take no deadline of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -32,9 +33,52 @@ def _devices(*, connects_later: bool) -> list[Any]:
     return [kind.create_device(interface=name, lazy_init=connects_later) for name in interfaces]
 
 
+# Seconds between two looks for an address.
+_LOOK = 0.005
+# What no rank stores.
+_NOTHING = "\x00"
+
+
+def value_in(store: Any, key: str) -> bytes | None:
+    """Return what a store has, or None; one question, which does not wait for it."""
+    # A key that is not there is not set by this, since its value is expected to be another one.
+    value = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if value == _NOTHING.encode() else value
+
+
+class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
+    """A store that gloo asks for addresses: of each it waits for one, then gets it.
+
+    Here both are one question.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._values: dict[str, bytes] = {}
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        until = time.monotonic() + timeout.total_seconds()
+        for key in keys:
+            while (value := value_in(self._store, key)) is None:
+                if time.monotonic() > until:
+                    raise dist.DistStoreError(f"{key} is not in the store within {timeout}")
+                time.sleep(_LOOK)
+            self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self._values.pop(key)
+
+
 def new_group(
     store: Any, name: str, rank: int, size: int, seconds: float, *, connects_later: bool = False
-) -> Any:
+) -> tuple[Any, object]:
     """Connect this rank with the others of a new group; they meet in the store by a name.
 
     Args:
@@ -44,15 +88,20 @@ def new_group(
         size: The number of ranks.
         seconds: How long to wait for each other rank.
         connects_later: Two ranks are connected when they first talk, instead of at once.
+
+    Returns:
+        The group, and what has to be kept as long as it is used.
     """
-    prefixed = dist.distributed_c10d.PrefixStore(name, store)
     kind: Any = dist.ProcessGroupGloo
+    prefix = dist.distributed_c10d.PrefixStore
     if not connects_later:
-        return kind(prefixed, rank, size, timedelta(seconds=seconds))
+        prefixed = prefix(name, store)
+        return kind(prefixed, rank, size, timedelta(seconds=seconds)), prefixed
     options = kind._Options()
     options._timeout, options._threads = timedelta(seconds=seconds), 2
     options._devices = _devices(connects_later=True)
-    return kind(prefixed, rank, size, options)
+    addresses = _Addresses(store)
+    return kind(prefix(name, addresses), rank, size, options), addresses
 
 
 def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:

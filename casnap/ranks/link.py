@@ -238,7 +238,8 @@ class Link:
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         """Return the value of a key in the store; None if there is none. Does not wait for it."""
-        return decoder(kind).decode(self._store.get(key)) if self._has(key) else None
+        value = gloo.value_in(self._store, key)
+        return None if value is None else decoder(kind).decode(value)
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))

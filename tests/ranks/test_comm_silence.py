@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap.ranks import group as groups
+from casnap.ranks import gloo
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
@@ -222,7 +222,7 @@ def die(dying: int, before: int, at: int, inside: bool) -> tuple[Seen, Seen]:
     def strike(i: int, comm: Comm) -> None:
         if (i, comm.rank) == (at, dying):
             if inside:
-                groups._as_tensor = lambda _: kill()
+                gloo.as_tensor = lambda _: kill()
             else:
                 kill()
 
@@ -307,19 +307,19 @@ def go_on_after_a_death() -> list[Seen]:
     rank = dist.get_rank()
     if rank == 1:
         kill()
-    pauses = links._pauses
+    pauses = links.Link._pauses
 
-    def slowly(until: float, given_up: threading.Event) -> Iterator[None]:
-        for _ in pauses(until, given_up):
+    def slowly(link: links.Link, until: float, given_up: threading.Event) -> Iterator[None]:
+        for _ in pauses(link, until, given_up):
             yield
             time.sleep(0.3)
 
     if rank == 2:
-        links._pauses = slowly
+        links.Link._pauses = slowly  # type: ignore[method-assign]
     try:
         return [watch(partial(talk, STILL + SOON)) for _ in range(4)]
     finally:
-        links._pauses = pauses
+        links.Link._pauses = pauses  # type: ignore[method-assign]
 
 
 def test_ranks_stay_in_step_after_a_death(world: Worlds) -> None:
@@ -349,7 +349,7 @@ def die_on_the_way(dying: int, where: str) -> Seen:
             dist.ProcessGroupGloo = lambda *_: kill()
         if where == "connected":
             connect = links.gloo.new_group
-            links.gloo.new_group = lambda *told: (connect(*told), kill())
+            links.gloo.new_group = lambda *told, **how: (connect(*told, **how), kill())
     return watch(partial(talk, STILL if where == "before" else LONG))
 
 
@@ -385,12 +385,12 @@ def fail_to_connect(times: int, late: float) -> tuple[Seen, Seen]:
     connect, patience = links.gloo.new_group, links.PATIENCE
     left = itertools.count(times, -1)
 
-    def fail(*told: Any) -> Any:
+    def fail(*told: Any, **how: Any) -> Any:
         if next(left) > 0:
             if not late:
                 raise RuntimeError("Connection closed by peer")
             time.sleep(late)
-        return connect(*told)
+        return connect(*told, **how)
 
     links.PATIENCE = STILL
     if dist.get_rank() == 1:
@@ -423,17 +423,17 @@ def stand_still(
     folder: str, stopping: int, before: int, at: int, inside: bool
 ) -> tuple[Seen, Seen, Seen]:
     yard = Yard(folder)
-    real = groups._as_tensor
+    real = gloo.as_tensor
 
     def stop(part: Any) -> torch.Tensor:
-        groups._as_tensor = real
+        gloo.as_tensor = real
         yard.stand_still()
         return real(part)
 
     def strike(i: int, comm: Comm) -> None:
         if (i, comm.rank) == (at, stopping):
             if inside:
-                groups._as_tensor = stop
+                gloo.as_tensor = stop
             else:
                 yard.stand_still()
 

@@ -1,0 +1,247 @@
+"""Ranks that talk in teams, each with a speaker: the same as ranks that are all connected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from casnap import StateDict, Store
+from casnap.errors import DamagedError
+from casnap.ranks import processes
+from casnap.ranks.carriers import STRAIGHT_BYTES, Mesh, Teams, Traffic, _teams
+from casnap.ranks.group import Group
+from casnap.ranks.joining import join
+from tests.ranks.test_comm import carry, carry_by_all_means, err
+from tests.ranks.test_comm_silence import die, stand_still
+from tests.support.links import forget_links, links
+from tests.support.ranks import RankDied, World
+from tests.support.yard import OnPurposeError, heard_of, talk, watch
+
+Worlds = Callable[[int], World]
+RANKS = 5  # teams of two: 0 speaks for 1, 2 for 3, and 4 is alone
+
+
+@pytest.fixture(autouse=True)
+def _teams_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASNAP_TEAM_RANKS", "2")
+
+
+def test_teams_are_of_one_host() -> None:
+    assert _teams([7, 7, 8, 8, 7, 8], 2) == [[0, 1], [2, 3], [4], [5]]
+    assert _teams([7, 7, 7, 7, 8], 8) == [[0, 1, 2, 3], [4]]
+    # Who is alone on a host, or knows none, goes with its like.
+    assert _teams([1, 2, 3, 9, 9, 0, 0], 4) == [[0, 1, 2, 5], [3, 4], [6]]
+
+
+# --- what is carried --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[0], [0, 10, 4000], [0, 0, 6, 0], [1 << 21, 0, 2]])
+def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int]) -> None:
+    world(RANKS).run(carry, sizes, "bytes")
+
+
+def test_all_collectives(world: Worlds) -> None:
+    world(RANKS).run(partial(fresh, carry_by_all_means))
+
+
+def fresh(work: Callable[[], Any]) -> Any:
+    forget_links()
+    dist.barrier()
+    return work()
+
+
+def who_is_connected(per_host: int) -> tuple[str, list[int], list[int], list[int]]:
+    """Talk; return the kind of connections, and the peers: at first, after small and large bulk."""
+    host = dist.get_rank() // per_host
+    real = processes.boot_id
+    processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
+    try:
+        forget_links()
+        dist.barrier()
+        with join(None, 60, "the talk of teams") as comm:
+            comm.all_gather(b"x" * 5000)
+            (link,) = links()
+            at_first = sorted(link.connected.peers)
+            # Each rank has a part for the next one.
+            to = (comm.rank + 1) % comm.size
+            for nbytes in (STRAIGHT_BYTES, STRAIGHT_BYTES + 1):
+                parts = [b"%d" % comm.rank * nbytes if r == to else b"" for r in range(comm.size)]
+                got = comm.all_to_all(parts, is_bulk=True)
+                before = (comm.rank - 1) % comm.size
+                assert got[before] == b"%d" % before * nbytes
+                if nbytes == STRAIGHT_BYTES:
+                    small = sorted(link.connected.peers)
+            return type(link.connected).__name__, at_first, small, sorted(link.connected.peers)
+    finally:
+        processes.boot_id = real  # type: ignore[attr-defined]
+
+
+def test_ranks_are_connected_with_their_team_and_speakers_with_each_other(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASNAP_TEAM_RANKS", "3")
+    found = world(6).run(who_is_connected, 3)
+    expected = [[1, 2, 3], [0], [0], [0, 4, 5], [3], [3]]
+    for rank, (kind, at_first, small, large) in enumerate(found):
+        assert kind == Teams.__name__
+        assert at_first == small == expected[rank]
+        assert set(large) == {*expected[rank], (rank + 1) % 6, (rank - 1) % 6}
+    monkeypatch.setenv("CASNAP_TEAM_RANKS", "6")
+    for rank, (kind, *peers) in enumerate(world(6).run(who_is_connected, 3)):
+        assert kind == Mesh.__name__
+        assert peers == [[r for r in range(6) if r != rank]] * 3
+
+
+# --- ranks that fail --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [[0], [3], [4], [1, 2], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_error_on_some_ranks_is_raised_on_all(
+    world: Worlds, failing: list[int], at: int
+) -> None:
+    for error in (OnPurposeError("it broke"), DamagedError("it broke")):
+        for rank, (seen, before, again, after) in enumerate(
+            world(RANKS).run(err, failing, at, error)
+        ):
+            if rank in failing:
+                assert (seen.error, seen.text) == (type(error).__name__, str(error))
+            elif isinstance(error, DamagedError):
+                assert (seen.error, seen.text) == ("DamagedError", f"rank {failing[0]}: it broke")
+            else:
+                assert (seen.error, seen.ranks) == ("RankError", tuple(failing))
+            assert again.value == heard_of(RANKS)
+            assert before == after
+
+
+def lose_each_other() -> list[str]:
+    fresh(partial(talk, 60))
+    doing = "another talk" if dist.get_rank() == 3 else "the talk"
+    return [watch(partial(talk, 60, doing=doing)).text, str(talk(60))]
+
+
+def test_ranks_that_came_to_another_operation_are_named(world: Worlds) -> None:
+    texts = {text for text, _ in world(RANKS).run(lose_each_other)}
+    assert any("rank 3 came to another talk meanwhile" in text for text in texts)
+
+
+@pytest.mark.parametrize("dying", [0, 1, 2, 4])
+@pytest.mark.parametrize(("before", "at", "inside"), [(1, 1, False), (0, 2, True)])
+def test_a_death_is_noticed_at_once(
+    world: Worlds, dying: int, before: int, at: int, inside: bool
+) -> None:
+    outcomes = world(RANKS).run(die, dying, before, at, inside, expect_errors=True)
+    for rank, outcome in enumerate(outcomes):
+        if rank == dying:
+            assert isinstance(outcome, RankDied)
+            continue
+        for seen in outcome:
+            assert (seen.error, seen.ranks) == ("RankError", (dying,))
+
+
+@pytest.mark.parametrize("stopping", [0, 1, 2, 3])
+def test_a_rank_that_stands_still_is_named_in_time(
+    world: Worlds, tmp_path: Path, stopping: int
+) -> None:
+    outcomes = world(RANKS).run(stand_still, str(tmp_path), stopping, 1, 1, True)
+    for rank, (seen, missed, again) in enumerate(outcomes):
+        if rank != stopping:
+            assert (seen.error, seen.ranks) == ("RankError", (stopping,)), seen
+            assert (missed.error, missed.ranks) == ("RankError", (stopping,)), missed
+        assert again.value == heard_of(RANKS)
+
+
+# --- takes and restores -----------------------------------------------------------------------
+
+
+def sharded(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(40_000.0).reshape(100, 400) + step
+    rank = dist.get_rank()
+    parts = {
+        f"w{dim}": DTensor.from_local(
+            whole.chunk(dist.get_world_size(), dim)[rank].clone(),
+            mesh,
+            [Shard(dim)],
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        for dim in (0, 1)
+    }
+    return {"model": StateDict(**parts, same=whole + 1, own=torch.full((9,), float(rank + step)))}
+
+
+def traffic_of(work: Callable[[], Any]) -> Traffic:
+    """Return what this rank sends in all operations of some work."""
+    seen, leaving = list[Traffic](), Group.leave
+
+    def note(group: Group) -> None:
+        if not group.ended:
+            seen.append(group.traffic)
+        leaving(group)
+
+    Group.leave = note  # type: ignore[method-assign]
+    try:
+        work()
+    finally:
+        Group.leave = leaving  # type: ignore[method-assign]
+    return Traffic(*map(sum, zip(*seen, strict=True)))
+
+
+def take_and_restore(path: str) -> tuple[Traffic, Traffic]:
+    host = dist.get_rank() // 3
+    processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
+    forget_links()
+    dist.barrier()
+    store = Store(path, chunk_size=4096)
+    store.take(sharded(1), "step_1")
+    changed, unchanged = sharded(2), sharded(2)
+    store.take(changed, "step_2")
+    taking = traffic_of(lambda: store.take(unchanged, "step_3"))
+    for read_once in (True, False):
+        for step in (1, 2):
+            found, expected = sharded(9), sharded(step)
+            restoring = traffic_of(
+                partial(store[f"step_{step}"].restore, found, read_once=read_once)
+            )
+            for name, value in expected["model"].items():
+                got = found["model"][name]
+                if isinstance(value, DTensor):
+                    value, got = value.to_local(), got.to_local()
+                assert torch.equal(got, value), name
+    return taking, restoring
+
+
+def test_takes_and_restores_by_teams_on_hosts(
+    world: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASNAP_TEAM_RANKS", "3")
+    counts = world(6).run(take_and_restore, str(tmp_path / "store"))
+    for taking, restoring in counts:
+        assert taking.collectives <= 16
+        assert restoring.collectives <= 12
+    speakers, members = (0, 3), (1, 2, 4, 5)
+    # One message to the speaker for each collective, and one more where it is long; a speaker has
+    # one for the other speaker and one for each of its team.
+    for rank in members:
+        taking, _ = counts[rank]
+        assert taking.messages <= 3 * taking.collectives
+    for rank in speakers:
+        taking, _ = counts[rank]
+        assert taking.messages <= 3 * 3 * taking.collectives
+    assert Store(tmp_path / "store", create=False).check().ok
+
+
+def test_a_number_of_ranks_that_is_none(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASNAP_TEAM_RANKS", "many")
+    outcomes = world(2).run(partial(fresh, partial(talk, 20)), expect_errors=True)
+    assert "CASNAP_TEAM_RANKS is 'many'" in str(outcomes[0])
