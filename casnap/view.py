@@ -31,6 +31,7 @@ from casnap.storage import (
 )
 
 if TYPE_CHECKING:
+    from casnap.maintenance.automatic import AutomaticCollector
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
     from casnap.ranks.comm import Comm
@@ -335,15 +336,19 @@ def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
 
 def _disk_hooks(repository: Repository) -> CommitHooks:
     """Return what keeps the garbage of a store small."""
-    from casnap.maintenance.automatic import automatic_collector
     from casnap.storage import CommitHooks
 
-    collector = automatic_collector(repository)
+    def collector() -> AutomaticCollector:
+        # Loaded when it is first asked: of many ranks, only rank 0 asks.
+        from casnap.maintenance.automatic import automatic_collector
+
+        return automatic_collector(repository)
+
     return CommitHooks(
-        make_room=partial(collector.make_room, repository),
-        on_full=partial(collector.meet_full_disk, repository),
-        on_release=partial(collector.note, repository),
-        count_freed=collector.count_freed,
+        make_room=lambda count: collector().make_room(repository, count),
+        on_full=lambda error, count: collector().meet_full_disk(repository, error, count),
+        on_release=lambda rows: collector().note(repository, rows),
+        count_freed=lambda: collector().count_freed(),
     )
 
 

@@ -186,10 +186,10 @@ class _Common(msgspec.Struct, array_like=True):
     step: int
     astray: dict[int, int] = {}
     failed: list[int] = []
-    told: list[tuple[int, int, bytes]] = []
+    told: list[tuple[int, int, bytearray]] = []
 
 
-_Part: TypeAlias = tuple[int, int, int, bytes | int]
+_Part: TypeAlias = tuple[int, int, int, bytearray | int]
 """Who tells it, to whom, its checksum, and its content; or only its size, if it goes straight."""
 
 
@@ -242,7 +242,7 @@ class Teams(Carrier):
             told_to = next(r for r, part in enumerate(parts) if r != rank and id(part) == most)
             common_part = parts[told_to]
             if len(common_part):
-                common.told.append((rank, sums[told_to], bytes(common_part)))
+                common.told.append((rank, sums[told_to], bytearray(common_part)))
         single: list[_Part] = []
         for other, part in enumerate(parts):
             if other == rank or part is common_part or not (len(part) or len(common_part)):
@@ -251,7 +251,7 @@ class Teams(Carrier):
                 straight.add(other)
                 single.append((rank, other, sums[other], len(part)))
             else:
-                single.append((rank, other, sums[other], bytes(part)))
+                single.append((rank, other, sums[other], bytearray(part)))
         return common, single, straight
 
     def _speak(self, common: _Common, parts: list[_Part], until: float) -> tuple[Buffer, Buffer]:

@@ -46,7 +46,7 @@ def test_teams_are_of_one_host() -> None:
 
 @pytest.mark.parametrize("sizes", [[0], [0, 10, 4000], [0, 0, 6, 0], [1 << 21, 0, 2]])
 def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int]) -> None:
-    world(RANKS).run(carry, sizes, "bytes")
+    world(RANKS).run(partial(carry, is_straight=False), sizes, "bytes")
 
 
 def test_all_collectives(world: Worlds) -> None:
@@ -165,7 +165,7 @@ def test_a_rank_that_stands_still_is_named_in_time(
 
 def sharded(step: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(40_000.0).reshape(100, 400) + step
+    whole = torch.arange(400_000.0).reshape(1000, 400) + step
     rank = dist.get_rank()
     parts = {
         f"w{dim}": DTensor.from_local(
@@ -202,7 +202,7 @@ def take_and_restore(path: str) -> tuple[Traffic, Traffic]:
     processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
     forget_links()
     dist.barrier()
-    store = Store(path, chunk_size=4096)
+    store = Store(path, chunk_size=64 << 10)
     store.take(sharded(1), "step_1")
     changed, unchanged = sharded(2), sharded(2)
     store.take(changed, "step_2")
