@@ -346,7 +346,7 @@ def die_on_the_way(dying: int, where: str) -> Seen:
         if where == "before":
             kill()
         if where == "met":
-            dist.ProcessGroupGloo = lambda *_: kill()
+            links.gloo.new_group = lambda *told, **how: kill()
         if where == "connected":
             connect = links.gloo.new_group
             links.gloo.new_group = lambda *told, **how: (connect(*told, **how), kill())
