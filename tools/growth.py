@@ -2,6 +2,8 @@
 
 Prints, for worlds of 8, 16, 32 and 64 processes on pretended hosts of eight ranks, what a take of
 nothing new, a first take and a restore cost, beside ``dcp.save`` of the same tiny sharded state.
+``python -m tools.growth model`` reckons what grows for worlds that no machine here can run, from
+what an unchanged take of eight hosts sends.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +20,14 @@ import torch
 import torch.distributed as dist
 
 from casnap import StateDict, Store
+from casnap.format.decoding import decoder
+from casnap.format.digest import digest_of
+from casnap.format.entries import Payload, TensorEntry
+from casnap.format.records import encode
 from casnap.ranks import processes
 from casnap.ranks.carriers import Traffic
 from casnap.ranks.group import Group
+from casnap.take.manifest import _Contribution, gathered
 from tests.support.ranks import Pool
 
 TENSORS, COLUMNS = 20, 64
@@ -142,7 +150,61 @@ def row(of_ranks: list[Growth]) -> str:
     )
 
 
+def questions(hosts: int, per_host: int) -> int:
+    """Return how often the store of the process group is asked until all ranks are connected.
+
+    What ranks ask that wait for late ones is not counted.
+    """
+    ranks = hosts * per_host
+    # A rank sets its note and its address, gets the name and the start of the group, and the notes
+    # of its host; rank 0 looks whether each has come, and gets its note. Each asks for the address
+    # of each of its peers.
+    meeting = ranks * (1 + 1 + 1 + 2 + per_host) + 2 * ranks
+    return meeting + hosts * ((per_host - 1) * 2 + hosts - 1)
+
+
+def memory_of_rank_0(ranks: int, tensors: int) -> tuple[float, float]:
+    """Return MiB that rank 0 takes at most to gather a manifest, and seconds.
+
+    Each rank has one tree of its own, and contributes its share of the entries of sharded tensors.
+    """
+    entry = TensorEntry(Payload(1 << 30, digests=bytes(32), depth=1), "float32", (1 << 14, 1 << 14))
+    tracemalloc.start()
+    began = time.process_time()
+    told = []
+    for rank in range(ranks):
+        own = range(rank * tensors // ranks, (rank + 1) * tensors // ranks)
+        entries = {"model": {f"/layers.{i}.weight": entry for i in own}} if len(own) else {}
+        contribution = _Contribution(entries, {"rng": rank.to_bytes(32, "big")}, 9, 1)
+        told.append(memoryview(encode(contribution)))
+    contributions = [decoder(_Contribution).decode(part) for part in told]
+    summary = gathered(contributions, ["model", "rng"], lambda node: digest_of(node))
+    encode(summary.manifest)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most / (1 << 20), time.process_time() - began
+
+
+def model() -> None:
+    with Pool() as pool, tempfile.TemporaryDirectory() as folder:
+        of_ranks = pool.world(64).run(measure, folder, 8)
+    busiest = max((g.unchanged[-1].traffic for g in of_ranks), key=lambda t: t.messages)
+    a_peer = busiest.messages / (7 + 7)
+    print("| hosts | ranks | questions to the store | of a mesh | messages of the busiest rank |")
+    print("|---|---|---|---|---|")
+    for hosts in (8, 128, 512, 2048):
+        print(
+            f"| {hosts} | {hosts * 8} | {questions(hosts, 8):,} | {2 * (hosts * 8) ** 2:,} | "
+            f"{a_peer * (7 + hosts - 1):,.0f} |"
+        )
+    mib, seconds = memory_of_rank_0(16_384, 2_000)
+    print(f"rank 0 of 16,384 gathers 2,000 sharded tensors in {mib:.0f} MiB and {seconds:.1f} s")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["model"]:
+        model()
+        return
     per_host = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     worlds = [int(n) for n in sys.argv[2:]] or [8, 16, 32, 64]
     print(

@@ -33,6 +33,8 @@ STRAIGHT_BYTES = 16 << 10
 # A message begins with the lengths of its two halves; if these are short, they come along.
 _LENGTHS = struct.Struct("<QQ")
 _HEAD_BYTES = 1024
+# Two halves of fewer bytes are copied into one message; a longer one is sent to all as it is.
+_JOINED_BYTES = 64 << 10
 # Tags of the messages of gloo: straight parts have 0, and 1 breaks a connection.
 _HEAD, _COMMON, _SINGLE = 2, 3, 4
 _NOTHING = memoryview(b"")
@@ -337,6 +339,11 @@ class Teams(Carrier):
             if end <= _HEAD_BYTES:
                 got[source] = head[_LENGTHS.size : middle], head[middle:end]
                 continue
+            if common_bytes + single_bytes <= _JOINED_BYTES:
+                both, of_both = self._begin_receiving(common_bytes + single_bytes, source, _COMMON)
+                works.append(of_both)
+                got[source] = both[:common_bytes], both[common_bytes:]
+                continue
             common, of_common = self._begin_receiving(common_bytes, source, _COMMON)
             single, of_single = self._begin_receiving(single_bytes, source, _SINGLE)
             works += [of_common, of_single]
@@ -354,6 +361,8 @@ class Teams(Carrier):
         messages = [(lengths, _HEAD), (common, _COMMON), (single, _SINGLE)]
         if len(lengths) + len(common) + len(single) <= _HEAD_BYTES:
             messages = [(lengths + common + single, _HEAD)]
+        elif len(common) + len(single) <= _JOINED_BYTES:
+            messages = [(lengths, _HEAD), (common + single, _COMMON)]
         works = []
         for content, tag in messages:
             padded = content.ljust(_HEAD_BYTES, b"\0") if tag == _HEAD else content

@@ -93,6 +93,14 @@ def build_manifest(
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
     if not contributions:
         return None
+    # The keys are in the order of the app state.
+    return gathered(contributions, [span.component for span in state.spans], put_node)
+
+
+def gathered(
+    contributions: list[_Contribution], components: Iterable[str], put_node: Put
+) -> ManifestSummary:
+    """Return the manifest of what all ranks contribute; rank 0 alone puts it together."""
     summary = ManifestSummary(Manifest({}, {}), 0, 0)
     entries: dict[str, dict[str, KnownEntry]] = {}
     for rank, contribution in enumerate(contributions):
@@ -102,10 +110,9 @@ def build_manifest(
         for key, of_rank in contribution.entries.items():
             if entries.setdefault(key, of_rank) is not of_rank:
                 entries[key].update(of_rank)
-    # The keys are in the order of the app state.
-    for span in state.spans:
-        if of_key := entries[span.component]:
-            summary.manifest.shared[span.component] = build(of_key, put_node)
+    for component in components:
+        if of_key := entries.get(component):
+            summary.manifest.shared[component] = build(of_key, put_node)
             summary.logical_bytes += _nbytes(of_key)
             summary.entries += len(of_key)
     return summary
