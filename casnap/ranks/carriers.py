@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
+from casnap.errors import RankError
 from casnap.format.decoding import decoder
 from casnap.format.records import encode
 from casnap.ranks import gloo
@@ -224,12 +225,18 @@ class Teams(Carrier):
     def exchange(self, outgoing: Outgoing, seconds: float) -> Incoming:
         until = time.monotonic() + seconds
         common, parts, straight = self._own(outgoing)
-        if self.rank != self._speaker:
-            self._swap({self._speaker: (encode(common), encode(parts))}, [], until)
-            told = self._swap({}, [self._speaker], until)[self._speaker]
-        else:
-            told = self._speak(common, parts, until)
-        return self._incoming(outgoing, straight, *told)
+        try:
+            if self.rank != self._speaker:
+                self._swap({self._speaker: (encode(common), encode(parts))}, [], until)
+                told = self._swap({}, [self._speaker], until)[self._speaker]
+            else:
+                told = self._speak(common, parts, until)
+            return self._incoming(outgoing, straight, *told)
+        except msgspec.DecodeError as e:
+            raise RankError(
+                f"what came from other ranks to rank {self.rank} is damaged ({e}), so it was not "
+                "used; a network card or some memory may be at fault"
+            ) from e
 
     def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part], set[int]]:
         """Return what this rank tells all others, what single ones, and which of them straight."""

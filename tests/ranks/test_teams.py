@@ -23,7 +23,7 @@ from tests.ranks.test_comm import carry, carry_by_all_means, err
 from tests.ranks.test_comm_silence import die, stand_still
 from tests.support.links import forget_links, links
 from tests.support.ranks import RankDied, World
-from tests.support.yard import OnPurposeError, heard_of, talk, watch
+from tests.support.yard import OnPurposeError, Seen, heard_of, talk, watch
 
 Worlds = Callable[[int], World]
 RANKS = 5  # teams of two: 0 speaks for 1, 2 for 3, and 4 is alone
@@ -157,6 +157,40 @@ def test_a_rank_that_stands_still_is_named_in_time(
         if rank != stopping:
             assert (seen.error, seen.ranks) == ("RankError", (stopping,)), seen
             assert (missed.error, missed.ranks) == ("RankError", (stopping,)), missed
+        assert again.value == heard_of(RANKS)
+
+
+def send_damaged(sender: int, where: int) -> tuple[Seen, Seen]:
+    """Tell all something; of what one rank sends, one byte is turned on its way."""
+    fresh(partial(talk, 60))
+    (link,) = links()
+    carrier = link.connected
+    assert isinstance(carrier, Teams)
+    send = carrier._begin_sending
+
+    def damaged(target: int, common: bytes, single: bytes) -> list[Any]:
+        turned = bytearray(common)
+        if len(turned) > 5000:
+            turned[where] ^= 0xFF
+        return send(target, bytes(turned), single)
+
+    def tell() -> None:
+        with join(None, 60, "the talk of teams") as comm:
+            comm.all_gather(b"%d" % comm.rank * 6000)
+
+    if dist.get_rank() == sender:
+        carrier._begin_sending = damaged  # type: ignore[method-assign]
+    seen = watch(tell)
+    carrier._begin_sending = send  # type: ignore[method-assign]
+    return seen, watch(partial(talk, 60))
+
+
+@pytest.mark.parametrize("sender", [1, 2])
+@pytest.mark.parametrize("where", [0, 3000])
+def test_what_is_damaged_on_its_way_is_not_used(world: Worlds, sender: int, where: int) -> None:
+    for seen, again in world(RANKS).run(send_damaged, sender, where):
+        assert seen.error == "RankError"
+        assert "damaged" in seen.text
         assert again.value == heard_of(RANKS)
 
 

@@ -108,7 +108,8 @@ class Forked:
 
     def kill(self) -> None:
         if self.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since, which is not told yet
+                os.kill(self.pid, signal.SIGKILL)
 
     def __del__(self) -> None:
         if self.exitcode is None:
