@@ -24,6 +24,7 @@ from casnap.ranks.comm import Comm, SingleProcess
 from casnap.ranks.joining import join
 from tests.support.links import forget_links, links
 from tests.support.ranks import World
+from tests.support.talks import carry, carry_by_all_means, err
 from tests.support.yard import OnPurposeError, Seen, Yard, heard_of, talk, watch
 
 Worlds = Callable[[int], World]
@@ -32,47 +33,10 @@ Worlds = Callable[[int], World]
 # --- what is carried --------------------------------------------------------------------------
 
 
-def carry(sizes: list[int], kind: str, *, is_straight: bool = True) -> None:
-    """Send parts of these sizes to each rank; their bytes tell the sender and the receiver."""
-
-    def content(source: int, target: int) -> bytes:
-        return bytes([source, target]) * (sizes[(source + target) % len(sizes)] // 2)
-
-    made: Callable[[bytes], Any] = {
-        "bytes": bytes,
-        "writable": lambda part: memoryview(bytearray(part)),
-        "read-only": memoryview,
-    }[kind]
-    with join(None, 60, "the carrying of bytes") as comm:
-        parts = [made(content(comm.rank, target)) for target in range(comm.size)]
-        got = comm.all_to_all(parts)
-        expected = [content(source, comm.rank) for source in range(comm.size)]
-        assert [bytes(part) for part in got] == expected
-        nbytes = sum(len(part) for rank, part in enumerate(expected) if rank != comm.rank)
-        for room in (bytearray(nbytes), bytearray(nbytes + 5), bytearray(max(0, nbytes - 1))):
-            got = comm.all_to_all(parts, memoryview(room))
-            assert [bytes(part) for part in got] == expected
-            inside = [p.obj is room for r, p in enumerate(got) if r != comm.rank and len(p)]
-            assert not is_straight or all(inside) == (len(room) >= nbytes)
-
-
 @pytest.mark.parametrize("sizes", [[0], [2], [0, 10, 4000], [0, 0, 6, 0], [1 << 21, 0, 2]])
 def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int]) -> None:
     for size, kind in ((4, "bytes"), (3, "writable"), (2, "read-only")):
         world(size).run(carry, sizes, kind)
-
-
-def carry_by_all_means() -> None:
-    with join(None, 60, "the carrying of bytes") as comm:
-        own = b"%d" % comm.rank
-        ranks = [b"%d" % rank for rank in range(comm.size)]
-        assert comm.all_gather(own) == ranks
-        assert comm.gather(own) == (ranks if comm.rank == 0 else [])
-        assert comm.broadcast(b"all" if comm.rank == 0 else b"") == b"all"
-        assert comm.broadcast() == b""
-        assert comm.scatter([part * 3 for part in ranks]) == own * 3
-        same = memoryview(bytearray(b"x" * (1 << 20)))
-        assert all(part == same for part in comm.all_to_all([same] * comm.size))
 
 
 def test_all_collectives(world: Worlds) -> None:
@@ -96,24 +60,6 @@ def test_a_single_process_talks_to_itself() -> None:
 
 
 # --- errors -----------------------------------------------------------------------------------
-
-
-def err(failing: list[int], at: int, error: BaseException) -> tuple[Seen, str, Seen, str]:
-    """Raise on some ranks before a collective, then talk again."""
-
-    def strike(i: int, comm: Comm) -> None:
-        if i == at and comm.rank in failing:
-            raise error
-
-    talk(60)
-    name = group_name()
-    seen = watch(partial(talk, 60, 3, strike))
-    return seen, name, watch(partial(talk, 60)), group_name()
-
-
-def group_name() -> str:
-    (link,) = (x for x in links() if x.size == dist.get_world_size())
-    return link._name
 
 
 @pytest.mark.parametrize("failing", [[0], [1], [0, 2], [0, 1, 2]])

@@ -18,23 +18,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from casnap.ranks import gloo
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.ranks.processes import Process
 from tests.support.faults import kill, stop
-from tests.support.links import forget_links
 from tests.support.ranks import RankDied, World
-from tests.support.yard import SOON, Seen, Yard, heard_of, nothing_hangs, talk, watch
+from tests.support.talks import LONG, STILL, die, stand_still, start_with
+from tests.support.yard import SOON, Seen, Yard, heard_of, talk, watch
 
 Worlds = Callable[[int], World]
 SHORT = 1.0
-STILL = 3.0  # a busy machine keeps ranks from meeting for a second or two
-LONG = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +55,6 @@ def beside(
     with ThreadPoolExecutor(len(worlds)) as threads:
         parts = list(threads.map(run, range(len(worlds))))
     return {case: found for part in parts for case, found in part.items()}
-
-
-def start_with(operations: int) -> None:
-    """Begin with a new group, or in one that has served some operations."""
-    forget_links()
-    dist.barrier()
-    for _ in range(operations):
-        talk(60)
 
 
 def assert_missed(seen: Seen, rank: int, what: str = "") -> None:
@@ -216,20 +204,6 @@ def test_nothing_is_told_of_ranks_that_work(world: Worlds) -> None:
 
 
 # --- ranks that die ---------------------------------------------------------------------------
-
-
-def die(dying: int, before: int, at: int, inside: bool) -> tuple[Seen, Seen]:
-    def strike(i: int, comm: Comm) -> None:
-        if (i, comm.rank) == (at, dying):
-            if inside:
-                gloo.as_tensor = lambda _: kill()
-            else:
-                kill()
-
-    start_with(before)
-    seen, again = watch(partial(talk, LONG, 3, strike)), watch(partial(talk, LONG))
-    nothing_hangs()
-    return seen, again
 
 
 DEATHS = [
@@ -417,36 +391,6 @@ def test_ranks_that_cannot_be_connected_try_again(world: Worlds, times: int, lat
 
 
 # --- ranks that stand still -------------------------------------------------------------------
-
-
-def stand_still(
-    folder: str, stopping: int, before: int, at: int, inside: bool
-) -> tuple[Seen, Seen, Seen]:
-    yard = Yard(folder)
-    real = gloo.as_tensor
-
-    def stop(part: Any) -> torch.Tensor:
-        gloo.as_tensor = real
-        yard.stand_still()
-        return real(part)
-
-    def strike(i: int, comm: Comm) -> None:
-        if (i, comm.rank) == (at, stopping):
-            if inside:
-                gloo.as_tensor = stop
-            else:
-                yard.stand_still()
-
-    start_with(before)
-    seen = watch(partial(talk, STILL, 3, strike))
-    missed = watch(lambda: None)
-    if dist.get_rank() != stopping:
-        missed = watch(partial(talk, STILL, doing="the talk that is missed"))
-        yard.done(stopping)
-    dist.barrier()
-    again = watch(partial(talk, 60, doing="the talk of all"))
-    nothing_hangs()
-    return seen, missed, again
 
 
 STOPS = [(0, 0, 0, False), (1, 0, 0, False), (1, 0, 2, True), (0, 1, 0, False), (1, 1, 3, False)]

@@ -19,10 +19,9 @@ from casnap.ranks import processes
 from casnap.ranks.carriers import STRAIGHT_BYTES, Mesh, Teams, Traffic, _teams
 from casnap.ranks.group import Group
 from casnap.ranks.joining import join
-from tests.ranks.test_comm import carry, carry_by_all_means, err
-from tests.ranks.test_comm_silence import die, stand_still
 from tests.support.links import forget_links, links
 from tests.support.ranks import RankDied, World
+from tests.support.talks import carry, carry_by_all_means, die, err, stand_still
 from tests.support.yard import OnPurposeError, Seen, heard_of, talk, watch
 
 Worlds = Callable[[int], World]
