@@ -11,6 +11,7 @@ import torch
 from casnap.format.digest import Digest, digest_of
 from casnap.runtime.buffers import view_at
 from casnap.runtime.threads import Crew, SharedItems, cores
+from casnap.state.devices import synchronize, synchronize_workers
 from casnap.storage import Want
 
 # What is hashed together: a device does so in few launches. What is not contiguous is copied for
@@ -69,6 +70,8 @@ def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
         by_device.setdefault(each.part.device, []).append(each)
     for device, candidates in by_device.items():
         parts = [each.part for each in candidates]
+        # Threads may have begun to fill what is held here under another key.
+        synchronize_workers(parts)
         digests = _by_host(parts) if device.type == "cpu" else _by_device(device, parts)
         pairs = list(zip(candidates, digests, strict=True))
         kept = [each for each, digest in pairs if digest == each.want.digest]
@@ -77,6 +80,8 @@ def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
             _audit(device, _numbers.choice(kept))
         for each in kept:
             each.keep()
+    # What is read now may be brought there on other streams than what was kept is copied on.
+    synchronize(each.part for each in window)
     return wants
 
 

@@ -15,11 +15,13 @@ import torch.distributed.checkpoint as dcp
 import casnap.state
 from casnap import Snapshot, StateDict, Store, release_memory
 from casnap.errors import DeviceError
-from casnap.format.digest import Digest
+from casnap.format.digest import Digest, digest_of
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.restore import reuse
+from casnap.runtime.buffers import view_at
 from casnap.serving import Follower
 from casnap.state import device_hash
+from casnap.storage import Want
 from casnap.take import staging
 from tests.support import hashing_device
 from tests.support.late_device import Stream, module, run_all
@@ -140,6 +142,49 @@ def load_kept(path: Path, out: torch.Tensor) -> None:
 
 def load_kept_by_dcp(path: Path, out: torch.Tensor) -> None:
     dcp.load({"s": {"x": out}}, storage_reader=CasnapReader(path, reuse=True), no_dist=True)
+
+
+class Unknown:
+    """A value whose loader is not known: it gets new tensors."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"x": self.x}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.x = state["x"]
+
+
+def restore_what_another_key_fills(path: Path) -> None:
+    """Two keys are of one memory: the first one keeps what is there, the second one fills it."""
+    x = expected()
+    store = Store(path / "run", chunk_size="64K")
+    snapshot = store.take({"a": StateDict(x=x), "b": StateDict(x=x + 7)}, "step")
+    with pytest.MonkeyPatch.context() as patch:
+        hashing_device.install(patch, "late:0")
+        live = x.to("late")
+        module.synchronize("late")
+        kept = Unknown(live)
+        with module.stream(Stream("late")):
+            snapshot.restore({"a": kept, "b": StateDict(x=live)}, reuse=True)
+        run_all()
+    assert torch.equal(kept.x.cpu(), x)
+    assert torch.equal(live.cpu(), x + 7)
+
+
+def look_at_what_is_being_filled(_: Path) -> None:
+    """A thread, which uses the default stream, fills what is looked at on the caller's stream."""
+    x = expected()
+    with pytest.MonkeyPatch.context() as patch:
+        hashing_device.install(patch, "late:0")
+        live = x.to("late")
+        module.synchronize("late")
+        want = Want(digest_of(view_at(x.data_ptr(), x.nbytes)), x.nbytes, nothing, "x")
+        live.add_(7)
+        with module.stream(Stream("late")):
+            assert list(reuse.lacking([reuse.Candidate(want, live, run_all)])) == [want]
 
 
 def read_of_numpy(path: Path) -> None:
@@ -296,6 +341,8 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "restore what is held": partial(kept, restore_kept),
     "load what is held": partial(kept, load_kept),
     "load what is held by dcp": partial(kept, load_kept_by_dcp),
+    "restore what another key fills": restore_what_another_key_fills,
+    "look at what is being filled": look_at_what_is_being_filled,
     "follow": follow,
     "take of what was known": take_of_what_was_known,
     "take of some that is known": partial(asked, "take"),
@@ -311,9 +358,13 @@ WAITS = [
     ("casnap.take.staging._copied", piece_without_owner, "take in the background", PROMPT),
     ("casnap.restore.restore.synchronize", nothing, "restore", LATE),
     ("casnap.restore.restore.synchronize", nothing, "restore an optimizer", LATE),
-    ("casnap.restore.restore.synchronize", nothing, "restore what is held", LATE),
-    ("casnap.restore.load_into.synchronize", nothing, "load what is held", LATE),
-    ("casnap.integrations.dcp.load.synchronize", nothing, "load what is held by dcp", LATE),
+    ("casnap.restore.reuse.synchronize", nothing, "restore what another key fills", LATE),
+    (
+        "casnap.restore.reuse.synchronize_workers",
+        nothing,
+        "look at what is being filled",
+        LATE,
+    ),
     ("casnap.restore.read_object.synchronize", nothing, "read", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read of numpy", LATE),
     ("casnap.restore.load_into.synchronize", nothing, "load", LATE),
