@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from msgspec import structs
+
 from casnap.backends.durability import sync_folder
 from casnap.backends.file_io import write_cached
 from casnap.backends.file_locks import lock, open_to_lock
@@ -340,24 +342,52 @@ class ServedFolder:
     # --- whom it was announced to ---
 
     def called(self) -> VersionRecord | None:
-        """Return the version that a callback was last called for without a failure."""
+        """Return the version that a callback was called for; None if nobody knows.
+
+        If the last call has failed, or has not returned, it is of no commit, and has only the
+        tensors that no call can have changed since.
+        """
         path = self.versions / _CALLED
         info = status(path, follow=False)
         # Who could write it could have the callback left out.
         return None if info is None or self._owners.why_not(info) else read_record(path)
 
-    def note_called(self, version: Version) -> None:
-        """Note that a callback was called for a version.
+    def note_calling(self, version: Version) -> None:
+        """Note that a callback is about to be called for a version.
+
+        It may load the version and fail then. So from now on it has to be called for each version,
+        also for the one before.
 
         Raises:
             PlaceError: It cannot be noted.
         """
+        last = self.called()
+        if last is None:
+            return
+        changed = set(version.record.changed_since(last))
+        kept = {name: tensor for name, tensor in last.tensors.items() if name not in changed}
+        begun = structs.replace(last, commit="", tensors=kept)
+        begun.digest = begun.own_digest()
+        if begun != last:
+            self._note(begun)
+
+    def note_called(self, version: Version) -> None:
+        """Note that a callback was called for a version, and has succeeded.
+
+        Raises:
+            PlaceError: It cannot be noted.
+        """
+        self._note(version.record)
+
+    def _note(self, record: VersionRecord) -> None:
         partial = f"{_CALLED}.partial"
         with self.translated():
             unlink_at(partial, self._folder)
             fd = create_file(partial, self._folder, FILE_MODE)
             try:
-                write_cached(fd, memoryview(version.record.encode()), 0)
+                write_cached(fd, memoryview(record.encode()), 0)
+                os.fsync(fd)
             finally:
                 os.close(fd)
             self._rename(partial, _CALLED)
+            os.fsync(self._folder)

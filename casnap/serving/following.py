@@ -19,7 +19,10 @@ from casnap.serving.pull import Source, update
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]
-"""Called with the folder of a version, and the tensors that are new since the last call."""
+"""Called with the folder of a version, and the tensors that are new since the last call.
+
+Those of a call that has failed are named again: it may have loaded them, or not.
+"""
 
 
 class Following:
@@ -146,6 +149,7 @@ class Following:
                 self._note_serving()
                 return
             changed = version.record.changed_since(last)
+            self._served.note_calling(version)
             call_plain(on_version, version.folder.resolve(), changed)
         except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
             self._calls.note_failure(e)

@@ -105,6 +105,35 @@ def test_a_callback_that_fails_is_called_again(
     assert any("works again" in w for w in warnings)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_tag_that_is_moved_back_after_a_call_has_failed(
+    store: Store, live: Path, *, restarts: bool
+) -> None:
+    """The call may have loaded the version, so it is called for the version before again."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def on_version(folder: Path, changed: list[str]) -> None:
+        calls.append((folder.name.partition("@")[0], sorted(changed)))
+        if folder.name.startswith("step_1"):
+            raise ConnectionError("loaded, and then the engine did not answer")
+
+    options: dict[str, Any] = {"options": PullOptions(tag="stable"), "on_version": on_version}
+    store.publish("stable", "step_0")
+    events = follow(store, live, **options)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    take(store, 1)
+    store.publish("stable", "step_1")
+    assert [next(events).event for _ in range(2)] == ["switched", "call_failed"]
+    if restarts:
+        events.close()
+        events = follow(store, live, **options)
+    move = store.publish("stable", "step_0")
+    while next(events).event != "called":
+        pass
+    assert calls[-1] == ("step_0", ["bias", "layers.1"])
+    assert store.wait_served("stable", move.root, timeout=60)
+
+
 def test_a_source_that_is_rolled_back(store: Store, live: Path) -> None:
     events = follow(store, live)
     next(events)
