@@ -339,7 +339,8 @@ class StagedCopies:
         self._read: list[Callable[[], None]] = []
         self._keeps_read = True
         self._changed = threading.Condition()
-        self._complete = False
+        # So that they can be released before any is made.
+        self._complete = True
         self._error: BaseException | None = None
         _with_copies.add(self)
 
@@ -352,6 +353,7 @@ class StagedCopies:
         """
         self._when_full = when_full
         try:
+            self._complete = False
             with closing(self._placed(pieces)) as placed, Crew(self._threads) as crew:
                 source = SharedItems(placed, crew)
                 crew.run(lambda: self._copy(source), crew.limited(cores()))

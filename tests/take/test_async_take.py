@@ -14,6 +14,7 @@ import torch
 from casnap import RNGState, Snapshot, StateDict, Store, on_preemption, release_memory
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError, StorageFullError
 from casnap.runtime.buffers import SLOTS, _all_pools, shared_pool
+from casnap.take.staging import StagedCopies
 from tests.support.bitwise import assert_same
 from tests.support.blocks import LEAST, small_blocks
 from tests.support.gates import Gate
@@ -491,3 +492,8 @@ def test_what_others_draw_during_a_take_is_not_drawn_again(store, draws):
 def test_a_random_state_is_not_set_back_if_nothing_drew(store, monkeypatch):
     monkeypatch.setattr(RNGState, "load_state_dict", lambda *_: pytest.fail("set back"))
     store.take({"rng": RNGState(), "s": StateDict(x=1)}, "step")
+
+
+def test_copies_of_which_none_was_begun_can_be_given_back() -> None:
+    """An interrupt may come before: nobody waits for copies then."""
+    assert next(StagedCopies(None).batches(), None) is None
