@@ -22,6 +22,7 @@ from casnap.format.entries import INLINE_BYTES
 from casnap.format.records import Place, Root
 from casnap.runtime.buffers import view_at
 from casnap.state.device_hash import DeviceHasher, Run, distrusted, hasher_if_made
+from casnap.state.devices import devices_of
 from casnap.state.sharded import Shards
 from casnap.take.capture import CapturedState
 from casnap.take.hashing import Hasher
@@ -117,6 +118,11 @@ def hashers_for(state: CapturedState, root: Root) -> dict[torch.device, DeviceHa
     return {device: hasher for device, hasher in hashers.items() if hasher is not None}
 
 
+def _tensors_of(content: object) -> list[torch.Tensor]:
+    contents = content.tensors if isinstance(content, Shards) else [content]
+    return [each for each in contents if isinstance(each, torch.Tensor)]
+
+
 class Asking:
     """One question of a take: which of the cells on its devices the store has.
 
@@ -125,6 +131,9 @@ class Asking:
         hashers: The devices that hash what they hold.
         rely_on: Asks the store.
         store_id: The id of the store.
+
+    Attributes:
+        leaves: The leaves to ask for.
     """
 
     def __init__(
@@ -141,8 +150,16 @@ class Asking:
         self._known: list[_Asked] = []
         self._crossing: list[_Asked] = []
         self._all_new: dict[str, bool] = {}
+        # Little that is shared by ranks stands in its entry, as it is.
+        self.leaves = {
+            i
+            for i, (path, entry, content) in enumerate(state.leaves)
+            if entry.payload.nbytes > INLINE_BYTES
+            and not devices_of(_tensors_of(content)).isdisjoint(hashers)
+            and self._streaks.is_asked(path)
+        }
         # Of the leaf of the last piece.
-        self._leaf, self._is_leaf_asked, self._memories = -1, False, set[int]()
+        self._leaf, self._memories = -1, set[int]()
         # How many known chunks each device has, and one of them.
         self._counts: dict[torch.device, int] = {}
         self._samples: dict[torch.device, _Sample] = {}
@@ -164,33 +181,29 @@ class Asking:
                 continue
             window.append(piece)
             nbytes += memory.nbytes
-            if memory.untyped_storage().data_ptr() not in self._memories:
+            if self._is_made(piece, memory):
                 made += memory.nbytes
             if nbytes >= _WINDOW_BYTES or made >= _MADE_BYTES:
                 yield from self._ask(window)
                 window, nbytes, made = [], 0, 0
         yield from self._ask(window)
         self._check_samples()
-        self._streaks.note(self._all_new)
 
     def _is_asked(self, piece: Piece, memory: torch.Tensor) -> bool:
+        # Of the devices that hold a leaf, some may have no hasher.
+        return (
+            piece.leaf in self.leaves
+            and memory.device in self._hashers
+            and Run(memory, piece.sizes).is_hashable
+        )
+
+    def _is_made(self, piece: Piece, memory: torch.Tensor) -> bool:
+        """Whether the memory was made for the piece, to be contiguous."""
         if piece.leaf != self._leaf:
-            path, entry, content = self._state.leaves[piece.leaf]
             self._leaf = piece.leaf
-            tensors = content.tensors if isinstance(content, Shards) else [content]
-            # Other memory was made for the pieces, to be contiguous.
-            self._memories = {
-                tensor.untyped_storage().data_ptr()
-                for tensor in tensors
-                if isinstance(tensor, torch.Tensor)
-            }
-            # Little that is shared by ranks stands in its entry, as it is.
-            self._is_leaf_asked = (
-                memory.device in self._hashers
-                and entry.payload.nbytes > INLINE_BYTES
-                and self._streaks.is_asked(path)
-            )
-        return self._is_leaf_asked and Run(memory, piece.sizes).is_hashable
+            tensors = _tensors_of(self._state.leaves[piece.leaf].content)
+            self._memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return memory.untyped_storage().data_ptr() not in self._memories
 
     def _ask(self, window: list[Piece]) -> Iterator[Piece]:
         for device, hasher in self._hashers.items():
@@ -265,6 +278,10 @@ class Asking:
             f"the bytes of a chunk of {path} have another BLAKE3, unless another thread or stream "
             "wrote to it before the call had returned",
         )
+
+    def note_streaks(self) -> None:
+        """Note which leaves were new, for later takes; to be called once for each take."""
+        self._streaks.note(self._all_new)
 
     def settle(self, hasher: Hasher) -> None:
         """Note what the store has; compare what has crossed with what the devices said.

@@ -220,6 +220,8 @@ class _Builder:
         leaf = state.same_as.get(leaf, leaf)
         only = self._digests.only.get(leaf)
         digests = bytes(self._digests.runs[leaf]) if only is None else only
+        # Where no digest was noted there are zeros.
+        assert bytes(DIGEST_SIZE) not in digests, path
         return with_payload(entry, _payload(nbytes, digests, put_node))
 
 

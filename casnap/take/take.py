@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
+from casnap.format.digest import Digest
 from casnap.format.names import key_of
-from casnap.format.records import Root
+from casnap.format.records import Place, Root
 from casnap.ranks.comm import Comm
+from casnap.runtime.fork import in_child
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.storage import (
     Reliance,
@@ -77,16 +81,15 @@ def async_take(
             steps.begin(source)
             steps.begin_asking()
             copies = StagedCopies(options.staging_bytes, options.threads)
-            in_call = steps.requests()
             pending = PendingTake(
-                store_id, name, lambda: steps.store_copies(copies, in_call), options.attempt
+                store_id, name, lambda: steps.store_copies(copies), options.attempt
             )
             try:
                 if options.max_pending > 1:
                     comm.leave()
-                copies.fill(steps.pieces_to_copy(), when_full=pending.start)
+                copies.fill(steps.pieces_to_copy(), when_full=partial(steps.go_on, pending))
                 steps.state.drop_tensors()
-                pending.start()
+                steps.go_on(pending)
             except BaseException as e:
                 # Once started, the take in the background fails too, and tells the other ranks.
                 if not pending.started:
@@ -126,6 +129,11 @@ _GONE = (
 )
 
 
+# The takes that announced in their calls what they rely on.
+_calls: WeakSet[_Steps] = WeakSet()
+in_child(_calls.clear)
+
+
 class _Steps:
     """The steps of a take, on one of its ranks.
 
@@ -143,6 +151,8 @@ class _Steps:
         self._options = options
         self._comm = comm
         self._requests_before = Counter[str]()
+        # Of an async take: those of the call.
+        self._in_call = Counter[str]()
         # Of an async take: what it relies on from the call on, and whether that is gone.
         self._asking: Asking | None = None
         self._reliance: Reliance | None = None
@@ -193,15 +203,28 @@ class _Steps:
             return
         store = self._repository
         root = self._base_root or store.recent()
-        if hashers := hashers_for(self.state, root):
-            # Collectors are to see it at once: what stays on the device cannot be written anew. In
-            # an object store, rank 0 announces the take of all ranks.
-            is_seen = self._comm.rank == 0 or not store.backend.costly_requests
+        hashers = hashers_for(self.state, root)
+        if not hashers:
+            return
+        # Collectors are to see it at once: what stays on the device cannot be written anew. In an
+        # object store, rank 0 announces the take of all ranks.
+        is_seen = self._comm.rank == 0 or not store.backend.costly_requests
+
+        def begin(_: Crew) -> None:
             self._reliance = Reliance(
                 store, self._base_root, announced=root.seq if is_seen else None, at_once=True
             )
-            rely_on = self._reliance.rely_on
-            self._asking = Asking(self.state, hashers, rely_on, store.config.store_id)
+
+        def rely_on(digests: list[Digest]) -> Sequence[Place | None]:
+            assert self._reliance is not None
+            return self._reliance.rely_on(digests)
+
+        asking = Asking(self.state, hashers, rely_on, store.config.store_id)
+        if asking.leaves:
+            # Where no interrupt comes between the announcement and the note of what ends it.
+            run_shielded(begin)
+            _calls.add(self)
+        self._asking = asking
 
     def pieces_to_copy(self) -> Iterable[Piece]:
         """Return what an async take has to copy in the call."""
@@ -212,26 +235,23 @@ class _Steps:
         if self._reliance is not None:
             self._reliance.end()
 
-    def requests(self) -> Counter[str]:
-        """Return how many requests it has made so far, by kind."""
-        return Counter(self._repository.backend.requests) - self._requests_before
-
     # --- in the background ---
 
-    def store_copies(self, copies: StagedCopies, in_call: Counter[str]) -> TakeResult:
-        """Store copies of the pieces, and give back their memory.
+    def go_on(self, pending: PendingTake) -> None:
+        """Have the take go on in the background, if it does not yet."""
+        if not pending.started:
+            self._in_call = Counter(self._repository.backend.requests) - self._requests_before
+            pending.start()
 
-        Args:
-            copies: The copies.
-            in_call: The requests that the call has made.
-        """
+    def store_copies(self, copies: StagedCopies) -> TakeResult:
+        """Store copies of the pieces, and give back their memory."""
         with self._background_ranks() as comm:
             try:
                 if self._options.max_pending > 1:
                     # Takes that were pending at the call have ended since: rely on what they wrote,
                     # and do not count their requests.
                     self._requests_before = Counter(self._repository.backend.requests)
-                    self._requests_before.subtract(in_call)
+                    self._requests_before.subtract(self._in_call)
                     root = None
                     if comm.rank == 0:
                         self._options.hooks.make_room(self._count_bytes)
@@ -305,8 +325,13 @@ class _Steps:
         comm = self._comm
         if not comm.resume(error):
             raise error
+        # What takes that wait for this one rely on would not be freed. It is mostly what snapshots
+        # hold; a take that has lost some says so.
+        store_id = self._repository.config.store_id
+        for steps in list(_calls):
+            if steps._repository.config.store_id == store_id:
+                steps.end_reliance()
         # Until all ranks have deleted what they wrote, and are announced no more.
-        self.end_reliance()
         comm.all_gather(b"")
         if comm.rank == 0:
             self._options.hooks.on_full(error, self._count_bytes)
@@ -353,10 +378,14 @@ class _Steps:
             commit = TakeCommit(
                 self._repository, self._name, options, comm, self._started, self._notes
             )
-            if summary is None:
-                return commit.follow(session)
             try:
-                return commit.lead(session, summary)
+                result = (
+                    commit.follow(session) if summary is None else commit.lead(session, summary)
+                )
             finally:
-                if session.may_be_referenced:
+                if summary is not None and session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
+            # A take that starts again counts once.
+            if asking is not None:
+                asking.note_streaks()
+            return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 from collections.abc import Callable
@@ -10,18 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from casnap import StateDict, Store
+from casnap import Retention, StateDict, Store
 from casnap.errors import DeviceError, FencedError
 from casnap.integrations.dcp import CasnapWriter
 from casnap.state import device_hash
 from casnap.state.device_hash import Batch
+from casnap.storage import Reliance
 from casnap.take import asking, staging
 from casnap.take.asking import Asking
 from casnap.take.take import _Steps
+from tests.robustness.test_full_disk_with_garbage import Filling
 from tests.support import hashing_device
+from tests.support.garbage import wait_for_collectors
 from tests.support.late_device import counts, module
+from tests.support.mounts import tmpfs
 from tests.support.remote import RemoteDouble
 from tests.support.staying import known_stays
 
@@ -109,6 +116,29 @@ def test_each_device_is_asked_and_has_a_sample(store: Store) -> None:
     store.take({"s": StateDict(**host)}, "a")
     live = to_device({"w1": host["w1"]}) | to_device({"w2": host["w2"]}, 1) | {"w3": host["w3"]}
     assert take(store, live, "b") == 2 * (ROWS * DIGEST + CHUNK)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_leaf_on_two_devices_of_which_one_hashes(
+    store: Store, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    hashing_device.install(monkeypatch, "late:0")
+    device_hash._in_the_making.add(torch.device("late:1"))
+    host = weights(1)["w1"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shards = [
+            Shard.from_tensor_and_offsets(part, [i * ROWS // 2, 0], 0)
+            for i, half in enumerate(host.chunk(2))
+            for part in to_device({"w": half}, i).values()
+        ]
+        sharded = ShardedTensor._init_from_local_shards(shards, host.shape)
+        for name in ("a", "b"):
+            taken = getattr(store, how)({"s": StateDict(x=sharded)}, name)
+            snapshot = taken if how == "take" else taken.wait()
+            assert torch.equal(snapshot.read_object("s/x"), host)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_layouts_and_parts_of_tensors(store: Store) -> None:
@@ -355,6 +385,96 @@ def test_a_call_that_fails_lets_collectors_go_on(
         with pytest.raises(ZeroDivisionError):
             store.async_take({"s": StateDict(**live)}, "b")
     assert list(backend.announced_bases(60)) == []
+
+
+def test_an_interrupt_of_the_call_lets_collectors_go_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = to_device(weights(1))
+    take(store, live, "a")
+    begin = Reliance.__init__
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        begin(*args, **options)
+        _thread.interrupt_main()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reliance, "__init__", interrupted)
+        # Who has the error has all that the call had.
+        with pytest.raises(KeyboardInterrupt) as caught:
+            store.async_take({"s": StateDict(**live)}, "b")
+    backend = store._view.repository.backend
+    assert caught
+    assert list(backend.announced_bases(60)) == []
+    assert take(store, live, "b", "async_take") < live["w1"].nbytes
+
+
+def test_a_call_that_asks_for_nothing_announces_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, told = to_device(weights(1)), list[int]()
+    begin_asking = _Steps.begin_asking
+
+    def begin_and_look(steps: _Steps) -> None:
+        begin_asking(steps)
+        told.append(len(list(store._view.repository.backend.announced_bases(60))))
+
+    monkeypatch.setattr(_Steps, "begin_asking", begin_and_look)
+    for number in range(10):
+        live["w1"].add_(1)
+        take(store, live, f"{number}", "async_take")
+    assert told[:2] == [1, 1]
+    assert sum(told[2:]) == 1
+
+
+def test_on_a_full_disk_no_pending_take_keeps_what_can_be_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASNAP_GC", "auto")
+    nbytes = 8 << 20
+    with tmpfs(tmp_path / "disk", str(6 * nbytes + (2 << 20))) as disk:
+        store = Store(disk / "store")
+
+        def state(step: int) -> dict[str, StateDict]:
+            generator = torch.Generator().manual_seed(step)
+            dense = torch.randint(-(2**62), 2**62, (nbytes // 8,), generator=generator)
+            return {"s": StateDict(**to_device({f"w{step}": dense}))}
+
+        for step in range(3):
+            store.take(state(step), f"{step}")
+        store.prune(Retention(keep_last=1))
+        wait_for_collectors()
+        is_called = threading.Event()
+
+        def fill(*_: object) -> None:
+            is_called.wait()
+            Filling(disk, leave=3 * nbytes // 2)()
+
+        both = [store.async_take(state(3), "3", max_pending=2, progress=fill)]
+        both.append(store.async_take(state(4), "4", max_pending=2))
+        is_called.set()
+        for step, pending in enumerate(both, 3):
+            pending.wait()
+            expected = state(step)["s"][f"w{step}"].cpu()
+            assert torch.equal(store[f"{step}"].read_object(f"s/w{step}"), expected)
+
+
+def test_a_take_that_starts_again_is_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = to_device(weights(1))
+    settle, once = Asking.settle, threading.Lock()
+
+    def fenced_once(*args: Any) -> None:
+        settle(*args)
+        if once.acquire(blocking=False):
+            raise FencedError
+
+    monkeypatch.setattr(Asking, "settle", fenced_once)
+    take(store, live, "a")
+    live["w1"].add_(1)
+    # Its second try found all new, as the first one: so this is asked, too.
+    assert take(store, live, "b") == live["w1"].nbytes + ROWS * DIGEST
+    [streaks] = asking._streaks.values()
+    assert streaks._takes == 2
 
 
 # --- devices that lie -------------------------------------------------------------------------
