@@ -304,7 +304,8 @@ class Snapshot:
                 eight) hashes, and up to three write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
             on_error: With "warn", a fault of the storage does not end the program: no space, no
-                answer, damage, a collector that was faster. It is logged as a warning, on all
+                answer, damage, a collector that was faster; nor does a device that computed a wrong
+                digest. It is logged as a warning, on all
                 ranks, with the path and the cause, and None is returned. Once a take of the run is
                 stored again, another warning says how many failed, and since when. Any other error
                 is raised: a wrong state, name or store, a rank that died or hangs, Ctrl-C. The same
@@ -316,6 +317,7 @@ class Snapshot:
             UnclearCommitError: It is not known whether the snapshot is stored, or lasts. The same
                 take again replaces it.
             StoreError: Another one: the store cannot be used; nothing was committed.
+            DeviceError: A device has computed a wrong digest; nothing was committed.
             RankError: Another rank failed, died or did not answer in time.
         """
         refuse_nested_take()

@@ -114,11 +114,17 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
     hasher = hasher_of(device)
     if hasher is None:
         return digests
-    try:
-        runs = {i: Run(part.contiguous(), (part.nbytes,)) for i, part in enumerate(parts)}
-        hashable = [i for i, run in runs.items() if run.is_hashable]
-        computed = hasher.digests(runs[i] for i in hashable)
-    except torch.OutOfMemoryError:
+    hashable = list[int]()
+
+    def runs() -> Iterator[Run]:
+        for i, part in enumerate(parts):
+            run = Run(part.contiguous(), (part.nbytes,))
+            if run.is_hashable:
+                hashable.append(i)
+                yield run
+
+    computed = hasher.digests_if_able(runs())
+    if computed is None:
         return digests
     for i, digest in zip(hashable, computed, strict=True):
         digests[i] = digest

@@ -135,6 +135,28 @@ class DeviceHasher:
             in_order[i] = digest
         return in_order
 
+    def digests_if_able(self, runs: Iterable[Run]) -> list[Digest] | None:
+        """Return what :meth:`digests` does; None if the device cannot hash them.
+
+        That is so for want of memory, which may be there next time. After any other failure, which
+        is logged, the device hashes no more in this process.
+
+        Raises:
+            DeviceError: A digest is not of this call and its cell.
+        """
+        if _hashers.get(self._device) is not self:
+            return None
+        try:
+            return self.digests(runs)
+        except torch.OutOfMemoryError:
+            return None
+        except DeviceError:
+            raise
+        except Exception as e:  # noqa: BLE001 - as in _proven
+            _hashers[self._device] = None
+            _log_hashes_not(self._device, e)
+            return None
+
     def _check(self, tags: np.ndarray, call: int) -> None:
         """Raise an error if a tag is not that of its cell in this call."""
         wrong = int(np.count_nonzero(tags != np.arange(call, call + len(tags))))
@@ -269,11 +291,27 @@ def _proven(device: torch.device) -> DeviceHasher | None:
     except (DeviceError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # noqa: BLE001 - Triton, its compilers and drivers raise what they like
-        _log.warning(
-            "%s does not hash, so what it holds is copied to the host for that: %s", device, e
-        )
+        _log_hashes_not(device, e)
         return None
     return hasher
+
+
+def _log_hashes_not(device: torch.device, error: Exception) -> None:
+    _log.warning(
+        "%s does not hash, so what it holds is copied to the host for that: %s", device, error
+    )
+
+
+def check_trusted(device: torch.device) -> None:
+    """Check that a device has computed no wrong digest so far.
+
+    Raises:
+        DeviceError: It has.
+    """
+    if device in _distrusted:
+        raise DeviceError(
+            f"{name_of(device)} has hashed some of this, and has since computed a wrong digest"
+        )
 
 
 def distrusted(device: torch.device, reason: str) -> DeviceError:

@@ -21,7 +21,13 @@ from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.format.entries import INLINE_BYTES
 from casnap.format.records import Place, Root
 from casnap.runtime.buffers import view_at
-from casnap.state.device_hash import DeviceHasher, Run, distrusted, hasher_if_made
+from casnap.state.device_hash import (
+    DeviceHasher,
+    Run,
+    check_trusted,
+    distrusted,
+    hasher_if_made,
+)
 from casnap.state.devices import devices_of
 from casnap.state.sharded import Shards
 from casnap.take.capture import CapturedState
@@ -32,7 +38,7 @@ RelyOn = Callable[[list[Digest]], Sequence[Place | None]]
 """Relies on the digests that a store has, and returns None for each other one."""
 
 # A device hashes so many bytes at a time. Memory that was made for pieces is bounded by the second.
-_WINDOW_BYTES, _MADE_BYTES = 512 << 20, 64 << 20
+_WINDOW_BYTES, _MADE_BYTES = 512 << 20, 16 << 20
 # A leaf that was new in so many takes in a row is asked for in one of so many takes.
 _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
@@ -208,11 +214,10 @@ class Asking:
     def _ask(self, window: list[Piece]) -> Iterator[Piece]:
         for device, hasher in self._hashers.items():
             pieces = [p for p in window if p.on_device is not None and p.on_device.device == device]
-            try:
-                digests = hasher.digests(
-                    Run(p.on_device, p.sizes) for p in pieces if p.on_device is not None
-                )
-            except torch.OutOfMemoryError:
+            digests = hasher.digests_if_able(
+                Run(p.on_device, p.sizes) for p in pieces if p.on_device is not None
+            )
+            if digests is None:
                 yield from pieces
                 continue
             known = [place is not None for place in self._rely_on(digests)] if digests else []
@@ -293,6 +298,8 @@ class Asking:
             DeviceError: A device has computed a wrong digest, or a tensor has changed meanwhile.
         """
         for asked in self._known:
+            # Another take, or a restore, may have found out meanwhile.
+            check_trusted(asked.device)
             hasher.note_known(asked.piece, split_digests(asked.digests))
         for asked in self._crossing:
             if b"".join(hasher.digests_of(asked.piece)) != asked.digests:

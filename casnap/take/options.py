@@ -14,6 +14,7 @@ from casnap.errors import (
     PLACE_ERRORS,
     CasnapError,
     DamagedError,
+    DeviceError,
     FencedError,
     UnclearCommitError,
     UnsupportedTypeError,
@@ -34,7 +35,8 @@ OnError: TypeAlias = Literal["raise", "warn"]
 
 # Faults that may be gone at the next take. A wrong state or name is none, nor is a rank that died.
 # An error of one rank has the same type on all of them, so all of them go on, or none.
-_OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError)
+# After a device has computed a wrong digest, the next take hashes on the host.
+_OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError, DeviceError)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from casnap import Retention, StateDict, Store
+from casnap import PendingSnapshot, Retention, StateDict, Store
 from casnap.errors import DeviceError, FencedError
 from casnap.integrations.dcp import CasnapWriter
 from casnap.state import device_hash
@@ -24,9 +24,8 @@ from casnap.storage import Reliance
 from casnap.take import asking, staging
 from casnap.take.asking import Asking
 from casnap.take.take import _Steps
-from tests.robustness.test_full_disk_with_garbage import Filling
 from tests.support import hashing_device
-from tests.support.garbage import wait_for_collectors
+from tests.support.garbage import forget_collectors
 from tests.support.late_device import counts, module
 from tests.support.mounts import tmpfs
 from tests.support.remote import RemoteDouble
@@ -431,32 +430,21 @@ def test_on_a_full_disk_no_pending_take_keeps_what_can_be_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CASNAP_GC", "auto")
+    forget_collectors()
     nbytes = 8 << 20
-    with tmpfs(tmp_path / "disk", str(6 * nbytes + (2 << 20))) as disk:
-        store = Store(disk / "store")
-
-        def state(step: int) -> dict[str, StateDict]:
+    with tmpfs(tmp_path / "disk", str(23 * nbytes // 10 + (2 << 20))) as disk:
+        store, pending = Store(disk / "store"), list[PendingSnapshot]()
+        for step in range(6):
             generator = torch.Generator().manual_seed(step)
             dense = torch.randint(-(2**62), 2**62, (nbytes // 8,), generator=generator)
-            return {"s": StateDict(**to_device({f"w{step}": dense}))}
-
-        for step in range(3):
-            store.take(state(step), f"{step}")
-        store.prune(Retention(keep_last=1))
-        wait_for_collectors()
-        is_called = threading.Event()
-
-        def fill(*_: object) -> None:
-            is_called.wait()
-            Filling(disk, leave=3 * nbytes // 2)()
-
-        both = [store.async_take(state(3), "3", max_pending=2, progress=fill)]
-        both.append(store.async_take(state(4), "4", max_pending=2))
-        is_called.set()
-        for step, pending in enumerate(both, 3):
-            pending.wait()
-            expected = state(step)["s"][f"w{step}"].cpu()
-            assert torch.equal(store[f"{step}"].read_object(f"s/w{step}"), expected)
+            # Of another path each time, so that all are asked for.
+            state = {"s": StateDict(**to_device({f"w{step}": dense}))}
+            options: dict[str, Any] = {"max_pending": 2, "retention": Retention(keep_last=1)}
+            pending.append(store.async_take(state, f"{step}", **options))
+        for each in pending:
+            each.wait()
+        assert torch.equal(store["5"].read_object("s/w5"), dense)
+        assert len(store.snapshots()) == 1
 
 
 def test_a_take_that_starts_again_is_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,6 +562,70 @@ def test_a_tensor_that_changes_while_it_is_taken(
         with pytest.raises(DeviceError, match=r"chunk of s/w1 .* unless another thread or stream"):
             store.take({"s": StateDict(**live)}, "a")
     assert_nothing_is_wrong(store, live, ["first"])
+
+
+def test_a_device_that_is_found_to_lie_before_the_commit(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has said before is not believed any more."""
+    live = to_device(weights(1))
+    take(store, live, "a")
+    begin, is_found = _Steps.store_copies, threading.Event()
+
+    def wait_first(*args: Any) -> Any:
+        is_found.wait()
+        return begin(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Steps, "store_copies", wait_first)
+        pending = store.async_take({"s": StateDict(**live)}, "b")
+        device_hash.distrusted(torch.device("late:0"), "a test says so")
+        is_found.set()
+        with pytest.raises(DeviceError, match=r"late:0 .* has since computed a wrong digest"):
+            pending.wait()
+    assert_nothing_is_wrong(store, live, ["first", "a"])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_goes_on_after_a_wrong_digest_if_it_is_to(
+    store: Store, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    live = to_device(weights(1))
+    lying(monkeypatch, flip_bits)
+    taken = getattr(store, how)({"s": StateDict(**live)}, "a", on_error="warn")
+    assert (taken if how == "take" else taken.wait()) is None
+    assert_nothing_is_wrong(store, live, ["first"])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_device_whose_kernels_fail_hashes_no_more(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    live = to_device(weights(1, 2))
+    take(store, live, "a")
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("too many resources requested")
+
+    for hasher in device_hash._hashers.values():
+        monkeypatch.setattr(hasher, "_hash_batch", failing)
+    monkeypatch.setattr(asking, "_WINDOW_BYTES", live["w1"].nbytes)
+    nbytes = sum(tensor.nbytes for tensor in live.values())
+    with caplog.at_level(logging.WARNING, "casnap"):
+        assert take(store, live, "b", how) == nbytes
+        assert take(store, live, "c", how) == nbytes
+    [record] = caplog.records
+    assert record.message.startswith("late:0 does not hash, so what it holds is copied")
+    assert record.message.endswith("too many resources requested")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_little_memory_on_the_device_is_enough(store: Store, how: str) -> None:
+    """Of what is not contiguous, little is made so at a time."""
+    turned = {"turned": to_device({"w": torch.arange(12e6).reshape(3000, 4000)})["w"].t()}
+    take(store, turned, "a")
+    module.free_bytes = 40 << 20
+    take(store, turned, "b", how)
 
 
 def test_a_device_that_fails_its_proof_is_told_by_the_log(

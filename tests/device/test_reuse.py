@@ -112,6 +112,24 @@ def test_without_memory_for_the_digests_all_is_read(
     assert restored(snapshot, live) == 0
 
 
+def test_where_the_kernels_fail_all_is_read(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = expected().to("late")
+    assert restored(snapshot, live) == live.nbytes
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("too many resources requested")
+
+    hasher = device_hash.hasher_of(live.device)
+    assert hasher is not None
+    monkeypatch.setattr(hasher, "_hash_batch", failing)
+    for _ in range(2):
+        assert restored(snapshot, live) == 0
+    [record] = caplog.records
+    assert "does not hash, so what it holds is copied" in record.message
+
+
 def test_a_device_that_says_that_it_holds_what_it_does_not(
     snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
