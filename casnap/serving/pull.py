@@ -66,7 +66,8 @@ class Source:
             name, row = max(meant, key=lambda each: each[1].seq)
             move = None if options.tag is None else move_of(root, options.tag)
             contents = Contents(self.store, name, row)
-            if move is not None and (move.name, move.commit) == (name, row.commit.hex()):
+            # Its run may have gone back from it, so that it has another name.
+            if move is not None and move.commit == row.commit.hex():
                 return Wanted(contents, move.root, move.time)
             return Wanted(contents, row.seq, row.time)
 
