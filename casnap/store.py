@@ -549,7 +549,8 @@ class Store:
 
         Raises:
             NotServedError: Some do not serve it yet. The message names them, and what they serve.
-            SnapshotNotFoundError: The tag was never published with this number.
+            SnapshotNotFoundError: The tag was never published with this number; or its snapshot was
+                deleted, or has lost the tag.
             StoreError: The store cannot be read.
         """
         from casnap.serving.handshake import wait_served

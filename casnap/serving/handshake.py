@@ -36,13 +36,14 @@ from casnap.errors import (
     NotServedError,
     SnapshotNotFoundError,
     UnavailableError,
+    UnsupportedFormatError,
 )
 from casnap.format.decoding import json_decoder
-from casnap.format.records import CONFIG_KEY
+from casnap.format.records import CONFIG_KEY, Root
 from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock, new_rlock
 from casnap.runtime.threads import mapped
-from casnap.storage import Repository, move_of
+from casnap.storage import Repository, TagMove, move_of, published_row
 
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")
@@ -55,6 +56,8 @@ _MOST_CHARS = 200
 # How often who waits looks, on this machine and at a remote store; each look is one request, and
 # one more for each note that has changed.
 _LOOKS = (0.1, 0.5)
+# How often who waits looks whether the version is still there, in seconds.
+_ROOT_LOOKS = 5.0
 # How long the end of a follower waits for its note to be deleted, in seconds.
 _GOODBYE = 5.0
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -79,8 +82,12 @@ class FollowedVersion(Struct, frozen=True):
 
 
 class _NoteContent(Struct, frozen=True):
-    """What a note says; see :class:`FollowerState`."""
+    """What a note says; see :class:`FollowerState`.
 
+    The store is named too: what follows one that was deleted may still write to its place.
+    """
+
+    store_id: str
     host: str
     pid: int
     tag: str
@@ -131,9 +138,20 @@ class FollowerState:
         below = name == self.folder or name.startswith(f"{self.folder}/")
         return self.tag == tag and (not self.folder or below)
 
-    def serves(self, number: int) -> bool:
-        """Whether it serves a version, or a later one."""
-        return self.serving is not None and self.serving.number >= number
+    def serves(self, number: int, last: int) -> bool:
+        """Whether it serves a version, or a later one.
+
+        Args:
+            number: The number of the version.
+            last: The last number that there is. What serves a later one is of another store, such
+                as one that was replaced by its backup.
+        """
+        return self.serving is not None and number <= self.serving.number <= last
+
+    @property
+    def may_be_dead(self) -> bool:
+        """Whether it is silent, or doubtful."""
+        return self.is_silent or self.is_doubtful
 
 
 # --- at the follower --------------------------------------------------------------------------
@@ -262,6 +280,7 @@ class Handshake:
             # The later note has the greater name, whatever the clock does.
             self._millis = max(self._millis + 1, int(now * 1000))
             content = _NoteContent(
+                self._store.config.store_id,
                 socket.gethostname()[:_MOST_CHARS],
                 os.getpid(),
                 *self._followed,
@@ -324,13 +343,14 @@ class _Keeper:
 
 
 def _is_refused(error: CasnapError) -> bool:
-    """Whether the next try fails as well, until somebody gives this user a right."""
+    """Whether the next try fails as well, until this user gets a right, or another casnap."""
     if isinstance(error, UnavailableError):
         return error.reason == "denied"
     if isinstance(error, BackendError):
         cause = error.__cause__
         return isinstance(cause, OSError) and cause.errno in _REFUSED
-    return True
+    # Anything else may pass, such as a store that is put back.
+    return isinstance(error, UnsupportedFormatError)
 
 
 def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, wakes: SimpleQueue[None]) -> None:
@@ -379,8 +399,12 @@ class FollowerWatch:
     """
 
     def __init__(self, store: Repository) -> None:
-        self._backend = store.backend
+        self._backend, self._store_id = store.backend, store.config.store_id
         self._seen: dict[str, _Seen] = {}
+        # By follower, its last note that does not count; and notes that could not be deleted.
+        self._ignored: dict[str, str] = {}
+        self._unreadable: set[str] = set()
+        self._kept: set[str] = set()
         self._lock = new_lock()
 
     def look(self, *, forget: bool = False) -> list[FollowerState]:
@@ -403,10 +427,14 @@ class FollowerWatch:
             if match is not None:
                 newest[match[1]] = max(name, newest.get(match[1], ""))
         self._seen = {ident: seen for ident, seen in self._seen.items() if ident in newest}
+        self._ignored = {i: name for i, name in self._ignored.items() if newest.get(i) == name}
+        self._unreadable &= newest.keys()
+        self._kept &= set(newest.values())
         new = [
             name
             for ident, name in newest.items()
-            if ident not in self._seen or self._seen[ident].name < name
+            if ident not in self._ignored
+            and (ident not in self._seen or self._seen[ident].name < name)
         ]
         at_once = max(1, self._backend.in_flight)
         for name, content in mapped(self._read, new, at_once):
@@ -416,20 +444,41 @@ class FollowerWatch:
                 self._seen[ident] = _Seen(name, content, time.monotonic(), was_other)
 
     def _read(self, name: str) -> _NoteContent | None:
-        """Return what a note says; None if it was replaced meanwhile, or makes no sense."""
+        """Return what a note says; None if it does not count.
+
+        It was replaced meanwhile; or is of another store, makes no sense, or cannot be read, and is
+        not read again then.
+        """
+        ident = name.split("-")[1]
         try:
-            content = self._backend.read(f"tmp/{name}", _MOST_NOTE_BYTES)
-            return json_decoder(_NoteContent).decode(content)
-        except (FileNotFoundError, DamagedError, ValueError, RecursionError):
+            raw = self._backend.read(f"tmp/{name}", _MOST_NOTE_BYTES)
+            content = json_decoder(_NoteContent).decode(raw)
+            if content.store_id == self._store_id:
+                return content
+        except FileNotFoundError:
             return None
+        except (DamagedError, ValueError, RecursionError):
+            pass
+        except CasnapError as e:
+            if not _is_refused(e) and not isinstance(e, BackendError):
+                raise
+            if ident not in self._unreadable:
+                self._unreadable.add(ident)
+                _log.warning("a follower is not known of, since its note cannot be read: %s", e)
+        self._ignored[ident] = name
+        return None
 
     def _forget(self) -> None:
-        silent = {i: f"tmp/{seen.name}" for i, seen in self._seen.items() if _is_silent(seen)}
-        for ident, key in silent.items():
-            # If it lives after all, it puts another one.
-            with suppress(*PLACE_ERRORS):
-                self._backend.delete(key)
+        silent = {i: seen.name for i, seen in self._seen.items() if _is_silent(seen)}
+        for ident, name in silent.items():
+            if name in self._kept:
+                continue
+            try:
+                # If it lives after all, it puts another one.
+                self._backend.delete(f"tmp/{name}")
                 del self._seen[ident]
+            except PLACE_ERRORS:
+                self._kept.add(name)
 
 
 def _lasts(content: _NoteContent) -> float:
@@ -446,7 +495,7 @@ def _is_silent(seen: _Seen) -> bool:
 def _state(seen: _Seen) -> FollowerState:
     content = seen.content
     fields: dict[str, Any] = msgspec.structs.asdict(content)
-    del fields["beat_seconds"]
+    del fields["beat_seconds"], fields["store_id"]
     age = abs(time.time() - content.noted_time)
     is_silent = _is_silent(seen)
     is_doubtful = not (is_silent or seen.was_other or age <= _lasts(content))
@@ -462,19 +511,17 @@ def wait_served(
     timeout: float | None,
 ) -> list[FollowerState]:
     """Wait until followers serve a version. :meth:`casnap.Store.wait_served` describes the rest."""
-    move = move_of(store.newest(), tag)
-    if move is None or (number is not None and number > move.root):
-        last = "it was never published" if move is None else f"its last number is {move.root}"
-        raise SnapshotNotFoundError(
-            f"{store.backend.uri}: the tag {tag!r} was not published"
-            + ("" if number is None else f" with the number {number}")
-            + f"; {last}"
-        )
-    number = move.root if number is None else number
+    published = _published(store, tag, number)
+    number = published.number if number is None else number
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        followers = [f for f in watch.look(forget=True) if f.follows(tag, move.name)]
-        serving = [f for f in followers if f.serves(number) and not (f.is_silent or f.is_doubtful)]
+        followers = watch.look(forget=True)
+        # It may be withdrawn while nobody serves it. And no follower serves what is not there yet.
+        is_old = time.monotonic() - published.since > _ROOT_LOOKS
+        if is_old or any(f.serving and f.serving.number > published.root for f in followers):
+            published = _published(store, tag, number)
+        followers = [f for f in followers if f.follows(tag, published.name)]
+        serving = [f for f in followers if f.serves(number, published.root) and not f.may_be_dead]
         lagging = [f for f in followers if f not in serving and not f.is_silent]
         if len(serving) >= (len(serving) + len(lagging) or 1 if quorum is None else quorum):
             return serving
@@ -487,6 +534,52 @@ def wait_served(
             )
         look = _LOOKS[store.backend.costly_requests]
         time.sleep(look if seconds_left is None else min(look, seconds_left))
+
+
+class _Published(NamedTuple):
+    """What a root says of a tag.
+
+    Attributes:
+        name: The snapshot that the tag is published on.
+        number: The number of that.
+        root: The number of the root.
+        since: When it was looked at, by the monotonic clock.
+    """
+
+    name: str
+    number: int
+    root: int
+    since: float
+
+
+def _published(store: Repository, tag: str, number: int | None) -> _Published:
+    """Return what is published by a tag.
+
+    Raises:
+        SnapshotNotFoundError: It was never published, or not with this number; or the snapshot was
+            deleted, or has lost the tag, so that no follower comes to it any more.
+    """
+    since = time.monotonic()
+
+    def look(root: Root) -> tuple[int, TagMove | None, str | None]:
+        found = published_row(root, store.table(root), tag)
+        return root.seq, move_of(root, tag), None if found is None else found[0]
+
+    root, move, name = store.read_at_newest(look)
+    if move is None or (number is not None and number > move.root):
+        last = "it was never published" if move is None else f"its last number is {move.root}"
+        raise SnapshotNotFoundError(
+            f"{store.backend.uri}: the tag {tag!r} was not published"
+            + ("" if number is None else f" with the number {number}")
+            + f"; {last}"
+        )
+    if name is None:
+        raise SnapshotNotFoundError(
+            f"{store.backend.uri}: {move.name}, which the tag {tag!r} was published on with the "
+            f"number {move.root}, was deleted, or has lost the tag, so no follower comes to it. "
+            "Publish another snapshot, and wait for that"
+        )
+    return _Published(name, move.root, root, since)
 
 
 def _lag_text(

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.published import add_tags as add_tags
     from casnap.storage.snapshots.published import move_of as move_of
     from casnap.storage.snapshots.published import publish_tag as publish_tag
+    from casnap.storage.snapshots.published import published_row as published_row
     from casnap.storage.snapshots.published import remove_tags as remove_tags
     from casnap.storage.snapshots.published import tag_moves as tag_moves
     from casnap.storage.snapshots.published import tagged_row as tagged_row
@@ -103,7 +104,8 @@ _NAMES = {
     "opening.opening": "open_at",
     "snapshots.pruning": "forget forget_unheld prune_by thin_by",
     "snapshots.published": (
-        "PUBLISHED TagMove add_tags move_of publish_tag remove_tags tag_moves tagged_row"
+        "PUBLISHED TagMove add_tags move_of publish_tag published_row remove_tags tag_moves "
+        "tagged_row"
     ),
     "snapshots.retention": "Best PruneReport Retention check_retention",
     "snapshots.rewinding": "rewind",

@@ -22,7 +22,14 @@ import torch
 import casnap.serving.handshake as handshake_module
 from casnap import StateDict, Store
 from casnap.backends.announcement import FOLLOWER_NOTE
-from casnap.errors import NotServedError, SnapshotNotFoundError, UnavailableError
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    NotAStoreError,
+    NotServedError,
+    SnapshotNotFoundError,
+    UnavailableError,
+)
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.typing import override
 from casnap.serving import Follower, Handshake, PullOptions
@@ -268,11 +275,16 @@ def test_who_may_not_write_follows_all_the_same(
 
 
 @pytest.mark.usefixtures("_short_pauses")
+@pytest.mark.parametrize(
+    "error",
+    [UnavailableError("no answer", reason="unreachable"), NotAStoreError("it holds no root")],
+    ids=["unreachable", "no root"],
+)
 def test_notes_are_tried_again(
-    far: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    far: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, error: CasnapError
 ) -> None:
     place = Guarded(str(tmp_path))
-    place.error = UnavailableError("no answer", reason="unreachable")
+    place.error = error
     with Follower(place, served(), tag="stable", interval=0.01):
         until(lambda: place.tries > 2)
         assert far.followers() == []
@@ -346,6 +358,62 @@ def test_a_store_that_is_gone_does_not_come_back(store: Store) -> None:
         tmp.mkdir(parents=True)
         (tmp / "follower-0123456789ab-0123456789ab").write_bytes(b"")
     assert store_with(Path(store.uri)).latest().name == "run/1"
+
+
+def test_a_follower_of_a_store_that_was_made_anew_is_not_counted(
+    far: Store, tmp_path: Path
+) -> None:
+    """It writes on to the same place, and its numbers are of the other store."""
+    with Follower(RemoteDouble(str(tmp_path)), served(), tag="stable", interval=60):
+        until(lambda: notes_in(far))
+        for name in list(RemoteDouble(str(tmp_path))._objects):
+            far._view.repository.backend.delete(name)
+        until(lambda: notes_in(far))
+        store = store_with(RemoteDouble(str(tmp_path)), steps=1)
+        store.publish("stable", "run/0")
+        assert store.followers() == []
+        with pytest.raises(NotServedError, match="served by 0"):
+            store.wait_served("stable", timeout=4 * BEAT)
+
+
+def test_numbers_that_are_not_there_yet_are_not_counted(store: Store) -> None:
+    """As after a store was replaced by its backup, until its follower has seen that."""
+    repository = store._view.repository
+    handshake = Handshake(repository, "stable")
+    handshake.serving(repository.newest().seq + 1)
+    until(lambda: notes_in(store))
+    with pytest.raises(NotServedError, match="served by 0"):
+        store.wait_served("stable", timeout=4 * BEAT)
+    # Now there is such a root.
+    store.take(state_of(5), "run/5")
+    assert store.wait_served("stable", timeout=60)
+    handshake.close()
+
+
+def test_a_version_that_is_withdrawn_is_not_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake_module, "_ROOT_LOOKS", 0.0)
+    changes: list[Callable[[], object]] = [
+        lambda: store.untag("run/0", "stable"),
+        lambda: store.delete("run/0"),
+    ]
+    for change in changes:
+        move = store.publish("stable", "run/0")
+        timer = threading.Timer(0.2, change)
+        timer.start()
+        with pytest.raises(SnapshotNotFoundError, match=r"run/0, .* was deleted, or has lost"):
+            store.wait_served("stable", move.root, timeout=60)
+        timer.join()
+
+
+def test_a_run_that_goes_back_from_what_serves(store: Store) -> None:
+    """The version keeps its number, under another name."""
+    move = store.publish("stable", "run/1")
+    store.rewind("run/0")
+    with follower_of(store):
+        (state,) = store.wait_served("stable", move.root, timeout=60)
+        assert (state.serving.number, state.serving.commit) == (move.root, move.commit)
 
 
 def test_two_publishers(store: Store) -> None:
@@ -444,14 +512,69 @@ def test_the_command_shows_who_serves_what(store: Store) -> None:
 
 def test_notes_of_anybody_are_looked_at_with_care(store: Store) -> None:
     backend = store._view.repository.backend
-    good = handshake_module._NoteContent("h", 1, "stable", "", 0.0, time.time(), 30.0)
+    about = (store._view.repository.config.store_id, "h", 1, "stable", "")
+    good = handshake_module._NoteContent(*about, 0.0, time.time(), 30.0)
     fields = json.loads(handshake_module.msgspec.json.encode(good))
     contents = [b"", b"{", b"[" * 100_000, json.dumps({**fields, "pid": "x"}).encode()]
+    contents += [json.dumps({**fields, "store_id": "another"}).encode()]
     contents += [json.dumps({**fields, "beat_seconds": beat}).encode() for beat in (-1, 1e300)]
     for number, content in enumerate(contents):
         backend.write(f"tmp/follower-{number:012x}-{1:012x}", content)
     assert len(store.followers()) == 2
     assert backend.size_if_there(CONFIG_KEY)
+
+
+class Odd(RemoteDouble):
+    """A place where a note cannot be read, and none can be deleted.
+
+    Attributes:
+        deleted: The notes that were to be deleted.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.deleted: list[str] = []
+
+    @override
+    def read(self, key: str, most: int = 1 << 20) -> bytes:
+        content = super().read(key, most)
+        if key.endswith("-00000000bad0"):
+            raise BackendError(f"{key} is a folder, not a file")
+        return content
+
+    @override
+    def delete(self, key: str) -> None:
+        self.deleted.append(key)
+        raise BackendError("this user may not delete it")
+
+
+def test_bad_notes_are_in_nobodys_way(
+    far: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is read once; and what cannot be deleted is tried once."""
+    backend = far._view.repository.backend
+    dead = Handshake(far._view.repository, "stable")
+    dead.serving(far.publish("stable", "run/0").root)
+    name, content = dead.content()
+    dead.close()
+    notes = {
+        f"tmp/{name}": content,
+        f"tmp/follower-{1:012x}-00000000bad0": b"{}",
+        f"tmp/follower-{2:012x}-{1:012x}": b"junk",
+    }
+    for key, raw in notes.items():
+        backend.write(key, raw)
+    place = Odd(str(tmp_path))
+    waiting = Store(place)
+    (state,) = waiting.followers()
+    assert state.serving
+    until(lambda: waiting.followers()[0].is_silent)
+    with pytest.raises(NotServedError, match="is silent"):
+        waiting.wait_served("stable", quorum=2, timeout=1.2)
+    reads = [key for kind, key in place.log if kind == "get" and "follower" in key]
+    assert (sorted(reads), place.deleted) == (sorted(notes), [f"tmp/{name}"])
+    (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "its note cannot be read" in warning
 
 
 def test_a_handshake_is_given_up_with_its_owner(store: Store) -> None:
