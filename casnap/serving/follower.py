@@ -365,9 +365,12 @@ class Follower:
             self._wanted, self._staged = _NONE, None
             self._note(Handshake.serving, commit)
         elif not self._is_alone:
+            if self._is_withdrawn(contents):
+                # No rank may take it any more; the others hear so at their next forward.
+                self._wanted, self._staged = _NONE, None
             # If another one were wanted at once, they might never come to any.
             waited = time.monotonic() - self._wanted_since
-            if waited >= patience or not self._is_there(self._wanted):
+            if waited >= patience or self._wanted == _NONE:
                 self._wanted, self._wanted_since = commit, time.monotonic()
             return
         else:
@@ -381,7 +384,12 @@ class Follower:
 
     def _newest(self) -> Contents:
         """Return the newest snapshot that is meant, and remember its number."""
-        wanted = self._source.newest(self._options)
+        try:
+            wanted = self._source.newest(self._options)
+        except SnapshotNotFoundError:
+            # What was wanted and staged was withdrawn.
+            self._wanted, self._staged = _NONE, None
+            raise
         kept = (self._wanted, self._applied_commit)
         self._numbered = {c: each for c, each in self._numbered.items() if c in kept}
         self._numbered[wanted.contents.row.commit] = wanted
@@ -468,14 +476,16 @@ class Follower:
 
     # --- several ranks ---
 
-    def _is_there(self, commit: bytes) -> bool:
+    def _is_withdrawn(self, newest: Contents) -> bool:
+        """Whether what all ranks are to stage is gone, or an older one is meant by now."""
+        wanted = self._numbered.get(self._wanted)
+        if wanted is None or newest.row.seq < wanted.contents.row.seq:
+            return True
         try:
-            if commit == _NONE:
-                return False
-            self._contents_of(commit)
+            self._contents_of(self._wanted)
         except SnapshotNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def _contents_of(self, commit: bytes) -> Contents:
         """Return the snapshot of a commit that rank 0 has chosen."""

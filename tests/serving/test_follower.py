@@ -796,6 +796,53 @@ def withdraw_what_is_staged(path: str) -> list[str]:
     return seen
 
 
+def move_back_what_is_staged(path: str) -> list[str]:
+    live, alone, store = parallel(-1), dist.new_group([0]), Store(path)
+    leads = dist.get_rank() == 0
+    if leads:
+        store.publish("stable", "run/0")
+        for value in (1, 2):
+            take(store, value, pg=alone)
+    dist.barrier()
+    seen = []
+
+    def staged() -> str:
+        return "" if follower._staged is None else follower._staged.contents.name
+
+    with Follower(path, live, tag="stable", interval=0.01) as follower:
+        if leads:
+            store.publish("stable", "run/2")
+            while staged() != "run/2":
+                time.sleep(0.01)
+        dist.barrier()
+        # Here the other rank hears of it.
+        with follower.applied() as version:
+            seen.append(version.name)
+        while staged() != "run/2":
+            time.sleep(0.01)
+        dist.barrier()
+        if leads:
+            store.publish("stable", "run/1")
+            deadline = time.monotonic() + 5
+            while staged() != "run/1" and time.monotonic() < deadline:
+                time.sleep(0.01)
+        while seen[-1] == "run/0":
+            dist.barrier()
+            with follower.applied() as version:
+                seen.append(version.name)
+            time.sleep(0.02)
+        assert held(live) == {1.0}
+    return seen
+
+
+def test_ranks_go_to_an_older_version_at_once_if_the_newer_is_withdrawn(
+    store: Store, world: Worlds
+) -> None:
+    one, other = world(2).run(move_back_what_is_staged, store.uri, timeout=60)
+    assert one == other
+    assert set(one) == {"run/0", "run/1"}
+
+
 def test_ranks_do_not_take_what_was_withdrawn_since_they_staged_it(
     store: Store, world: Worlds
 ) -> None:
