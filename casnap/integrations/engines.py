@@ -225,6 +225,10 @@ class _Engine(ABC):
         """Have no request run."""
 
     @abstractmethod
+    def is_paused(self) -> bool:
+        """Whether no request may run, since somebody has paused it."""
+
+    @abstractmethod
     def call(self, method: str, **options: Any) -> None:
         """Have all workers call a method."""
 
@@ -323,6 +327,8 @@ class _PatchedReload(_Reload):
             # Of a callback before this one, perhaps.
             named = folder.parent / self._engine.version()
             self._loaded = str(named) if version_of(named) else ""
+            # That one may have left it paused, since its workers have weights of two versions.
+            self._may_resume = not self._engine.is_paused()
         self._staged = self._stage(folder)
         try:
             self._prepare(str(folder))
@@ -400,11 +406,17 @@ class _VllmHere(_Engine):
         pass
 
     @override
+    def is_paused(self) -> bool:
+        return False
+
+    @override
     def call(self, method: str, **options: Any) -> None:
         _check_answer(self._llm.collective_rpc(method, self._timeout, kwargs=options))
 
     @override
     def forget_prefixes(self) -> None:
+        # vLLM does this by itself in a pause, which there is none of here.
+        self._llm.llm_engine.reset_encoder_cache()
         _check_forgotten(self._llm.reset_prefix_cache(reset_connector=True))
 
     @override
@@ -438,6 +450,10 @@ class _VllmAsync(_Engine):
     @override
     def pause(self) -> None:
         self._wait_for(self._engine.pause_generation, mode=self._mode)
+
+    @override
+    def is_paused(self) -> bool:
+        return bool(self._wait_for(self._engine.is_paused))
 
     @override
     def call(self, method: str, **options: Any) -> None:
@@ -500,6 +516,17 @@ class _VllmServer(_Engine):
     def pause(self) -> None:
         try:
             self._server.ask(f"/pause?mode={self._mode}", {})
+        except _NotFoundError as e:
+            raise CasnapError(f"{e}. Start vLLM's server with VLLM_SERVER_DEV_MODE=1") from e
+
+    @override
+    def is_paused(self) -> bool:
+        return self._asked("/is_paused").get("is_paused") is not False
+
+    def _asked(self, path: str) -> dict[str, Any]:
+        """Return what a call answers that only a server for development has."""
+        try:
+            return self._server.ask(path)
         except _NotFoundError as e:
             raise CasnapError(f"{e}. Start vLLM's server with VLLM_SERVER_DEV_MODE=1") from e
 

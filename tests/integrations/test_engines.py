@@ -87,6 +87,14 @@ class Engine:
         self.is_busy = False
         self.model_config = Config(str(folder))
         self.named = "default"
+        self.is_paused = False
+
+    @property
+    def llm_engine(self) -> Engine:
+        return self
+
+    def reset_encoder_cache(self) -> None:
+        self.calls.append("reset encoder")
 
     def update_weight_version(self, new_version: str) -> None:
         self.calls.append(new_version)
@@ -129,9 +137,14 @@ class AsyncEngine:
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         self._engine.calls.append(f"pause {mode}")
+        self._engine.is_paused = True
 
     async def resume_generation(self) -> None:
         self._engine.calls.append("resume")
+        self._engine.is_paused = False
+
+    async def is_paused(self) -> bool:
+        return self._engine.is_paused
 
     async def collective_rpc(self, *args: Any, **options: Any) -> list[None]:
         return self._engine.collective_rpc(*args, **options)
@@ -158,6 +171,7 @@ class VllmHandler(BaseHTTPRequestHandler):
         answers = {
             "/v1/models": {"data": [{"id": "m", "root": self.engine.model_config.model}]},
             "/weight_info": {"weight_version": self.engine.named},
+            "/is_paused": {"is_paused": self.engine.is_paused},
         }
         self._answer(200, answers[self.path])
 
@@ -181,6 +195,7 @@ class VllmHandler(BaseHTTPRequestHandler):
 
     def _note(self, call: str) -> dict[str, Any]:
         self.engine.calls.append(call)
+        self.engine.is_paused = call != "resume"
         return {}
 
     def _name(self, version: str) -> dict[str, Any]:
@@ -300,7 +315,8 @@ def test_vllm_loads_each_version(tmp_path: Path, way: str, mode: PauseMode) -> N
             assert engine.weights["bias"].equal(weights(step)["bias"])
             name = (tmp_path / "live").resolve().name
             before, after = ([], [name]) if way == "here" else ([f"pause {mode}"], [name, "resume"])
-            assert engine.calls == [*before, "reload", "reset", *after]
+            resets = ["reset encoder", "reset"] if way == "here" else ["reset"]
+            assert engine.calls == [*before, "reload", *resets, *after]
             engine.calls.clear()
         engine.is_busy = True
         with pytest.raises(CasnapError, match="kept its cache of prefixes"):
@@ -452,7 +468,8 @@ def test_vllm_takes_patches(tmp_path: Path, way: str, mode: PauseMode) -> None:
             engine.assert_all(step, "patches")
             name = (tmp_path / "live").resolve().name
             around = [name] if way == "here" else [f"pause {mode}", name, "resume"]
-            steps = ["init", *around[:-2], "start", "update", "finish", "reset", *around[-2:]]
+            resets = ["reset encoder", "reset"] if way == "here" else ["reset"]
+            steps = ["init", *around[:-2], "start", "update", "finish", *resets, *around[-2:]]
             assert engine.calls == steps
             engine.calls.clear()
         # It is called again, as after a crash of the follower.
@@ -499,6 +516,13 @@ def test_all_workers_have_one_version_whatever_fails(tmp_path: Path, way: str) -
         with pytest.raises(CasnapError, match="stays paused until one can be loaded"):
             ways[way](second, [])
         assert engine.calls[-1] != "resume"
+    # Another follower finds the engine paused, and fails before it has loaded anything.
+    with callbacks(engine, patches=True) as ways:
+        engine.workers[1].is_updating = True
+        with pytest.raises(CasnapError, match="stays paused until one can be loaded"):
+            ways[way](second, [])
+        assert engine.is_paused == (way != "here")
+        engine.workers[0].is_updating = engine.workers[1].is_updating = False
         engine.workers[1].fails = False
         ways[way](second, [])
         assert way == "here" or engine.calls[-1] == "resume"
