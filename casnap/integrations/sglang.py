@@ -144,15 +144,26 @@ def _differ_in_bytes_alone(old: Version, new: Version) -> bool:
 
 
 def _write_whole(to: Path, version: Version) -> None:
+    damaged = version.damaged()
+    if damaged:
+        raise _damaged(version.folder, damaged[0])
     names = [name for name in version.record.files if not name.startswith("casnap-")]
     for name in names:
         shutil.copy2(version.folder / name, to / name)
+        with (to / name).open("rb") as file:
+            os.fsync(file.fileno())
     index = to / _INDEX
     about = json.loads(index.read_text()) if exists(index) else {}
     about.setdefault("weight_map", {n: t.file for n, t in version.record.tensors.items()})
     about["metadata"] = {**about.get("metadata", {}), _CONTENT: version.content}
-    index.unlink(missing_ok=True)
-    index.write_text(json.dumps(about))
+    _write_index(to, about)
+
+
+def _write_index(to: Path, about: dict[str, Any]) -> None:
+    with (to / _INDEX).open("w") as file:
+        json.dump(about, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_delta(to: Path, number: int, old: Version, new: Version) -> None:
@@ -183,7 +194,7 @@ def _write_delta(to: Path, number: int, old: Version, new: Version) -> None:
         _CONTENT: new.content,
     }
     about = {"metadata": metadata, "weight_map": dict.fromkeys(compressed, _WEIGHTS)}
-    (to / _INDEX).write_text(json.dumps(about))
+    _write_index(to, about)
 
 
 def _cells(version: Version, names: set[str]) -> Iterator[tuple[str, list[StoredCell]]]:
@@ -218,8 +229,12 @@ def _xored(
 def _whole(version: Version, cell: StoredCell, name: str) -> bytearray:
     raw = version.verified(cell)
     if raw is None:
-        raise DamagedError(
-            f"{version.folder / cell.file} does not hold what was pulled for {name}. "
-            "`casnap pull --verify` tells all that is damaged, and the next pull makes it anew"
-        )
+        raise _damaged(version.folder / cell.file, name)
     return raw
+
+
+def _damaged(place: Path, name: str) -> DamagedError:
+    return DamagedError(
+        f"{place} does not hold what was pulled for {name}. `casnap pull --verify` tells all that "
+        "is damaged, and the next pull makes it anew"
+    )

@@ -183,9 +183,11 @@ def test_damage_is_not_published(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[raw.index(weights(1)["layers.1"].view(torch.uint8).numpy().tobytes())] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(DamagedError, match=r"does not hold what was pulled for layers\.1"):
-        publish_version(source, folder)
-    assert published(source) == ["weight_v000001"]
+    # As a delta, and whole.
+    for to, there in ((source, ["weight_v000001"]), (tmp_path / "new", [])):
+        with pytest.raises(DamagedError, match=r"does not hold what was pulled for layers\.1"):
+            publish_version(to, folder)
+        assert published(to) == there
 
 
 class Handler(BaseHTTPRequestHandler):
