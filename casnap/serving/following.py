@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
+from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, UnavailableError
 from casnap.runtime.backoff import Backoff
 from casnap.runtime.progress import Progress
 from casnap.serving.callback import call_plain, check_plain
@@ -16,6 +16,7 @@ from casnap.serving.folder import ServedFolder
 from casnap.serving.handshake import Handshake
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.pull import Source, update
+from casnap.serving.version import verify
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]
@@ -150,7 +151,12 @@ class Following:
                 return
             changed = version.record.changed_since(last)
             self._served.note_calling(version)
-            call_plain(on_version, version.folder.resolve(), changed)
+            try:
+                call_plain(on_version, version.folder.resolve(), changed)
+            except DamagedError:
+                # What is damaged is made anew by the next look.
+                verify(version.folder)
+                raise
         except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
             self._calls.note_failure(e)
             yield FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")

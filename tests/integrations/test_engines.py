@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -528,6 +529,26 @@ def test_all_workers_have_one_version_whatever_fails(tmp_path: Path, way: str) -
         assert way == "here" or engine.calls[-1] == "resume"
         for worker in engine.workers:
             assert worker.weights["bias"].equal(weights(1)["bias"])
+
+
+def test_a_damaged_version_is_made_anew(tmp_path: Path) -> None:
+    """A byte has changed, and the times of the file have not."""
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    engine = PatchedEngine(Path(store.pull(tmp_path / "live").folder))
+    take(store, 1)
+    folder = Path(store.pull(tmp_path / "live").folder)
+    version, file = version_of(folder), folder / "model.safetensors"
+    assert version is not None
+    times = file.stat()
+    with file.open("r+b") as f:
+        f.seek(version.record.tensors["bias"].start)
+        f.write(b"damaged")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    callback = reload_vllm(engine, patches=True)
+    assert follow(tmp_path, callback, "called") == ["switched", "call_failed", "switched", "called"]
+    # What the engine has loaded was deleted as the oldest meanwhile.
+    engine.assert_all(1, "whole")
 
 
 def content_of(folder: Path) -> str:
