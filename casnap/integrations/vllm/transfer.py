@@ -100,8 +100,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         self._path = ""
         # What the next update has to write.
         self._prepared: tuple[CasnapUpdateInfo, list[_Write]] | None = None
-        with set_current_vllm_config(vllm_config):
-            self._compare()
+        self._compare()
 
     @property
     def _loaded_path(self) -> str:
@@ -115,23 +114,33 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
     def _compare(self) -> None:
         """Compare the weights with the folder that they are from, and learn their places."""
         self._content, self._path, self._places = "", self._loaded_path, None
+        self._is_compared = True
         try:
-            version = version_of(Path(self._path))
-            if version is None:
-                raise UnknownPlacesError(f"{self._path} is no folder that a pull has made")
-            why = _why_derived(self.model)
-            if why:
-                raise UnknownPlacesError(why)
-            weights = _weights(version.folder, version.record.tensors)
-            padded = [
-                module.weight
-                for module in self.model.modules()
-                if isinstance(module, VocabParallelEmbedding)
-            ]
-            self._places = learn(self.model.load_weights, weights, self.model, padded)
-            self._content = version.content
-        except (CasnapError, OSError) as e:
-            _log.warning("casnap: the next version is loaded whole: %s", e)
+            self._places, self._content = self._learn()
+        except Exception as e:  # noqa: BLE001 - whatever a model raises, vLLM has its weights
+            _log.warning("casnap: the next version is loaded whole: %r", e)
+
+    def _learn(self) -> tuple[Places, str]:
+        """Return where the weights are, and their content.
+
+        Raises:
+            Exception: The places cannot be learnt, or the model holds other weights.
+        """
+        version = version_of(Path(self._path))
+        if version is None:
+            raise UnknownPlacesError(f"{self._path} is no folder that a pull has made")
+        why = _why_derived(self.model)
+        if why:
+            raise UnknownPlacesError(why)
+        weights = _weights(version.folder, version.record.tensors)
+        padded = [
+            module.weight
+            for module in self.model.modules()
+            if isinstance(module, VocabParallelEmbedding)
+        ]
+        with set_current_vllm_config(self.vllm_config):
+            places = learn(self.model.load_weights, weights, self.model, padded)
+        return places, version.content
 
     # --- what vLLM calls ---
 
@@ -139,6 +148,8 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
     def init_transfer_engine(self, init_info: CasnapInitInfo) -> None:
         """Prepare the next update, so that only writes are left for the pause."""
         self._prepared = None
+        if not self._is_compared:
+            self._compare()
         if init_info.update is not None:
             self._prepare(self.parse_update_info(init_info.update))
 
@@ -194,7 +205,8 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         if self._places is not None and self._places.fits(targets_of(self.model)):
             self._content = info.content
         else:
-            self._compare()
+            # It takes long, so not in the pause: before the next version is prepared.
+            self._is_compared = False
 
     def _prepare(self, info: CasnapUpdateInfo) -> None:
         """Find what an update has to write, as far as its patches are for these weights."""
