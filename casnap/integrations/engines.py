@@ -293,13 +293,15 @@ class _Reload:
             self._have_loaded(folder)
         except _OtherEngineError:
             raise
-        except Exception as e:
+        except BaseException as e:  # also Ctrl-C: else the engine would stay paused
             try:
                 self._have_loaded(before)
             except Exception as again:  # noqa: BLE001 - whatever vLLM raises, the error says it
                 raise self._no_weights(
-                    f"vLLM did not load {folder}: {e}. Nor did it load {before} again", again
+                    f"vLLM did not load {folder}: {e!r}. Nor did it load {before} again", again
                 ) from e
+            if not isinstance(e, Exception):
+                raise
             raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
         self._loaded = folder
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from casnap.errors import CasnapError
+from casnap.integrations import engines
 from casnap.integrations.engines import (
     OnVersion,
     PauseMode,
@@ -549,6 +550,33 @@ def test_a_damaged_version_is_made_anew(tmp_path: Path) -> None:
     assert follow(tmp_path, callback, "called") == ["switched", "call_failed", "switched", "called"]
     # What the engine has loaded was deleted as the oldest meanwhile.
     engine.assert_all(1, "whole")
+
+
+@pytest.mark.parametrize("way", ["async", "server"])
+def test_who_is_interrupted_in_the_pause_leaves_no_paused_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    engine = PatchedEngine(Path(store.pull(tmp_path / "live").folder))
+    take(store, 1)
+    second = Path(store.pull(tmp_path / "live").folder)
+    kind = {"async": engines._VllmAsync, "server": engines._VllmServer}[way]
+    real, times = kind.call, 0
+
+    def call(self: Any, method: str, **options: Any) -> None:
+        nonlocal times
+        real(self, method, **options)
+        times += method == "update_weights"
+        if method == "update_weights" and times == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "call", call)
+    with callbacks(engine, patches=True) as ways:
+        with pytest.raises(KeyboardInterrupt):
+            ways[way](second, [])
+        assert not engine.is_paused
+        engine.assert_all(0, "whole")
 
 
 def content_of(folder: Path) -> str:
