@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import msgspec
 import torch
 
 from casnap.errors import RankError
 from casnap.format.decoding import decoder
+from casnap.format.digest import digest_of
 from casnap.format.records import encode
 from casnap.ranks import gloo
 from casnap.runtime.typing import override
@@ -28,16 +30,15 @@ Buffer = bytes | memoryview
 
 FAILED = -1
 """The size that a rank announces that has failed."""
-STRAIGHT_BYTES = 16 << 10
-"""Bulk parts of more bytes go straight from rank to rank, over a connection of their own."""
-
-# A message begins with the lengths of its two halves; if these are short, they come along.
-_LENGTHS = struct.Struct("<QQ")
+# A message begins with the lengths of its two halves, checksums of both, and one of all that.
+# Halves that are short come along.
+_HEAD = struct.Struct("<QQ8s8s")
+_HEAD_SUM = struct.Struct("<I")
 _HEAD_BYTES = 1024
 # Two halves of fewer bytes are copied into one message; a longer one is sent to all as it is.
 _JOINED_BYTES = 64 << 10
-# Tags of the messages of gloo: straight parts have 0, and 1 breaks a connection.
-_HEAD, _COMMON, _SINGLE = 2, 3, 4
+# Tags of the messages of gloo: those of a mesh have 0, and 1 breaks a connection.
+_OF_HEAD, _OF_COMMON, _OF_SINGLE = 2, 3, 4
 _NOTHING = memoryview(b"")
 
 
@@ -49,32 +50,28 @@ class Outgoing(NamedTuple):
         parts: What each rank is told. What several are told, being the same object, is sent once.
         sums: A checksum of each part.
         has_failed: This rank has failed, and tells nothing else.
-        is_bulk: Large parts are not worth a detour.
     """
 
     step: int
     parts: Sequence[Buffer]
     sums: Sequence[int]
     has_failed: bool = False
-    is_bulk: bool = False
 
 
 class Incoming(NamedTuple):
-    """What a rank is told by each rank, and what is still to be sent.
+    """What a rank is told by each rank.
 
     Attributes:
         steps: Which call each rank is at.
         sizes: How many bytes each tells this one; ``FAILED`` if it has failed.
         sums: The checksum of these.
-        parts: The bytes; None where they are still to come, straight.
-        straight: The ranks whose part is still to be sent, straight.
+        parts: The bytes; None where they are still to come, by :meth:`Carrier.transfer`.
     """
 
     steps: list[int]
     sizes: list[int]
     sums: list[int]
     parts: list[memoryview | None]
-    straight: set[int]
 
 
 class Traffic(NamedTuple):
@@ -98,6 +95,7 @@ class Carrier(ABC):
         pg: The gloo group.
         kept: What gloo uses, but does not keep.
         peers: The ranks that this one is connected to.
+        largest_team: How many ranks' parts go by one rank at most.
         messages: How many messages this rank has sent.
         nbytes: How many bytes these had.
     """
@@ -107,6 +105,7 @@ class Carrier(ABC):
         self.kept: object = None
         self.rank, self.size = rank, size
         self.peers: set[int] = set()
+        self.largest_team = 1
         self.messages = self.nbytes = 0
 
     @abstractmethod
@@ -125,25 +124,17 @@ class Carrier(ABC):
     def connect(self, seconds: float) -> None:
         """Connect this rank with its peers, if that was not done yet; a collective."""
 
+    @abstractmethod
     def transfer(
         self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
-        """Send and receive parts of known sizes straight.
+        """Send and receive what the exchange has only announced.
 
         Args:
             parts: The bytes for some ranks.
             rooms: Where to put those of some ranks.
             seconds: How long to wait for each.
         """
-        # Each rank begins with another one, so that they do not all talk to the same.
-        order = [(self.rank + i) % self.size for i in range(1, self.size)]
-        works = [self.pg.recv([rooms[i]], i, 0) for i in reversed(order) if i in rooms]
-        works += [self.pg.send([parts[i]], i, 0) for i in order if i in parts]
-        self.peers.update(parts, rooms)
-        self.messages += len(parts)
-        self.nbytes += sum(map(len, parts.values()))
-        for work in works:
-            work.wait(timedelta(seconds=seconds))
 
     def close(self) -> None:
         """Break all connections: every rank that waits for this one fails at once."""
@@ -172,8 +163,20 @@ class Mesh(Carrier):
         sizes_told = theirs[:, 0].tolist()
         parts = [None if nbytes else _NOTHING for nbytes in sizes_told]
         parts[self.rank] = memoryview(outgoing.parts[self.rank])
-        straight = {r for r, nbytes in enumerate(sizes) if nbytes > 0 and r != self.rank}
-        return Incoming(steps, sizes_told, sums, parts, straight)
+        return Incoming(steps, sizes_told, sums, parts)
+
+    @override
+    def transfer(
+        self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
+    ) -> None:
+        # Each rank begins with another one, so that they do not all talk to the same.
+        order = [(self.rank + i) % self.size for i in range(1, self.size)]
+        works = [self.pg.recv([rooms[i]], i, 0) for i in reversed(order) if i in rooms]
+        works += [self.pg.send([parts[i]], i, 0) for i in order if i in parts]
+        self.messages += len(parts)
+        self.nbytes += sum(map(len, parts.values()))
+        for work in works:
+            work.wait(timedelta(seconds=seconds))
 
 
 class _Common(msgspec.Struct, array_like=True):
@@ -192,8 +195,8 @@ class _Common(msgspec.Struct, array_like=True):
     told: list[tuple[int, int, bytearray]] = []
 
 
-_Part: TypeAlias = tuple[int, int, int, bytearray | int]
-"""Who tells it, to whom, its checksum, and its content; or only its size, if it goes straight."""
+_Part: TypeAlias = tuple[int, int, int, bytearray]
+"""Who tells it, to whom, its checksum, and its content."""
 
 
 class Teams(Carrier):
@@ -216,6 +219,7 @@ class Teams(Carrier):
         speaks = rank == self._speaker
         self._members = own[1:] if speaks else []
         self._speakers = [team[0] for team in teams if speaks and team is not own]
+        self.largest_team = max(map(len, teams))
 
     @override
     def connect(self, seconds: float) -> None:
@@ -224,44 +228,45 @@ class Teams(Carrier):
     @override
     def exchange(self, outgoing: Outgoing, seconds: float) -> Incoming:
         until = time.monotonic() + seconds
-        common, parts, straight = self._own(outgoing)
+        common, parts = self._own(outgoing)
         try:
             if self.rank != self._speaker:
                 self._swap({self._speaker: (encode(common), encode(parts))}, [], until)
                 told = self._swap({}, [self._speaker], until)[self._speaker]
             else:
                 told = self._speak(common, parts, until)
-            return self._incoming(outgoing, straight, *told)
+            return self._incoming(outgoing, *told)
         except msgspec.DecodeError as e:
             raise RankError(
                 f"what came from other ranks to rank {self.rank} is damaged ({e}), so it was not "
                 "used; a network card or some memory may be at fault"
             ) from e
 
-    def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part], set[int]]:
-        """Return what this rank tells all others, what single ones, and which of them straight."""
+    @override
+    def transfer(
+        self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
+    ) -> None:
+        pass  # all has come with the exchange
+
+    def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part]]:
+        """Return what this rank tells all others, and what single ones."""
         rank, parts, sums = self.rank, outgoing.parts, outgoing.sums
         if outgoing.has_failed:
-            return _Common(outgoing.step, failed=[rank]), [], set()
+            return _Common(outgoing.step, failed=[rank]), []
         # What most are told goes to all. Who is told something else gets that in addition.
         ((most, times),) = Counter(id(p) for r, p in enumerate(parts) if r != rank).most_common(1)
-        common, straight = _Common(outgoing.step), set[int]()
-        common_part: Buffer = b""
+        common = _Common(outgoing.step)
+        common_part: Buffer = _NOTHING
         if times > 1:
             told_to = next(r for r, part in enumerate(parts) if r != rank and id(part) == most)
             common_part = parts[told_to]
             if len(common_part):
                 common.told.append((rank, sums[told_to], bytearray(common_part)))
-        single: list[_Part] = []
-        for other, part in enumerate(parts):
-            if other == rank or part is common_part or not (len(part) or len(common_part)):
-                continue
-            if outgoing.is_bulk and len(part) > STRAIGHT_BYTES:
-                straight.add(other)
-                single.append((rank, other, sums[other], len(part)))
-            else:
-                single.append((rank, other, sums[other], bytearray(part)))
-        return common, single, straight
+        return common, [
+            (rank, other, sums[other], bytearray(part))
+            for other, part in enumerate(parts)
+            if other != rank and part is not common_part and (len(part) or len(common_part))
+        ]
 
     def _speak(self, common: _Common, parts: list[_Part], until: float) -> tuple[Buffer, Buffer]:
         """Pass on what this team tells and is told; return what this rank is told."""
@@ -299,9 +304,7 @@ class Teams(Carrier):
         )
         return commons, encode(by_rank.get(self.rank, []))
 
-    def _incoming(
-        self, outgoing: Outgoing, straight: set[int], commons: Buffer, single: Buffer
-    ) -> Incoming:
+    def _incoming(self, outgoing: Outgoing, commons: Buffer, single: Buffer) -> Incoming:
         """Return what the ranks tell this one, given what its speaker passed on."""
         size = self.size
         steps, sizes, sums = [0] * size, [0] * size, [0] * size
@@ -318,63 +321,103 @@ class Teams(Carrier):
             for rank, checksum, content in common.told:
                 sizes[rank], sums[rank], parts[rank] = len(content), checksum, memoryview(content)
         for rank, _, checksum, told in decoder(list[_Part]).decode(single):
-            sums[rank] = checksum
-            if isinstance(told, int):
-                sizes[rank], parts[rank] = told, None
-            else:
-                sizes[rank], parts[rank] = len(told), memoryview(told)
+            sizes[rank], sums[rank], parts[rank] = len(told), checksum, memoryview(told)
         mine = outgoing.parts[self.rank]
         sizes[self.rank] = FAILED if outgoing.has_failed else len(mine)
         sums[self.rank], parts[self.rank] = outgoing.sums[self.rank], memoryview(mine)
-        return Incoming(steps, sizes, sums, parts, straight)
+        return Incoming(steps, sizes, sums, parts)
 
     def _swap(
         self, outgoing: Mapping[int, tuple[bytes, bytes]], sources: Iterable[int], until: float
     ) -> dict[int, tuple[Buffer, Buffer]]:
         """Send two halves of a message to each of some ranks; return those of some ranks."""
-        self.peers.update(outgoing, sources)
-        heads = {source: self._begin_receiving(_HEAD_BYTES, source, _HEAD) for source in sources}
+        heads = {source: self._begin_receiving(_HEAD_BYTES, source, _OF_HEAD) for source in sources}
+        sums, tensors = dict[int, bytes](), dict[int, torch.Tensor]()
+        for half in (half for halves in outgoing.values() for half in halves):
+            # The same half may go to many ranks.
+            if id(half) not in sums:
+                sums[id(half)] = digest_of(half)[:8]
         works = [
-            work for to, halves in outgoing.items() for work in self._begin_sending(to, *halves)
+            work
+            for target, (common, single) in outgoing.items()
+            for work in self._begin_sending(
+                target, common, single, (sums[id(common)], sums[id(single)]), tensors
+            )
         ]
         got: dict[int, tuple[Buffer, Buffer]] = {}
         for source, (head, work) in heads.items():
             _wait(work, until)
-            common_bytes, single_bytes = _LENGTHS.unpack_from(head)
-            middle = _LENGTHS.size + common_bytes
-            end = middle + single_bytes
-            if end <= _HEAD_BYTES:
-                got[source] = head[_LENGTHS.size : middle], head[middle:end]
-                continue
-            if common_bytes + single_bytes <= _JOINED_BYTES:
-                both, of_both = self._begin_receiving(common_bytes + single_bytes, source, _COMMON)
-                works.append(of_both)
-                got[source] = both[:common_bytes], both[common_bytes:]
-                continue
-            common, of_common = self._begin_receiving(common_bytes, source, _COMMON)
-            single, of_single = self._begin_receiving(single_bytes, source, _SINGLE)
-            works += [of_common, of_single]
-            got[source] = common, single
+            got[source] = self._receive_halves(source, head, until)
         for work in works:
             _wait(work, until)
         return got
 
+    def _receive_halves(
+        self, source: int, head: memoryview, until: float
+    ) -> tuple[memoryview, memoryview]:
+        nbytes = _HEAD.size + _HEAD_SUM.size
+        if _HEAD_SUM.unpack_from(head, _HEAD.size)[0] != crc32(head[: _HEAD.size]):
+            raise self._damaged(source)
+        common_bytes, single_bytes, *sums = _HEAD.unpack_from(head)
+        if nbytes + common_bytes + single_bytes <= _HEAD_BYTES:
+            both = head[nbytes : nbytes + common_bytes + single_bytes]
+            halves = both[:common_bytes], both[common_bytes:]
+        elif common_bytes + single_bytes <= _JOINED_BYTES:
+            both, work = self._begin_receiving(common_bytes + single_bytes, source, _OF_COMMON)
+            _wait(work, until)
+            halves = both[:common_bytes], both[common_bytes:]
+        else:
+            common, of_common = self._begin_receiving(common_bytes, source, _OF_COMMON)
+            single, of_single = self._begin_receiving(single_bytes, source, _OF_SINGLE)
+            _wait(of_common, until)
+            _wait(of_single, until)
+            halves = common, single
+        if [digest_of(half)[:8] for half in halves] != sums:
+            raise self._damaged(source)
+        return halves
+
+    def _damaged(self, source: int) -> RankError:
+        return RankError(
+            f"what rank {source} sent came damaged to rank {self.rank}, so it was not used; a "
+            "network card or some memory may be at fault",
+            (source,),
+        )
+
     def _begin_receiving(self, nbytes: int, source: int, tag: int) -> tuple[memoryview, Any]:
         room = memoryview(bytearray(nbytes))
-        return room, self.pg.recv([gloo.as_tensor(room)], source, tag) if nbytes else None
+        if not nbytes:
+            return room, None
+        work = self.pg.recv([gloo.as_tensor(room)], source, tag)
+        self.peers.add(source)
+        return room, work
 
-    def _begin_sending(self, target: int, common: bytes, single: bytes) -> list[Any]:
-        lengths = _LENGTHS.pack(len(common), len(single))
-        messages = [(lengths, _HEAD), (common, _COMMON), (single, _SINGLE)]
-        if len(lengths) + len(common) + len(single) <= _HEAD_BYTES:
-            messages = [(lengths + common + single, _HEAD)]
+    def _begin_sending(
+        self,
+        target: int,
+        common: bytes,
+        single: bytes,
+        sums: tuple[bytes, bytes],
+        tensors: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        """Begin to send two halves; of a half that goes to many, ``tensors`` has the tensor."""
+        lengths = _HEAD.pack(len(common), len(single), *sums)
+        head = lengths + _HEAD_SUM.pack(crc32(lengths))
+        messages = [(head, _OF_HEAD), (common, _OF_COMMON), (single, _OF_SINGLE)]
+        if len(head) + len(common) + len(single) <= _HEAD_BYTES:
+            messages = [(head + common + single, _OF_HEAD)]
         elif len(common) + len(single) <= _JOINED_BYTES:
-            messages = [(lengths, _HEAD), (common + single, _COMMON)]
+            messages = [(head, _OF_HEAD), (common + single, _OF_COMMON)]
         works = []
         for content, tag in messages:
-            padded = content.ljust(_HEAD_BYTES, b"\0") if tag == _HEAD else content
+            padded = content.ljust(_HEAD_BYTES, b"\0") if tag == _OF_HEAD else content
             if padded:
-                works.append(self.pg.send([gloo.as_tensor(padded)], target, tag))
+                tensor = tensors.get(id(padded))
+                if tensor is None:
+                    tensor = gloo.as_tensor(padded)
+                    if padded is common:
+                        tensors[id(padded)] = tensor
+                works.append(self.pg.send([tensor], target, tag))
+                self.peers.add(target)
                 self.messages += 1
                 self.nbytes += len(padded)
         return works

@@ -52,6 +52,11 @@ class Comm(ABC):
         return self.hosts.count(self.hosts[self.rank])
 
     @property
+    def largest_team(self) -> int:
+        """How many ranks' parts go by one rank; who sends much at once, sends so much less."""
+        return 1
+
+    @property
     def traffic(self) -> Traffic:
         """What this rank has sent in this operation."""
         return Traffic()
@@ -65,16 +70,13 @@ class Comm(ABC):
         room: memoryview | None = None,
         *,
         is_proven: bool = False,
-        is_bulk: bool = False,
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
         Args:
             parts: The same object may go to several ranks; it is sent once where that is possible.
             room: Warm memory to receive into; used if everything that comes straight fits.
-            is_proven: The receiver verifies the content itself, so it needs no checksum; such
-                parts are bulk.
-            is_bulk: Large parts may go straight from rank to rank, at the cost of a connection.
+            is_proven: The receiver verifies the content itself, so it needs no checksum.
 
         Raises:
             RankError: Another rank failed, died or missed the deadline; or what came from it is
@@ -239,7 +241,6 @@ class SingleProcess(Comm):
         room: memoryview | None = None,
         *,
         is_proven: bool = False,
-        is_bulk: bool = False,
     ) -> list[memoryview]:
         return [memoryview(parts[0])]
 

@@ -101,12 +101,11 @@ class Group(Comm):
         room: memoryview | None = None,
         *,
         is_proven: bool = False,
-        is_bulk: bool = False,
     ) -> list[memoryview]:
         if self.ended:
             raise StateError(f"{self.operation}: it has ended already")
         sums = [0] * self.size if is_proven else self._checksums(parts)
-        told = self._tell(parts, sums, is_bulk=is_bulk or is_proven)
+        told = self._tell(parts, sums)
         if FAILED in told.sizes:
             self.ended = True
             self._forget_shared()
@@ -120,6 +119,12 @@ class Group(Comm):
     @override
     def background(self, number: int) -> Group:
         return Group(self._link.background(), self.timeout, self.operation, number)
+
+    @property
+    @override
+    def largest_team(self) -> int:
+        carrier = self._link.carrier
+        return 1 if carrier is None else carrier.largest_team
 
     @property
     @override
@@ -235,14 +240,12 @@ class Group(Comm):
         parts: Sequence[Buffer],
         sums: list[int],
         error: ErrorText | None = None,
-        *,
-        is_bulk: bool = False,
     ) -> Incoming:
         """Tell each rank a part, or that this rank failed; return what they tell.
 
         A part may still be to come, by :meth:`_transfer`.
         """
-        told = self._exchange(parts, sums, error, is_bulk=is_bulk)
+        told = self._exchange(parts, sums, error)
         astray = [rank for rank, step in enumerate(told.steps) if step != told.steps[self.rank]]
         if astray:
             # Every rank sees that, so all exchange the names of their operations.
@@ -259,13 +262,11 @@ class Group(Comm):
         parts: Sequence[Buffer],
         sums: list[int],
         error: ErrorText | None = None,
-        *,
-        is_bulk: bool = False,
     ) -> Incoming:
         self._calls += 1
         # A rank that does another operation, or is at another call of it, has another step.
         step = (self._kind << 24) + self._calls
-        outgoing = Outgoing(step, parts, sums, error is not None, is_bulk)
+        outgoing = Outgoing(step, parts, sums, error is not None)
 
         def exchange(seconds: float) -> Incoming:
             return self._link.connected.exchange(outgoing, seconds)
@@ -333,13 +334,17 @@ class Group(Comm):
                 rank: room[end - nbytes : end]
                 for (rank, nbytes), end in zip(coming.items(), ends, strict=True)
             }
-        if rooms or told.straight:
+        others = [rank for rank, part in enumerate(parts) if len(part) and rank != self.rank]
+        if rooms or others:
             # The same object may go to several ranks.
-            tensors = {id(parts[rank]): gloo.as_tensor(parts[rank]) for rank in told.straight}
-            outgoing = {rank: tensors[id(parts[rank])] for rank in told.straight}
-            incoming = {rank: gloo.as_tensor(into) for rank, into in rooms.items()}
+            outgoing = {id(parts[rank]): parts[rank] for rank in others}
+            tensors = {key: gloo.as_tensor(part) for key, part in outgoing.items()}
             self._communicate(
-                lambda: self._link.connected.transfer(outgoing, incoming, self.timeout)
+                lambda: self._link.connected.transfer(
+                    {rank: tensors[id(parts[rank])] for rank in others},
+                    {rank: gloo.as_tensor(into) for rank, into in rooms.items()},
+                    self.timeout,
+                )
             )
         return [rooms[rank] if part is None else part for rank, part in enumerate(told.parts)]
 

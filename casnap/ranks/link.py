@@ -207,10 +207,10 @@ class Link:
                 timer.join()
 
     def _tell_absent(self, operation: str, timeout: float) -> None:
-        def look(_: threading.Event) -> list[int]:
-            if any(map(self._has_begun, range(self.rank))):
-                return []  # one of these tells it
-            return [rank for rank in range(self.size) if not self._has_begun(rank)]
+        def look(given_up: threading.Event) -> list[int]:
+            if self._store.add(f"{self._name}/telling/{self._number}", 1) > 1:
+                return []  # another rank tells it
+            return [r for r in range(self.size) if not given_up.is_set() and not self._has_begun(r)]
 
         with suppress(RuntimeError, LinkFailedError):
             if absent := self._within(look, _STORE_SECONDS):
@@ -318,6 +318,7 @@ class Link:
             LinkFailedError: Some ranks did not come.
             RuntimeError: The ranks came, but could not be connected.
         """
+        of_team = team_ranks()  # a wrong setting is an error on all ranks that have it
         self.close()
         # gloo waits as long for the address of a rank, and five times as long for it to connect.
         until, patience = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
@@ -325,7 +326,7 @@ class Link:
         def meet(given_up: threading.Event) -> tuple[str, _Start]:
             pauses = self._pauses(until, given_up)
             if self.rank == 0:
-                return self._gather_ranks(pauses, operation, timeout)
+                return self._gather_ranks(pauses, operation, timeout, of_team)
             return self._come_to_rank_0(pauses, operation, timeout)
 
         self._name, start = self._within(meet, seconds + _STORE_SECONDS)
@@ -369,7 +370,7 @@ class Link:
         return carrier
 
     def _gather_ranks(
-        self, pauses: Iterable[None], operation: str, timeout: float
+        self, pauses: Iterable[None], operation: str, timeout: float, of_team: int
     ) -> tuple[str, _Start]:
         """Wait, as rank 0, until all ranks have come to a new group; return name and start."""
         name = f"{self._base}/{os.urandom(8).hex()}"
@@ -395,7 +396,7 @@ class Link:
         hosts = [a.process.host if a else 0 for a in arrivals]
         numbers = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
         host_of = [numbers[host] for host in hosts]
-        start = _Start(tokens, list(numbers), host_of, team_ranks(), failure)
+        start = _Start(tokens, list(numbers), host_of, of_team, failure)
         self._set(f"{name}/start", start)
         if failure is not None:
             self._set(f"{self._base}/newest", "")
@@ -538,7 +539,8 @@ class Link:
             if time.monotonic() >= note_at:
                 # A rank that stood still may go on, and report too.
                 note_at = math.inf
-                self._set(f"{operation}/silent", self._silent_ranks(operation))
+                if self._store.add(f"{operation}/noting", 1) <= _ASKING:
+                    self._set(f"{operation}/silent", self._silent_ranks(operation, given_up))
         return self._failure_found_first(operation, given_up)
 
     def _failure_found_first(self, operation: str, given_up: threading.Event) -> Failure:
@@ -548,16 +550,16 @@ class Link:
             for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
                 if (told := self._recorded_failure()) is not None:
                     return told
-        failure = self._failure_by_silence(operation)
+        failure = self._failure_by_silence(operation, given_up)
         self._set(f"{operation}/cause", failure)
         return failure
 
-    def _failure_by_silence(self, operation: str) -> Failure:
+    def _failure_by_silence(self, operation: str, given_up: threading.Event) -> Failure:
         """Return a failure that names the ranks that died, or have not reported to the store."""
         if ranks := self._dead_ranks():
             event = "died"
         elif (
-            ranks := self._silent_ranks(operation)
+            ranks := self._silent_ranks(operation, given_up)
             or self._get(f"{operation}/silent", list[int])
             or []
         ):
@@ -571,9 +573,13 @@ class Link:
         advice = f"; {_ALL_MUST_CALL}" if is_behind else ""
         return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last_phase}{advice}")
 
-    def _silent_ranks(self, operation: str) -> list[int]:
+    def _silent_ranks(self, operation: str, given_up: threading.Event) -> list[int]:
         """Return the ranks that have not reported to the store."""
-        return [r for r in range(self.size) if not self._has(f"{operation}/stopped/{r}")]
+        return [
+            rank
+            for rank in range(self.size)
+            if not given_up.is_set() and not self._has(f"{operation}/stopped/{rank}")
+        ]
 
     def _recorded_failure(self) -> Failure | None:
         return self._get(f"{self._name}/{self._operation}/cause", Failure)

@@ -106,7 +106,7 @@ def fetch_shared(
         store.fetch(wants, options)
         return
     passing = _SharedFetch(comm, store, wants, options)
-    passing.run(window or window_for(comm.size), only_in_memory)
+    passing.run((window or window_for(comm.size)) // comm.largest_team, only_in_memory)
     error = passing.fetch_the_rest()
     is_damage = isinstance(error, DamagedError)
     told = b"%d%s" % (is_damage, error_text(error).text.encode()) if error else b""

@@ -138,7 +138,9 @@ class Exchange:
         self._comm = comm
         self._crew = crew
         shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
-        self._split_cells = SplitCells(comm.rank, shared, division.leaf_ids, division.assigned)
+        self._split_cells = SplitCells(
+            comm.rank, shared, division.leaf_ids, division.assigned, comm.largest_team
+        )
         self._decider = Decider(comm.rank, comm.size)
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.
@@ -273,8 +275,7 @@ class Exchange:
             if self._crew.error is not None:
                 raise self._crew.error
             messages, sorted_offers = self._messages(offers, decisions, is_last)
-            told = self._comm.all_to_all(messages, is_bulk=True)
-            received = [_Message(message) for message in told]
+            received = [_Message(message) for message in self._comm.all_to_all(messages)]
             self._check_all_go_on([message.head.idle for message in received])
             self._settle(earlier, by_rank, [message.decisions for message in received])
             loads = [message.head.load for message in received]

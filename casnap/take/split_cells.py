@@ -121,6 +121,7 @@ class SplitCells:
         leaf_ids: The id by which all ranks know each leaf.
         assigned: Leaf → what this rank hashes of it. Leaves that several ranks hold pieces of are
             in the same order on all ranks.
+        largest_team: How many ranks' parts go by one rank.
     """
 
     def __init__(
@@ -129,9 +130,11 @@ class SplitCells:
         shared: SharedMemory,
         leaf_ids: Sequence[bytes],
         assigned: Mapping[int, Assignment],
+        largest_team: int = 1,
     ) -> None:
         self._rank = rank
         self._size = len(shared.theirs)
+        self._largest_team = largest_team
         self._shared = shared
         self._leaf_ids = leaf_ids
         self._assigned = assigned
@@ -234,7 +237,7 @@ class SplitCells:
     def _draw(self, rank: int) -> list[tuple[Piece, _JointPlace]]:
         """Take parts for a rank off its box, with the places of their joints."""
         drawn: list[tuple[Piece, _JointPlace]] = []
-        room = max(1, _WINDOW_BYTES // self._size)
+        room = max(1, _WINDOW_BYTES // (self._size * self._largest_team))
         with self._lock:
             while room > 0 and (place := self._place(rank)) is not None:
                 piece = self._outbox[rank].popleft()
