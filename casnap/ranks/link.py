@@ -208,8 +208,8 @@ class Link:
 
     def _tell_absent(self, operation: str, timeout: float) -> None:
         def look(given_up: threading.Event) -> list[int]:
-            if self._store.add(f"{self._name}/telling/{self._number}", 1) > 1:
-                return []  # another rank tells it
+            if any(given_up.is_set() or self._has_begun(rank) for rank in range(self.rank)):
+                return []  # one of these tells it
             return [r for r in range(self.size) if not given_up.is_set() and not self._has_begun(r)]
 
         with suppress(RuntimeError, LinkFailedError):
