@@ -138,20 +138,9 @@ class FollowerState:
         below = name == self.folder or name.startswith(f"{self.folder}/")
         return self.tag == tag and (not self.folder or below)
 
-    def serves(self, number: int, last: int) -> bool:
-        """Whether it serves a version, or a later one.
-
-        Args:
-            number: The number of the version.
-            last: The last number that there is. What serves a later one is of another store, such
-                as one that was replaced by its backup.
-        """
-        return self.serving is not None and number <= self.serving.number <= last
-
-    @property
-    def may_be_dead(self) -> bool:
-        """Whether it is silent, or doubtful."""
-        return self.is_silent or self.is_doubtful
+    def serves(self, number: int) -> bool:
+        """Whether it serves a version, or a later one."""
+        return self.serving is not None and self.serving.number >= number
 
 
 # --- at the follower --------------------------------------------------------------------------
@@ -521,7 +510,13 @@ def wait_served(
         if is_old or any(f.serving and f.serving.number > published.root for f in followers):
             published = _published(store, tag, number)
         followers = [f for f in followers if f.follows(tag, published.name)]
-        serving = [f for f in followers if f.serves(number, published.root) and not f.may_be_dead]
+        serving = [
+            f
+            for f in followers
+            if f.serves(number)
+            and not f.serves(published.root + 1)
+            and not (f.is_silent or f.is_doubtful)
+        ]
         lagging = [f for f in followers if f not in serving and not f.is_silent]
         if len(serving) >= (len(serving) + len(lagging) or 1 if quorum is None else quorum):
             return serving
