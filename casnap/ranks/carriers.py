@@ -24,6 +24,7 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import encode
 from casnap.ranks import gloo
+from casnap.ranks.failures import damage_text
 from casnap.runtime.typing import override
 
 Buffer = bytes | memoryview
@@ -229,18 +230,12 @@ class Teams(Carrier):
     def exchange(self, outgoing: Outgoing, seconds: float) -> Incoming:
         until = time.monotonic() + seconds
         common, parts = self._own(outgoing)
-        try:
-            if self.rank != self._speaker:
-                self._swap({self._speaker: (encode(common), encode(parts))}, [], until)
-                told = self._swap({}, [self._speaker], until)[self._speaker]
-            else:
-                told = self._speak(common, parts, until)
-            return self._incoming(outgoing, *told)
-        except msgspec.DecodeError as e:
-            raise RankError(
-                f"what came from other ranks to rank {self.rank} is damaged ({e}), so it was not "
-                "used; a network card or some memory may be at fault"
-            ) from e
+        if self.rank != self._speaker:
+            self._swap({self._speaker: (encode(common), encode(parts))}, [], until)
+            told = self._swap({}, [self._speaker], until)[self._speaker]
+        else:
+            told = self._speak(common, parts, until)
+        return self._incoming(outgoing, *told)
 
     @override
     def transfer(
@@ -377,11 +372,7 @@ class Teams(Carrier):
         return halves
 
     def _damaged(self, source: int) -> RankError:
-        return RankError(
-            f"what rank {source} sent came damaged to rank {self.rank}, so it was not used; a "
-            "network card or some memory may be at fault",
-            (source,),
-        )
+        return RankError(damage_text([source], self.rank), (source,))
 
     def _begin_receiving(self, nbytes: int, source: int, tag: int) -> tuple[memoryview, Any]:
         room = memoryview(bytearray(nbytes))

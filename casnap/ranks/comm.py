@@ -65,11 +65,7 @@ class Comm(ABC):
 
     @abstractmethod
     def all_to_all(
-        self,
-        parts: Sequence[Buffer],
-        room: memoryview | None = None,
-        *,
-        is_proven: bool = False,
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
@@ -236,11 +232,7 @@ class SingleProcess(Comm):
 
     @override
     def all_to_all(
-        self,
-        parts: Sequence[Buffer],
-        room: memoryview | None = None,
-        *,
-        is_proven: bool = False,
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
         return [memoryview(parts[0])]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from casnap import errors
@@ -52,6 +54,14 @@ class LinkFailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
+
+
+def damage_text(senders: Sequence[int], receiver: int) -> str:
+    """Return what to say where bytes that some ranks sent are not those that came."""
+    return (
+        f"what {rank_names(senders)} sent came damaged to rank {receiver}, so it was not used; a "
+        "network card or some memory may be at fault"
+    )
 
 
 def error_text(error: BaseException) -> ErrorText:

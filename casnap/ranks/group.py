@@ -29,6 +29,7 @@ from casnap.ranks.failures import (
     ErrorText,
     Failure,
     LinkFailedError,
+    damage_text,
     error_of_ranks,
     error_text,
 )
@@ -96,11 +97,7 @@ class Group(Comm):
     @override
     @without_torch_modes()
     def all_to_all(
-        self,
-        parts: Sequence[Buffer],
-        room: memoryview | None = None,
-        *,
-        is_proven: bool = False,
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
         if self.ended:
             raise StateError(f"{self.operation}: it has ended already")
@@ -186,11 +183,7 @@ class Group(Comm):
         """Check that what came is what was sent."""
         bad = [rank for rank, s in enumerate(self._checksums(received)) if s != expected[rank]]
         if bad:
-            raise RankError(
-                f"{self.operation}: what {rank_names(bad)} sent came damaged to rank {self.rank}, "
-                "so it was not used; a network card or some memory may be at fault",
-                tuple(bad),
-            )
+            raise RankError(f"{self.operation}: {damage_text(bad, self.rank)}", tuple(bad))
 
     @override
     @without_torch_modes()

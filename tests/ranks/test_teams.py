@@ -17,12 +17,12 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError
 from casnap.ranks import processes
 from casnap.ranks.carriers import Mesh, Teams, Traffic, _teams
-from casnap.ranks.group import Group
 from casnap.ranks.joining import join
 from tests.support.links import forget_links, links
 from tests.support.ranks import RankDied, World
 from tests.support.talks import carry, carry_by_all_means, die, err, stand_still
 from tests.support.yard import OnPurposeError, Seen, heard_of, talk, watch
+from tools import growth
 
 Worlds = Callable[[int], World]
 RANKS = 5  # teams of two: 0 speaks for 1, 2 for 3, and 4 is alone
@@ -210,23 +210,6 @@ def sharded(step: int) -> dict[str, Any]:
     return {"model": StateDict(**parts, same=whole + 1, own=torch.full((9,), float(rank + step)))}
 
 
-def traffic_of(work: Callable[[], Any]) -> Traffic:
-    """Return what this rank sends in all operations of some work."""
-    seen, leaving = list[Traffic](), Group.leave
-
-    def note(group: Group) -> None:
-        if not group.ended:
-            seen.append(group.traffic)
-        leaving(group)
-
-    Group.leave = note  # type: ignore[method-assign]
-    try:
-        work()
-    finally:
-        Group.leave = leaving  # type: ignore[method-assign]
-    return Traffic(*map(sum, zip(*seen, strict=True)))
-
-
 def take_and_restore(path: str) -> tuple[Traffic, Traffic]:
     host = dist.get_rank() // 3
     processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
@@ -236,13 +219,13 @@ def take_and_restore(path: str) -> tuple[Traffic, Traffic]:
     store.take(sharded(1), "step_1")
     changed, unchanged = sharded(2), sharded(2)
     store.take(changed, "step_2")
-    taking = traffic_of(lambda: store.take(unchanged, "step_3"))
+    taking = growth.costing(lambda: store.take(unchanged, "step_3")).traffic
     for read_once in (True, False):
         for step in (1, 2):
             found, expected = sharded(9), sharded(step)
-            restoring = traffic_of(
+            restoring = growth.costing(
                 partial(store[f"step_{step}"].restore, found, read_once=read_once)
-            )
+            ).traffic
             for name, value in expected["model"].items():
                 got = found["model"][name]
                 if isinstance(value, DTensor):
