@@ -272,9 +272,7 @@ class Teams(Carrier):
             common.failed += told_by_one.failed
             common.told += told_by_one.told
             parts += decoder(list[_Part]).decode(parts_of_one)
-        by_team: dict[int, list[_Part]] = {}
-        for part in parts:
-            by_team.setdefault(self._team_of[part[1]], []).append(part)
+        by_team = _grouped(parts, lambda target: self._team_of[target])
         mine, told = self._team_of[self.rank], encode(common)
         theirs = self._swap(
             {
@@ -286,12 +284,10 @@ class Teams(Carrier):
             until,
         )
         commons = encode([told, *(bytes(common) for common, _ in theirs.values())])
-        by_rank: dict[int, list[_Part]] = {}
-        for part in by_team.get(mine, []):
-            by_rank.setdefault(part[1], []).append(part)
+        of_this_team = by_team.get(mine, [])
         for _, single in theirs.values():
-            for part in decoder(list[_Part]).decode(single):
-                by_rank.setdefault(part[1], []).append(part)
+            of_this_team += decoder(list[_Part]).decode(single)
+        by_rank = _grouped(of_this_team, lambda target: target)
         self._swap(
             {member: (commons, encode(by_rank.get(member, []))) for member in self._members},
             [],
@@ -412,6 +408,14 @@ class Teams(Carrier):
                 self.messages += 1
                 self.nbytes += len(padded)
         return works
+
+
+def _grouped(parts: Iterable[_Part], key: Callable[[int], int]) -> dict[int, list[_Part]]:
+    """Return parts by a key of the rank to which each is told."""
+    groups: dict[int, list[_Part]] = {}
+    for part in parts:
+        groups.setdefault(key(part[1]), []).append(part)
+    return groups
 
 
 def _wait(work: Any, until: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 
 from casnap.errors import FencedError
 from casnap.format.digest import Digest
@@ -71,17 +70,6 @@ class Reliance:
         """Have collectors see it no more."""
         self.renew = _do_nothing
         self._end.close()
-
-    def __enter__(self) -> Reliance:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.end()
 
 
 def _do_nothing() -> None:

@@ -124,7 +124,7 @@ class Session:
             # In an object store, rank 0 announces the change of all ranks.
             is_seen = not dry_run and (puts_root or not store.backend.costly_requests)
             reliance = Reliance(store, base_root, announced=based_on.seq if is_seen else None)
-            stack.enter_context(reliance)
+            stack.callback(reliance.end)
             self.base: View = reliance.base
             self._reused = reliance.reused
             self._earlier = earlier
