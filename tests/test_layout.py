@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(
     path
@@ -105,8 +107,10 @@ def test_each_folder_says_what_it_may_import_and_where_to_begin() -> None:
             assert re.search(r"[Bb]egin with", said), path
 
 
-def test_the_architecture_is_drawn_as_the_layers_are() -> None:
-    drawing = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_the_house_is_drawn_as_the_layers_are(page: str) -> None:
+    drawings = (ROOT / page).read_text().split("```text\n")
+    drawing = next(each.split("```")[0] for each in drawings if each.lstrip().startswith("cli/"))
     layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     assert layers is not None
     assert re.findall(r"(\w+)(?:/|\.py)", drawing) == re.findall(r"\w+", layers[1])

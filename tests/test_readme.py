@@ -17,7 +17,7 @@ from tests.support.servers import Bucket
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if page.exists()]
-LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
+LINKED = [*PAGES, *(ROOT / f"{name}.md" for name in ("SECURITY", "CHANGELOG", "CONTRIBUTING"))]
 FRAMEWORKS = {
     f"{name}.md"
     for name in (

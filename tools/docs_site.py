@@ -42,6 +42,7 @@ EXAMPLES = [path.stem for path in sorted((ROOT / "docs/examples").glob("*.py"))]
 MOVED = {
     "README.md": "index.md",
     "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
     "SECURITY.md": "SECURITY.md",
     **{f"docs/examples/{name}.py": f"examples/{name}.md" for name in EXAMPLES},
 }
