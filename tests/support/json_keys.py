@@ -9,6 +9,7 @@ from typing import Any
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "json.md"
 EVERYWHERE = {"version", "requests"}
+_SNAPSHOT = "store, name, path, commit"
 # Maps whose keys are a user's, or kinds, files and paths.
 _MAPS = {
     *("requests", "metadata", "settings", "metrics", "module_bytes", "refused", "tied", "equal"),
@@ -20,7 +21,15 @@ def listed_keys(command: str) -> set[str]:
     """Return the keys that the page lists for a command."""
     _, _, section = PAGE.read_text().partition(f"\n## {command}\n")
     rows = [row for row in section.partition("\n## ")[0].splitlines() if row.startswith("| `")]
-    return _leaves({key for row in rows for key in re.findall(r"`([^`]+)`", row.split(" | ")[0])})
+    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    return _leaves({key for name in listed for key in _meant(name)})
+
+
+def _meant(name: str) -> Iterator[str]:
+    """Yield the keys that a name on the page stands for, as `a.{SNAPSHOT, b}` for five."""
+    before, _, inner = name.rstrip("}").rpartition("{")
+    for key in inner.replace("SNAPSHOT", _SNAPSHOT).split(", "):
+        yield before + key
 
 
 def keys_of(*documents: dict[str, Any]) -> set[str]:
