@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
+from casnap.backends.local_paths import is_folder
 from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
-from casnap.cli.output import amount, emit, progress_bars, say, size
-from casnap.files.file_reports import ImportReport
+from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
+from casnap.errors import NotAStoreError
+from casnap.files.file_reports import SUFFIXES, ImportReport
+from casnap.runtime.environment import local_path
 from casnap.storage import locate_snapshot
 from casnap.store import Store, import_snapshot
 from casnap.view import View, view_above
@@ -21,12 +25,13 @@ Examples:
   casnap import checkpoint.pt models/run1/step_100
   casnap import dcp/step_100 models/run1/step_100
   casnap import old/step_100 models/run1/step_100 --rank 0      TorchSnapshot, of many ranks
+  casnap import old/* models/run1/               each by its own name: models/run1/step_100, ...
 """
 
 
 @click.command("import", epilog=EXAMPLES)
-@click.argument("source", metavar="FILE_OR_DIR")
-@click.argument("snapshot", metavar="STORE/NAME")
+@click.argument("sources", metavar="FILE_OR_DIR...", nargs=-1, required=True)
+@click.argument("target", metavar="STORE/NAME")
 @click.option(
     "--key", metavar="KEY", help="The snapshot's key to import under [model, or the file's keys]."
 )
@@ -39,44 +44,111 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Only show what would be imported.")
 @writing_options
 def import_(
-    source: str,
-    snapshot: str,
-    key: str | None,
-    rank: int | None,
-    overwrite: bool,
+    sources: tuple[str, ...],
+    target: str,
     dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Import safetensors, torch.save, DCP, TorchSnapshot or torch_checkpointing as a snapshot.
 
     The store is found, or made, as for a take. Chunks that it has are not stored again. No code in
     a file runs: a file that needs pickle is refused.
+
+    Several files or folders become a snapshot each. Then, or if it ends in a slash, the last
+    argument is a store or a folder in it. The names are those of the files, without .pt and the
+    like. What is there already is passed over: repeat an interrupted import to go on with it.
     """
-    reach = options_for(snapshot)  # raises for a dry run, too
+    reach = options_for(target)  # raises for a dry run, too
+    is_many = len(sources) > 1 or target.endswith("/")
+    targets = _targets_below(target, sources) if is_many else {target: sources[0]}
+    imported, present = [], []
+    stores: list[Store] = []
+    for snapshot, source in targets.items():
+        if is_many and not options["overwrite"] and _is_there(snapshot, reach):
+            present.append(snapshot)
+            continue
+        report, places = _import(source, snapshot, reach, dry_run=dry_run, **options)
+        stores += (Store._of(view) for view, _ in places)
+        if as_json:
+            imported.append({**_identity(snapshot, reach, *places), **_facts_of(report)})
+        else:
+            _show(report, snapshot)
+    if as_json:
+        document = {"imported": imported, "present": present} if is_many else imported[0]
+        emit(document, *stores)
+    elif present:
+        say(f"{amount(len(present), 'snapshot')} there already")
+
+
+def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
+    """Return the snapshot that each source becomes, by the name of its file or folder.
+
+    Raises:
+        CommandError: Two have one name, or one is a part of a model.
+    """
+    from casnap.files.shards import shards_with
+
+    targets: dict[str, str] = {}
+    for source in sources:
+        path = Path(local_path(source)).absolute()  # a link keeps its own name
+        if not is_folder(path) and [*shards_with(path)] != [path]:
+            raise CommandError(f"{source} is a part of a model in several files; name its folder")
+        name = path.stem if path.suffix.lower() in SUFFIXES else path.name
+        snapshot = f"{folder.rstrip('/')}/{name}"
+        if snapshot in targets:
+            raise CommandError(
+                f"{targets[snapshot]} and {source} would both become {snapshot}; import them one "
+                "by one"
+            )
+        targets[snapshot] = source
+    return targets
+
+
+def _import(
+    source: str,
+    snapshot: str,
+    reach: dict[str, Any] | None,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    **options: Any,
+) -> tuple[ImportReport, list[tuple[View, str]]]:
+    """Import a file or folder; return what was found, and where it went unless it is a dry run."""
     places: list[tuple[View, str]] = []
 
     def find() -> tuple[View, str]:
-        places.append(
-            view_above(snapshot, reach, create=True, is_typed=True, exclusive=is_exclusive()),
-        )
+        places.append(_place_of(snapshot, reach, create=True))
         return places[-1]
 
     with progress_bars() as progress:
-        options = {"overwrite": overwrite, "progress": progress}
+        options_of_take = {"overwrite": overwrite, "progress": progress}
         place = None if dry_run else find
-        report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
-    if as_json:
-        document = {**_identity(snapshot, reach, *places), **_facts_of(report)}
-        emit(document, *(Store._of(view) for view, _ in places))
-        return
-    would = "would be " if dry_run else ""
+        report = import_snapshot(source, snapshot, place, options_of_take, metadata={}, **options)
+    return report, places
+
+
+def _is_there(snapshot: str, reach: dict[str, Any] | None) -> bool:
+    try:
+        view, name = _place_of(snapshot, reach, create=False)
+    except NotAStoreError:
+        return False
+    return name in Store._of(view)
+
+
+def _place_of(snapshot: str, reach: dict[str, Any] | None, *, create: bool) -> tuple[View, str]:
+    return view_above(snapshot, reach, create=create, is_typed=True, exclusive=is_exclusive())
+
+
+def _show(report: ImportReport, snapshot: str) -> None:
+    would = "would be " if report.dry_run else ""
     values = f" and {amount(report.values, 'value')}" if report.values else ""
     files = amount(report.files, "file")
     say(
         f"{snapshot}: {amount(report.tensors, 'tensor')}{values} of {files} "
         f"({report.format}) {would}imported"
     )
-    new_text = "" if dry_run else f", {size(report.new_bytes)} new"
+    new_text = "" if report.dry_run else f", {size(report.new_bytes)} new"
     say(f"{size(report.logical_bytes)}{new_text}, below {', '.join(report.keys[:8])}")
 
 

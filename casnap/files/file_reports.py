@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "torch", "dcp")
 """The formats that can be exported."""
-_SUFFIXES = {
+SUFFIXES = {
     ".safetensors": "safetensors",
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
     ".dcp": "dcp",
 }
+"""The format that the suffix of a name means."""
 _OTHERS = (".gguf", ".onnx", ".h5", ".msgpack", ".npz", ".npy", ".pkl", ".tflite", ".tar", ".zip")
 """How the names of files in other formats end, which casnap does not write."""
 
@@ -35,7 +36,7 @@ def format_of(out: str | os.PathLike[str], format: str | None) -> str:
     """
     name = given_path(out)
     suffix = Path(name).suffix.lower()
-    by_suffix = _SUFFIXES.get(suffix)
+    by_suffix = SUFFIXES.get(suffix)
     if suffix in _OTHERS:
         raise FileFormatError(
             f"{name}: casnap writes no {suffix} files, but {', '.join(FORMATS)}; choose a name "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from casnap import StateDict, Store
@@ -108,3 +109,49 @@ def test_all_snapshots_are_exported_and_an_export_goes_on(tmp_path: Path) -> Non
     result = document("export", store.uri, tmp_path / "sharded", *sharded)
     assert [file["file"] for file in result["exported"][2]["files"]]
     assert (tmp_path / "sharded/c").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_many_are_imported_by_their_names_and_an_import_goes_on(tmp_path: Path) -> None:
+    old, models = tmp_path / "old", tmp_path / "models"
+    old.mkdir()
+    base = torch.randn(50_000)
+    torch.save({"model": {"w": base}, "step": 1}, old / "step_1.pt")
+    save_file({"w": base}, old / "step_1.5.safetensors")
+    dcp.save({"model": {"w": base}}, checkpoint_id=old / "step_2", no_dist=True)
+    sources = sorted(old.iterdir())
+    dry = invoke("import", *sources, models, "--dry-run").stdout
+    assert dry.count("would be imported") == 3
+    assert not models.exists()
+    store = Store(models).make()
+    invoke("import", sources[0], f"{models}/")  # as where a glob finds one
+    output = invoke("import", *sources, models).stdout
+    assert output.count("imported\n") == 2
+    assert output.endswith("\n1 snapshot there already\n")
+    assert sorted(s.name for s in store.snapshots()) == ["step_1", "step_1.5", "step_2"]
+    assert sum(s.stats.new_bytes for s in store.snapshots()) < 1.1 * base.nbytes
+
+    result = document("import", *sources, f"{models}/run1")
+    assert [each["name"] for each in result["imported"]] == [
+        f"run1/{name}" for name in ("step_1.5", "step_1", "step_2")
+    ]
+    (old / "step_3.pt").write_bytes(b"no checkpoint at all")
+    result = failure("import", *sorted(old.iterdir()), f"{models}/run1")
+    assert "step_3.pt is neither" in result
+    result = document("import", *sources, f"{models}/run1")
+    assert (result["imported"], len(result["present"])) == ([], 3)
+    assert invoke("import", *sources, models, "--overwrite").stdout.count("imported\n") == 3
+
+
+def test_many_that_would_be_one_are_refused_before_any_is_imported(tmp_path: Path) -> None:
+    for name in ("a/v1.pt", "b/v1.pt"):
+        (tmp_path / name).parent.mkdir()
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+    models = tmp_path / "models"
+    message = failure("import", tmp_path / "a/v1.pt", tmp_path / "b/v1.pt", models)
+    assert f"would both become {models}/v1" in message
+    shards = [tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, shard in enumerate(shards):
+        save_file({f"w{i}": torch.ones(3)}, shard)
+    assert "name its folder" in failure("import", tmp_path / "a/v1.pt", *shards, models)
+    assert not models.exists()
