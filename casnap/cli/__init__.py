@@ -40,11 +40,11 @@ COMMANDS = {
     "mirror": ("casnap.cli.mirror", "Show which snapshots the mirror of a store lacks, and why."),
     "import": ("casnap.cli.import_", "Import safetensors, torch.save, DCP or TorchSnapshot files."),
     "pull": ("casnap.cli.pull", "Keep a folder of safetensors at the newest snapshot."),
-    "followers": ("casnap.cli.followers", "Show who follows a store, and which version serves."),
+    "followers": ("casnap.cli.followers", "Show who follows a store, and what each serves."),
     "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "rewind": ("casnap.cli.rewind", "Have a run go back to a snapshot, and go on from there."),
-    "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
+    "tag": ("casnap.cli.tag", "Add tags to a snapshot, remove them, or move them."),
     "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
     "thin": ("casnap.cli.thin", "Have older snapshots lose what only a resume needs."),
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
@@ -66,6 +66,7 @@ Examples:
   casnap report /ckpts -o report.html      one page to look at, without reading tensors
   casnap cp /ckpts/run1 s3://bucket/ckpts  send what the bucket lacks of a run
   casnap import base.safetensors models/base/v1
+  casnap import old/* models/run1/         many files or folders, each by its own name
   casnap export models/tuned/v1/model tuned.safetensors
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
   casnap rewind /ckpts/run1/step_100       resume there; later ones are moved aside

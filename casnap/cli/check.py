@@ -45,13 +45,14 @@ BEYOND_REPAIR = {"lost", "malformed"}
 def check(
     store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
 ) -> None:
-    """Check that a store, or one snapshot, is whole; exit with status 1 if anything is damaged.
+    """Check that a store, or one snapshot, is whole.
 
-    So it does if a newer casnap has written something that this one does not know.
+    The exit status is 1 if anything is damaged, or if a newer casnap has written something that
+    this one does not know.
 
     Reads every root, index segment and tree, and looks up every pack. --data also reads every
-    chunk, at each of its places. Nothing is changed, and takes may run meanwhile. Of a snapshot,
-    only what it needs is looked at.
+    chunk, at each of its places. Of a snapshot, only what it needs is read. Nothing is changed, and
+    takes may run meanwhile.
     """
     if sample is None and seed is not None:
         raise click.UsageError("--seed chooses what --sample reads; give both")

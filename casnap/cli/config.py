@@ -15,24 +15,30 @@ from casnap.view import repository_of
 SETTINGS = ("codec", "gc", "mirror")
 
 
-@click.command()
+_MEANINGS = """\
+\b
+Settings:
+  codec=auto   takes store chunks as they are; on a disk `casnap gc` makes deltas
+               of older ones, or compresses them; mirrors, and copies into a bucket, get deltas
+  codec=zstd   takes compress; `casnap gc` and copies make deltas anywhere
+  codec=raw    nothing is compressed, and nothing becomes a delta
+  gc=auto      processes that let snapshots go collect garbage in the background
+  gc=off       no process collects by itself
+  gc=12h       as auto; and all collections keep garbage for 12 hours, unless
+               they are given another --grace
+  mirror=none  forget which store is the mirror, and which snapshots it lacks
+"""
+
+
+@click.command(epilog=_MEANINGS)
 @click.argument("store")
 @click.argument("settings", metavar="[SETTING=VALUE]...", nargs=-1)
 @writing_options
 def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Show the settings of a store, or change them.
 
-    codec says how chunks are stored. With codec=auto, takes store them as they are. On a disk,
-    `casnap gc` stores what older snapshots hold as how it differs from the snapshot before, or
-    compressed, where that is smaller; mirrors, and copies into a bucket, get that. With codec=zstd,
-    takes compress, and both others hold anywhere. With codec=raw, nothing is compressed. A change
-    holds for later takes, copies and collections. Stored chunks stay as they are.
-
-    gc=off has no process collect garbage by itself; gc=auto has each one that lets snapshots go do
-    so in the background. gc=12h is as auto, and has all collections keep what no snapshot needs for
-    12 hours, unless they are given another --grace.
-
-    mirror=none forgets which store is the mirror, and which snapshots it lacks.
+    A change holds for later takes, copies and collections. Stored chunks stay as they are. A delta
+    is a chunk that is stored as its difference from the snapshot before.
     """
     changes: dict[str, Any] = dict(map(_parsed, settings))
     place = open_store(store)

@@ -77,10 +77,11 @@ def cp(
     """Copy snapshots into another store, and send only the chunks that it lacks.
 
     SRC is a store, a snapshot in it, or a folder of snapshots. DST is a store, or the new name of
-    the snapshot or folder in one. If there is no store, DST itself becomes one; but for one
-    snapshot whose name DST ends in, the folder above it does, as in a take. Snapshots keep
-    their metadata, tags and commit ids. A snapshot that DST has already is not copied again.
-    Repeat an interrupted copy to resume it.
+    the snapshot or folder in one. Snapshots keep their metadata, tags and commit ids. A snapshot
+    that DST has already is not copied again. Repeat an interrupted copy to resume it.
+
+    If there is no store, DST becomes one. The exception is one snapshot whose name DST ends in:
+    then the folder above it becomes the store, as in a take.
 
     With --follow, the command copies the snapshots of SRC, and then each new one, until SIGINT,
     SIGTERM or SIGHUP. It logs and retries failures of either side. A copy that is deleted at DST is

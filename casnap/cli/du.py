@@ -26,10 +26,9 @@ from casnap.view import repository_of
 def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     """Show the disk usage of snapshots: logical, stored and unique bytes.
 
-    LOGICAL is the size of the state. STORED is everything in the store that the snapshot needs, the
-    bases of its deltas too. UNIQUE is the part of it that no other snapshot needs: what deleting it
-    would free. The last lines say what the whole store takes up, on a disk in whole blocks, what
-    deltas save, and what is garbage.
+    LOGICAL is the size of the state. STORED is all in the store that the snapshot needs, also as
+    the base of a delta. UNIQUE is what no other snapshot needs: deleting this one frees it. The
+    last lines are of the whole store: what it takes up, what deltas save, and what is garbage.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)

@@ -47,7 +47,7 @@ _SUFFIX = {"torch": ".pt", "dcp": ".dcp", "safetensors": ".safetensors"}
     "--format",
     "kind",
     type=click.Choice(FORMATS),
-    help="[torch for .pt, .pth, .bin, .ckpt; dcp for .dcp; else safetensors]",
+    help="What to write [torch for .pt, .pth, .bin, .ckpt; dcp for .dcp; else safetensors].",
 )
 @click.option(
     "--max-shard-size",

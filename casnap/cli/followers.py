@@ -22,12 +22,11 @@ def followers(store: str | None, tag: str | None, as_json: bool) -> None:
     """Show who follows a store, and which version each has staged and serves.
 
     Followers note that in the store every 30 seconds. VERSION is the number of the root that
-    published it, as `casnap tag STORE TAG --history` has it. SINCE is when it was applied, by the
-    clock of that host; PAUSE is for how long the engine was paused for that, as far as it is known.
+    published it. SINCE is when it was applied, by the clock of that host. PAUSE is how long that
+    paused the engine.
 
-    A note that is older than 90 seconds, or of the future, is marked with a question mark: the
-    follower is dead, or its clock differs from that of this host. `casnap gc` deletes such notes
-    after a day.
+    A question mark is at a note that is older than 90 seconds, or of the future: the follower is
+    dead, or its clock differs from that of this host. `casnap gc` deletes such notes after a day.
     """
     place = open_whole_store(store)
     states = place.followers(tag)

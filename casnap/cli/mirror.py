@@ -17,8 +17,8 @@ from casnap.view import repository_of
 def mirror(store: str | None, as_json: bool) -> None:
     """Show which snapshots the mirror of a store lacks, and why.
 
-    The store itself says what is lacking; the mirror is not asked. Why, and since when, is known of
-    a process of this host that has the store open with mirror=.
+    The mirror itself is not asked. The reason is known only while a process of this host has the
+    store open with mirror=.
     """
     place = open_whole_store(store)
     repository = repository_of(place)

@@ -94,9 +94,9 @@ def prune(
 ) -> None:
     """Forget the snapshots that no rule keeps.
 
-    A snapshot is kept if any rule keeps it, or if it has a tag, or is not mirrored yet. The rules
-    apply to each run, that is each folder of snapshots, on its own. A collection frees the bytes of
-    forgotten snapshots, as after `casnap rm`; with --gc this command makes one.
+    A snapshot stays if any rule keeps it, if it has a tag, or if it is not mirrored yet. The rules
+    apply to each run, that is each folder of snapshots, on its own. Then the command begins to free
+    the bytes, as `casnap rm` does; --gc collects them as `casnap gc` does.
 
     --missing-folders forgets each snapshot whose folder a trainer has deleted, in each run that has
     a marker left.

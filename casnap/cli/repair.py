@@ -56,7 +56,9 @@ def _source(text: str) -> str:
 def repair(
     store: str | None, sources: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Repair a damaged store as far as possible; exit with status 1 if anything stays lost.
+    """Repair a damaged store as far as possible.
+
+    The exit status is 1 if anything stays lost.
 
     Reads every byte. Rebuilds lost parts of the index from the packs, and copies whole chunks
     out of damaged packs. Looks for lost chunks in --from: other casnap stores. Nothing is deleted;

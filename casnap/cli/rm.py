@@ -20,9 +20,9 @@ from casnap.view import repository_of
 def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete snapshots.
 
-    Nothing is deleted unless all of them are found, and none has a tag; --tagged deletes those too.
-    A collection frees their bytes: processes that let snapshots go, such as this one, begin one by
-    themselves, and `casnap gc` is one. The last line says what waits, and for what.
+    If one is not found, or has a tag, none is deleted; --tagged deletes those with tags, too. Then
+    the command begins to free their bytes. The last line says what waits, and for what. `casnap gc`
+    frees it.
     """
     doomed = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
     for snapshot in doomed:

@@ -45,10 +45,8 @@ Facts = dict[str, Any]
 def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
     """Show the contents of a snapshot, or one tensor or value.
 
-    PATH is a path inside the snapshot, as in get_manifest(), with or without the rank. KEY is the
-    key of an element whose path cannot show it, since it is neither a str nor a small int. SHARED
-    counts the bytes of a tensor in chunks that an earlier snapshot of the store has as well: this
-    snapshot did not store them again.
+    PATH is a path inside the snapshot, with or without the rank. KEY is the key of an element,
+    where the path does not show it. SHARED is how much of a tensor an earlier snapshot had stored.
     """
     open_place = open_snapshot(snapshot)
     if path is None:

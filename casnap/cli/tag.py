@@ -20,13 +20,12 @@ from casnap.view import repository_of
 def tag(
     path: str, tags: tuple[str, ...], remove: bool, move: bool, history: bool, as_json: bool
 ) -> None:
-    """Add tags, which protect a snapshot, or remove them, or move them.
+    """Add tags to a snapshot, remove them, or move them to it. Without TAG, list its tags.
 
     A snapshot with a tag is neither pruned nor overwritten, and `casnap rm` asks for --tagged.
-    Without TAG, lists the tags.
 
-    A tag that was moved by --move is published: one snapshot of the whole store has it, and who
-    follows it gets that one. It is moved on, or back, by --move again.
+    --move publishes a tag: one snapshot of the whole store has it, and who follows the tag gets
+    that one. Move it on, or back, in the same way.
     """
     _check_options(tags, remove=remove, move=move, history=history)
     if history:
