@@ -299,17 +299,14 @@ class Snapshot:
                 do not keep, but never this one. If they cannot be judged, a warning is logged.
             per_rank: Globs of paths whose values belong to their rank even if they are equal: the
                 state of a data loader, for example. :class:`RNGState` needs no glob.
-            threads: How many threads of this process may hash, and how many may copy, or write to
-                a disk, so that as many cores are left to others. By default one a core (up to
-                eight) hashes, and up to three write.
+            threads: How many threads of this process may hash, how many may copy, and how many may
+                write to a disk. By default one a core (up to eight) hashes, and up to three write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
-            on_error: With "warn", a fault of the storage does not end the program: no space, no
-                answer, damage, a collector that was faster; nor does a device that computed a wrong
-                digest. It is logged as a warning, on all
-                ranks, with the path and the cause, and None is returned. Once a take of the run is
-                stored again, another warning says how many failed, and since when. Any other error
-                is raised: a wrong state, name or store, a rank that died or hangs, Ctrl-C. The same
-                on all ranks.
+            on_error: With "warn", a fault of the storage or a device is logged as a warning, on all
+                ranks, and None is returned: no space, no answer, damage, a collector that was
+                faster, a wrong digest of a device. Once a take of the run is stored again, another
+                warning says how many failed, and since when. Any other error is raised: a wrong
+                state, name or store, a rank that died or hangs, Ctrl-C. The same on all ranks.
 
         Raises:
             StateError: A value of the state cannot be taken, or the ranks contradict each other.

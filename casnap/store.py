@@ -83,13 +83,13 @@ class Store:
             names of all snapshots in the view begin with the rest of the path.
         create: If there is no store, make one with the first take, import or copy to it, or with
             :meth:`make`. Reading makes none: where there is no store, there is no snapshot. With
-            ``mirror``, the store is made at once. Until it is made, a path below it does not lead
-            to it: call :meth:`make` before ``Snapshot.take`` of a path, or pass it ``store=``.
+            ``mirror``, the store is made at once. ``Snapshot.take`` of a path below finds the store
+            only once it is made: call :meth:`make` before, or pass ``store=``.
         chunk_size: For a new store: a power of two from 64 KiB to 64 MiB, such as ``"4MiB"``.
         codec: For a new store: how chunks are stored. With "auto", the default, takes store them as
-            they are; on a disk, :meth:`gc` makes what older snapshots hold smaller, and mirrors,
-            and copies into a bucket, get deltas. With "zstd", takes compress, and both others
-            hold anywhere. "raw": nothing is ever compressed. :meth:`configure` changes it.
+            they are. On a disk, :meth:`gc` makes deltas of older ones; mirrors, and copies into a
+            bucket, get deltas. With "zstd", takes compress, and :meth:`gc` and copies make deltas
+            anywhere. With "raw", nothing is compressed. :meth:`configure` changes it.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -314,11 +314,10 @@ class Store:
         If there is none, but a checkpoint of another form right in that folder, a warning is
         logged that says so.
 
-        With a mirror, the last ones of both sides are compared. If this store holds the last one of
-        the mirror too, or continues the run that it is of, its own last one is the newest. If
-        another store has continued the run since, that one's is. Between two runs, the time that
-        the takes noted decides. If the mirror cannot be reached, this store's last one is
-        returned, with a warning.
+        With a mirror, the last ones of both sides are compared. The mirror's is returned if another
+        store has continued the run. This store's is returned if it has the mirror's too, or has
+        itself continued the run. Between two runs, the time that the takes noted decides. If the
+        mirror cannot be reached, this store's last one is returned, with a warning.
 
         Args:
             prefix: Only below this folder.
@@ -339,12 +338,11 @@ class Store:
         The snapshots right in its folder that were committed after it are moved aside, in one
         commit: ``step_200`` is called ``rewound-57/step_200`` from then on, where 57 is the number
         of that commit. So :meth:`latest` returns the snapshot of this name, and the names are free
-        to be taken again. What was moved aside keeps its bytes, commit id and tags, until a
-        retention lets it go, as the oldest of its run; to go on from it after all, call this with
-        its new name. A mirror follows. Where nothing was committed after the snapshot, nothing is
-        changed.
+        to be taken again. What was moved aside keeps its bytes, commit id and tags. A retention
+        lets it go as the oldest of its run. To go on from it after all, call this with its new
+        name. A mirror follows.
 
-        Takes of this process that are pending are waited for, and count. End other processes that
+        Pending takes of this process are waited for, and moved aside too. End other processes that
         write this run first: what they commit later is of the run. On many ranks, rank 0 calls
         this, or all do.
 
@@ -533,8 +531,8 @@ class Store:
     ) -> list[serving.handshake.FollowerState]:
         """Wait until followers serve what a tag was published on, or something later.
 
-        Followers that may not write to the store are not known here. One that dies counts as long
-        as it is not seen that its note stays as it is, for 90 seconds.
+        Followers that may not write to the store are not known here. One that died counts until its
+        note has not changed for 90 seconds.
 
         Args:
             tag: The tag.
@@ -657,7 +655,7 @@ class Store:
                 snapshot holds no tensors.
             StorageFullError: The disk is full. The folder stays at the version before.
             BackendError: The folder cannot be written or looked at for another reason. It stays.
-            UnavailableError: Neither can anything else now. It stays.
+            UnavailableError: The same, for want of open files or memory. It stays.
             FileNotFoundError: There is no folder to put it in.
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
@@ -941,9 +939,9 @@ class Store:
                 the take begins again. By default what the store is set to (see :meth:`configure`),
                 else 24 hours.
             repack: Copy the rest out of packs of which less than this share is needed (0: never).
-            recode_after: Store what all but so many of the newest snapshots of each folder hold as
-                how it differs from the snapshot before, or compressed, where that is smaller;
-                unless the codec of the store is "raw". None: not now.
+            recode_after: Store the chunks of all but so many of the newest snapshots of each folder
+                as deltas, or compressed, where that is smaller. None: not now. Not with the codec
+                "raw".
             dry_run: Only report what would be done.
             exclusive: You make sure that no other process writes to this store. This is asked
                 only where the store's backend cannot keep two writers apart.

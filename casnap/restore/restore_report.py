@@ -11,8 +11,9 @@ class RestoreReport:
     """What a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks; and, in words, paths that it keeps for
-            some ranks of the take alone, while other ranks are new: all of these on each rank.
+        missing: Paths of the state that the snapshot lacks. Where this world has ranks that the
+            take had not, also paths that only some ranks of the take had: all of them, in words, on
+            each rank.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words.
         left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.

@@ -83,8 +83,7 @@ class RNGState:
     """The global random states of torch (CPU, and the accelerator in use), Python and numpy.
 
     The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported.
-    Of a state that lacks some parts, as TorchSnapshot's has only torch's, the others are left as
-    they are, and this is logged.
+    TorchSnapshot's state has torch's alone: then the others stay as they are, and this is logged.
     """
 
     def state_dict(self) -> dict[str, Any]:
