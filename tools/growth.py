@@ -27,7 +27,7 @@ from casnap.format.records import encode
 from casnap.ranks import processes
 from casnap.ranks.carriers import Traffic
 from casnap.ranks.group import Group
-from casnap.take.manifest import _Contribution, gathered
+from casnap.take.manifest import _Contribution, joined
 from tests.support.ranks import Pool
 
 TENSORS, COLUMNS = 20, 64
@@ -178,8 +178,8 @@ def memory_of_rank_0(ranks: int, tensors: int) -> tuple[float, float]:
         contribution = _Contribution(entries, {"rng": rank.to_bytes(32, "big")}, 9, 1)
         told.append(memoryview(encode(contribution)))
     contributions = [decoder(_Contribution).decode(part) for part in told]
-    summary = gathered(contributions, ["model", "rng"], lambda node: digest_of(node))
-    encode(summary.manifest)
+    manifest, _ = joined(contributions, ["model", "rng"], lambda node: digest_of(node))
+    encode(manifest)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return most / (1 << 20), time.process_time() - began

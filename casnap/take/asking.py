@@ -302,5 +302,5 @@ class Asking:
             check_trusted(asked.device)
             hasher.note_known(asked.piece, split_digests(asked.digests))
         for asked in self._crossing:
-            if b"".join(hasher.digests_of(asked.piece)) != asked.digests:
+            if b"".join(hasher.digests.of_piece(asked.piece)) != asked.digests:
                 raise self._difference(asked.device, asked.leaf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import INLINE_BYTES
@@ -21,19 +20,53 @@ Batches = Callable[[int], Iterable[list[Piece]]]
 """Returns pieces in batches of so many bytes."""
 
 
-class Digests(NamedTuple):
-    """The digests of the chunks that this rank hashed.
+class Digests:
+    """The digests of the chunks that this rank has hashed so far.
+
+    Args:
+        state: The state whose chunks they are.
 
     Attributes:
-        runs: Leaf → the digests of all its chunks, if there are several and this rank hashes all.
-        only: Leaf → the digest of its only chunk, once this rank has hashed that.
-        cells: Leaf → cell → its digest, where ranks share a leaf; the bytes of the cell instead
-            where the leaf is so small that its bytes stand in the entry.
+        shared: Leaf → cell → its digest, of leaves whose cells several ranks hash; the bytes of the
+            cell instead where the leaf is so small that its bytes stand in the entry.
     """
 
-    runs: dict[int, bytearray]
-    only: dict[int, Digest]
-    cells: dict[int, dict[int, bytes]]
+    def __init__(self, state: CapturedState) -> None:
+        self.shared: dict[int, dict[int, bytes]] = {i: {} for i in state.assigned}
+        # The digests of all chunks of a leaf, in a row; zeros where none was noted. There may be a
+        # million leaves of one chunk, so they are added when they are noted.
+        self._whole: dict[int, bytes | bytearray] = {
+            i: bytearray(DIGEST_SIZE * grid.count)
+            for i, grid in state.grids.items()
+            if grid.count > 1
+        }
+
+    def note(self, pieces: Iterable[Piece], digests: list[Digest]) -> None:
+        """Note the digests of all chunks of some pieces."""
+        start, shared, whole = 0, self.shared, self._whole
+        for piece in pieces:
+            leaf, stop = piece.leaf, start + len(piece.sizes)
+            if leaf in shared:
+                cells = range(piece.first_cell, piece.first_cell + stop - start)
+                shared[leaf].update(zip(cells, digests[start:stop], strict=True))
+            elif leaf in whole:
+                row, at = whole[leaf], piece.first_cell * DIGEST_SIZE
+                assert isinstance(row, bytearray)
+                row[at : at + (stop - start) * DIGEST_SIZE] = b"".join(digests[start:stop])
+            else:
+                [whole[leaf]] = digests[start:stop]
+            start = stop
+
+    def of_piece(self, piece: Piece) -> list[bytes]:
+        """Return the digests that were noted of the chunks of a piece."""
+        leaf, start, stop = piece.leaf, piece.first_cell, piece.first_cell + len(piece.sizes)
+        if leaf in self.shared:
+            return [self.shared[leaf][cell] for cell in range(start, stop)]
+        return list(split_digests(self.of_leaf(leaf)))[start:stop]
+
+    def of_leaf(self, leaf: int) -> bytes:
+        """Return the digests of all chunks of a leaf that this rank hashes alone, in a row."""
+        return bytes(self._whole[leaf])
 
 
 class Hasher:
@@ -45,15 +78,11 @@ class Hasher:
         progress: Told how many bytes are done.
 
     Attributes:
-        digests: What was hashed so far.
+        digests: What it has hashed so far.
     """
 
     def __init__(self, state: CapturedState, session: Session, progress: Progress | None) -> None:
-        self.digests = Digests(
-            {i: bytearray(DIGEST_SIZE * g.count) for i, g in state.grids.items() if g.count > 1},
-            {},
-            {i: {} for i in state.assigned},
-        )
+        self.digests = Digests(state)
         self._state = state
         self._session = session
         self._counter = (
@@ -82,9 +111,11 @@ class Hasher:
             for batch in batches:
                 try:
                     pieces = batch
-                    if self.digests.cells:
+                    if self.digests.shared:
                         pieces = [piece for piece in batch if not self._keep_inline(piece)]
-                    self._note(pieces, writer.store(_chunks_of(pieces)))
+                    self.digests.note(pieces, writer.store(_chunks_of(pieces)))
+                    if self._counter is not None:
+                        self._counter.add(sum(len(piece.view) for piece in pieces))
                 finally:
                     give_back(batch)
         finally:
@@ -92,7 +123,7 @@ class Hasher:
 
     def _keep_inline(self, piece: Piece) -> bool:
         """Keep the bytes of a piece if its tensor is shared by ranks, but stands in its entry."""
-        cells = self.digests.cells.get(piece.leaf)
+        cells = self.digests.shared.get(piece.leaf)
         if cells is None or self._state.leaves[piece.leaf].entry.payload.nbytes > INLINE_BYTES:
             return False
         if piece.ready is not None:
@@ -102,38 +133,9 @@ class Hasher:
 
     def note_known(self, piece: Piece, digests: list[Digest]) -> None:
         """Note the digests of chunks that the store has, and that were hashed elsewhere."""
-        self._note([piece], digests)
+        self.digests.note([piece], digests)
         if self._counter is not None:
             self._counter.add(sum(piece.sizes))
-
-    def digests_of(self, piece: Piece) -> list[bytes]:
-        """Return the digests that were noted of the chunks of a piece."""
-        runs, only, cells = self.digests
-        stop = piece.first_cell + len(piece.sizes)
-        if piece.leaf in cells:
-            return [cells[piece.leaf][cell] for cell in range(piece.first_cell, stop)]
-        if piece.leaf in runs:
-            of_run = runs[piece.leaf][piece.first_cell * DIGEST_SIZE : stop * DIGEST_SIZE]
-            return list(split_digests(bytes(of_run)))
-        return [only[piece.leaf]]
-
-    def _note(self, pieces: list[Piece], digests: list[Digest]) -> None:
-        """Note the digests of the chunks of some pieces."""
-        start, (runs, only, by_cell) = 0, self.digests
-        for piece in pieces:
-            stop = start + len(piece.sizes)
-            of_piece = digests[start:stop]
-            if piece.leaf in by_cell:
-                cells = range(piece.first_cell, piece.first_cell + len(of_piece))
-                by_cell[piece.leaf].update(zip(cells, of_piece, strict=True))
-            elif piece.leaf in runs:
-                at, joined = piece.first_cell * DIGEST_SIZE, b"".join(of_piece)
-                runs[piece.leaf][at : at + len(joined)] = joined
-            else:
-                [only[piece.leaf]] = of_piece
-            start = stop
-        if self._counter is not None:
-            self._counter.add(sum(len(piece.view) for piece in pieces))
 
 
 def _chunks_of(pieces: list[Piece]) -> list[Raw]:

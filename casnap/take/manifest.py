@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,7 +23,7 @@ from casnap.format.entries import (
     Payload,
     with_payload,
 )
-from casnap.format.records import encode
+from casnap.format.records import Stats, encode
 from casnap.format.tree import build
 from casnap.ranks.comm import Comm
 from casnap.take.capture import CapturedState
@@ -34,21 +33,6 @@ from casnap.take.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
-
-
-@dataclass
-class ManifestSummary:
-    """The manifest of a snapshot, as rank 0 has it.
-
-    Attributes:
-        manifest: The top of the tree.
-        logical_bytes: The bytes of all entries, each global one counted once.
-        entries: The number of entries.
-    """
-
-    manifest: Manifest
-    logical_bytes: int
-    entries: int
 
 
 class _Report(msgspec.Struct, array_like=True):
@@ -67,22 +51,26 @@ class _Contribution(msgspec.Struct, array_like=True):
     """What a rank adds to the manifest.
 
     Attributes:
-        entries: Global entries, by key of the app state and path below it.
+        shared: Global entries, by key of the app state and path below it.
         subtrees: Key → digest of the subtree of the rank's own entries.
-        logical_bytes: The bytes of the rank's own entries.
-        count: The number of own entries.
+        own_bytes: The bytes of the rank's own entries.
+        own_entries: How many these are.
     """
 
-    entries: dict[str, dict[str, KnownEntry]]
+    shared: dict[str, dict[str, KnownEntry]]
     subtrees: dict[str, bytes]
-    logical_bytes: int
-    count: int
+    own_bytes: int = 0
+    own_entries: int = 0
 
 
 def build_manifest(
     comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
-) -> ManifestSummary | None:
-    """Settle which entries are global, store all trees, and return the manifest on rank 0.
+) -> tuple[Manifest, Stats] | None:
+    """Settle which entries are global, and store all trees.
+
+    Returns:
+        On rank 0 the manifest, and how many entries of how many bytes it has, each global one
+        counted once; None on the others.
 
     Raises:
         StateError: Ranks contradict each other.
@@ -94,28 +82,28 @@ def build_manifest(
     if not contributions:
         return None
     # The keys are in the order of the app state.
-    return gathered(contributions, [span.component for span in state.spans], put_node)
+    return joined(contributions, [span.component for span in state.spans], put_node)
 
 
-def gathered(
+def joined(
     contributions: list[_Contribution], components: Iterable[str], put_node: Put
-) -> ManifestSummary:
+) -> tuple[Manifest, Stats]:
     """Return the manifest of what all ranks contribute; rank 0 alone puts it together."""
-    summary = ManifestSummary(Manifest({}, {}), 0, 0)
-    entries: dict[str, dict[str, KnownEntry]] = {}
+    manifest = Manifest({}, {})
+    nbytes = sum(contribution.own_bytes for contribution in contributions)
+    count = sum(contribution.own_entries for contribution in contributions)
+    shared: dict[str, dict[str, KnownEntry]] = {}
     for rank, contribution in enumerate(contributions):
-        summary.manifest.ranks[str(rank)] = contribution.subtrees
-        summary.logical_bytes += contribution.logical_bytes
-        summary.entries += contribution.count
-        for key, of_rank in contribution.entries.items():
-            if entries.setdefault(key, of_rank) is not of_rank:
-                entries[key].update(of_rank)
+        manifest.ranks[str(rank)] = contribution.subtrees
+        for key, of_rank in contribution.shared.items():
+            if shared.setdefault(key, of_rank) is not of_rank:
+                shared[key].update(of_rank)
     for component in components:
-        if of_key := entries.get(component):
-            summary.manifest.shared[component] = build(of_key, put_node)
-            summary.logical_bytes += _nbytes(of_key)
-            summary.entries += len(of_key)
-    return summary
+        if of_key := shared.get(component):
+            manifest.shared[component] = build(of_key, put_node)
+            nbytes += _nbytes(of_key)
+            count += len(of_key)
+    return manifest, Stats(logical_bytes=nbytes, entries=count)
 
 
 class _Builder:
@@ -160,7 +148,7 @@ class _Builder:
         """
         leaf_ids = self._division.leaf_ids
         reports = [_Report([], []) for _ in undecided]
-        for i, by_cell in self._digests.cells.items():
+        for i, by_cell in self._digests.shared.items():
             cells = reports[owner_of(leaf_ids[i], len(reports))].cells
             cells += [(leaf_ids[i], first_cell, joined) for first_cell, joined in _runs(by_cell)]
         for report, leaves in zip(reports, undecided, strict=True):
@@ -171,25 +159,24 @@ class _Builder:
     def contribution(self) -> _Contribution:
         """Return what this rank adds to the manifest, once the scopes are settled."""
         state, scopes = self._state, self._scopes
-        entries: dict[str, dict[str, KnownEntry]] = {}
-        contribution = _Contribution(entries, {}, 0, 0)
+        contribution = _Contribution({}, {})
         for path, entry in self._sharded.items():
             key, slash, inner_path = path.partition("/")
-            entries.setdefault(key, {})[slash + inner_path] = entry
+            contribution.shared.setdefault(key, {})[slash + inner_path] = entry
         leaves, inline = state.leaves, state.inline
         # Enum attribute access is slow, and there may be a million leaves.
-        per_rank, sharded = Scope.PER_RANK, Scope.SHARDED
+        per_rank, is_sharded = Scope.PER_RANK, Scope.SHARDED
         divided, from_rank_0 = Scope.DIVIDED, Scope.FROM_RANK_0
         rank, size, leaf_ids = self._comm.rank, self._comm.size, self._division.leaf_ids
         for span in state.spans:
-            own_entries: dict[str, KnownEntry] = {}
-            shared = entries.setdefault(span.component, {})
+            own: dict[str, KnownEntry] = {}
+            shared = contribution.shared.setdefault(span.component, {})
             prefix = len(span.component)
             for i in range(span.start, span.stop):
                 scope = scopes[i]
                 if scope is per_rank:
-                    entries_of_key = own_entries
-                elif scope is sharded:
+                    entries_of_key = own
+                elif scope is is_sharded:
                     continue
                 elif scope is divided or (
                     rank == (0 if scope is from_rank_0 else owner_of(leaf_ids[i], size))
@@ -200,10 +187,10 @@ class _Builder:
                 # In a state of many entries most are inline, and a call for each takes long.
                 entry = inline[i] if i in inline else self._entry(i, self._put_node)
                 entries_of_key[leaves[i].path[prefix:]] = entry
-            if own_entries:
-                contribution.subtrees[span.component] = build(own_entries, self._put_node)
-                contribution.logical_bytes += _nbytes(own_entries)
-                contribution.count += len(own_entries)
+            if own:
+                contribution.subtrees[span.component] = build(own, self._put_node)
+                contribution.own_bytes += _nbytes(own)
+                contribution.own_entries += len(own)
         return contribution
 
     def _entry(self, leaf: int, put_node: Put) -> KnownEntry:
@@ -217,9 +204,7 @@ class _Builder:
             runs = self._cells.get(self._division.leaf_ids[leaf], {})
             count = state.assigned[leaf].grid.count
             return with_payload(entry, _assembled(path, nbytes, count, runs, put_node))
-        leaf = state.same_as.get(leaf, leaf)
-        only = self._digests.only.get(leaf)
-        digests = bytes(self._digests.runs[leaf]) if only is None else only
+        digests = self._digests.of_leaf(state.same_as.get(leaf, leaf))
         # Where no digest was noted there are zeros.
         assert bytes(DIGEST_SIZE) not in digests, path
         return with_payload(entry, _payload(nbytes, digests, put_node))

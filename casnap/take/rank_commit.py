@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from casnap.errors import RankError
+from casnap.format.entries import Manifest
 from casnap.format.records import Row, Stats, encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
@@ -26,7 +28,6 @@ from casnap.storage import (
     upkeep_of_run,
 )
 from casnap.take.agreement import check_name
-from casnap.take.manifest import ManifestSummary
 from casnap.take.options import TakeOptions
 
 _log = logging.getLogger("casnap")
@@ -81,8 +82,13 @@ class TakeCommit:
     started: float
     notes: Mapping[str, Any]
 
-    def lead(self, session: Session, summary: ManifestSummary) -> TakeResult:
+    def lead(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
         """On rank 0, commit the snapshot with all that the ranks wrote.
+
+        Args:
+            session: What this rank wrote.
+            manifest: The manifest.
+            stats: How much that describes.
 
         Raises:
             FencedError: Something that a rank wrote, or relied on, is gone.
@@ -98,7 +104,7 @@ class TakeCommit:
 
         try:
             session.include(gather, comm.check_not_abandoned)
-            result = self._put_root(session, summary)
+            result = self._put_root(session, manifest, stats)
         except Exception as e:
             if not comm.ended and not session.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
@@ -109,9 +115,9 @@ class TakeCommit:
             _log.warning("it is committed, but rank 0 could not tell all ranks: %s", e)
         return result
 
-    def _put_root(self, session: Session, summary: ManifestSummary) -> TakeResult:
+    def _put_root(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
         """Put the root, which prunes the run too, and see to the markers."""
-        digest = session.put_node(encode(summary.manifest))
+        digest = session.put_node(encode(manifest))
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
         # The rows that go, and those, as they were, that lose some keys.
@@ -121,14 +127,14 @@ class TakeCommit:
         def change(table: Table, seq: int) -> Mapping[str, Row | None]:
             nonlocal row, gone, thinned
             check_name(table, self.name, options, uri)
-            duration = time.monotonic() - self.started
+            seconds = time.monotonic() - self.started
             row = Row(
                 commit=session.commit_id,
                 manifest=session.ref(digest),
                 seq=seq,
                 time=time.time(),
                 world_size=self.comm.size,
-                stats=Stats(summary.logical_bytes, session.new_bytes, summary.entries, duration),
+                stats=replace(stats, new_bytes=session.new_bytes, seconds=seconds),
                 metadata=dict(options.metadata or {}),
                 notes=dict(self.notes),
             )

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         first_cell: The number of the first chunk.
         sizes: The bytes of each chunk.
         view: The bytes of all chunks, one after the other; empty if they are on an accelerator.
-        owner: Keeps the memory alive.
+        keep_alive: What the memory belongs to.
         ready: Waits until the bytes are there; None if they are.
         release: Gives the memory back; None if there is nothing to give back.
         part: Which part of the chunks this is; None if they are whole.
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     first_cell: int
     sizes: Sequence[int]
     view: Raw
-    owner: object = None
+    keep_alive: object = None
     ready: Callable[[], None] | None = None
     release: Callable[[], None] | None = None
     part: SentPart | None = None
@@ -227,7 +227,7 @@ def _copied(
     """Begin to copy a piece from a device; return it where it is then."""
     ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), on_device)
     return piece._replace(
-        view=target, owner=on_device, ready=ready, release=release, on_device=None
+        view=target, keep_alive=on_device, ready=ready, release=release, on_device=None
     )
 
 
@@ -390,7 +390,7 @@ class StagedCopies:
                 under_way.acquire()
                 wait = partial(_wait_for, under_way)
                 on_read = partial(self._note_read, block.release)
-                copy = piece._replace(view=target, owner=None, ready=wait, release=on_read)
+                copy = piece._replace(view=target, keep_alive=None, ready=wait, release=on_read)
                 block.share()
                 with self._changed:
                     self._copies.append(copy)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakSet
 
 from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
@@ -57,7 +56,7 @@ def take(
     with background.turn:
         background.wait_for_room(repository.config.store_id, name, options, is_alone=comm.size == 1)
         steps.begin(source)
-        result = steps.store(steps.live_pieces, lambda: True)
+        result = steps.store(steps.live_batches, lambda: True)
     options.attempt.note_stored(result.row)
     return result
 
@@ -87,7 +86,7 @@ def async_take(
             try:
                 if options.max_pending > 1:
                     comm.leave()
-                copies.fill(steps.pieces_to_copy(), when_full=partial(steps.go_on, pending))
+                copies.fill(steps.unknown_pieces(), when_full=partial(steps.go_on, pending))
                 steps.state.drop_tensors()
                 steps.go_on(pending)
             except BaseException as e:
@@ -107,19 +106,6 @@ def async_take(
             steps.end_reliance()
             comm.__exit__(type(e), e, None)
         raise
-
-
-class _Source(NamedTuple):
-    """The bytes that a take hashes on the host.
-
-    Attributes:
-        batches: Returns them in batches of so many bytes.
-        asking: What knows the rest: it stays on devices, and the store has it. None if there is no
-            rest.
-    """
-
-    batches: Batches
-    asking: Asking | None
 
 
 _GONE = (
@@ -153,8 +139,10 @@ class _Steps:
         self._requests_before = Counter[str]()
         # Of an async take: those of the call.
         self._in_call = Counter[str]()
-        # Of an async take: what it relies on from the call on, and whether that is gone.
+        # What knows the part of the state that is not hashed on the host: it stays on devices, and
+        # the store has it. None if there is no such part.
         self._asking: Asking | None = None
+        # Of an async take: what it relies on from the call on, and whether that is gone.
         self._reliance: Reliance | None = None
         self._is_gone = False
 
@@ -184,18 +172,14 @@ class _Steps:
         """Return about how many bytes the state has on all ranks."""
         return self._comm.size * self.state.bytes_to_hash()
 
-    def pieces(self) -> Iterable[Piece]:
-        """Return the bytes that this rank hashes; each rank begins with another part of them."""
-        return self.state.pieces(self._comm.rank / self._comm.size)
-
-    def live_pieces(self, session: Session) -> _Source:
-        """Return what a session has to hash, from the state itself."""
+    def live_batches(self, session: Session) -> Batches:
+        """Return what is to be hashed, from the state itself."""
         hashers = hashers_for(self.state, session.base.root)
-        if not hashers:
-            return _Source(lambda nbytes: batched(self.pieces(), nbytes), None)
-        store_id = self._repository.config.store_id
-        asking = Asking(self.state, hashers, session.rely_on, store_id)
-        return _Source(lambda nbytes: batched(asking.unknown(self.pieces()), nbytes), asking)
+        self._asking = None
+        if hashers:
+            store_id = self._repository.config.store_id
+            self._asking = Asking(self.state, hashers, session.rely_on, store_id)
+        return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
         """Begin to ask the store in the call, if a device can hash: what is known stays there."""
@@ -226,9 +210,10 @@ class _Steps:
             _calls.add(self)
         self._asking = asking
 
-    def pieces_to_copy(self) -> Iterable[Piece]:
-        """Return what an async take has to copy in the call."""
-        return self.pieces() if self._asking is None else self._asking.unknown(self.pieces())
+    def unknown_pieces(self) -> Iterable[Piece]:
+        """Return what this rank hashes on the host; each rank begins with another part of it."""
+        pieces = self.state.pieces(self._comm.rank / self._comm.size)
+        return pieces if self._asking is None else self._asking.unknown(pieces)
 
     def end_reliance(self) -> None:
         """Have collectors wait no more for what the call relied on."""
@@ -259,7 +244,7 @@ class _Steps:
                     self._base_root = comm.broadcast_message(root, Root)
                     self._comm = comm
                 return self.store(
-                    lambda _: _Source(copies.batches, self._asking),
+                    lambda _: copies.batches,
                     lambda: copies.rewind() and self._still_relies(),
                 )
             except (FencedError, StorageFullError) as e:
@@ -298,13 +283,15 @@ class _Steps:
 
     # --- storing ---
 
-    def store(self, source: Callable[[Session], _Source], rewind: Callable[[], bool]) -> TakeResult:
+    def store(
+        self, batches_for: Callable[[Session], Batches], rewind: Callable[[], bool]
+    ) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
 
         Starts again where a collector was faster, or has made room on a full disk.
 
         Args:
-            source: Returns what a session has to hash.
+            batches_for: Returns what is to be hashed, in batches.
             rewind: Has that begin again; returns whether it can.
 
         Raises:
@@ -314,7 +301,7 @@ class _Steps:
         limit = self._options.threads
         return again(
             self._repository,
-            lambda: run_shielded(lambda crew: self._store_once(source, crew), limit),
+            lambda: run_shielded(lambda crew: self._store_once(batches_for, crew), limit),
             f"{self._name}: the take",
             on_full=self._make_room,
             rewind=lambda: self._rewind(rewind),
@@ -349,7 +336,7 @@ class _Steps:
             self._base_root = comm.broadcast_message(newest, Root)
         return True
 
-    def _store_once(self, source: Callable[[Session], _Source], crew: Crew) -> TakeResult:
+    def _store_once(self, batches_for: Callable[[Session], Batches], crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options
         with Session(
             self._repository,
@@ -362,7 +349,7 @@ class _Steps:
         ) as session:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.state, session, options.progress)
-            batches, asking = source(session)
+            batches, asking = batches_for(session), self._asking
             if self._division.is_single_process:
                 hasher.hash_all(batches, crew)
             else:
@@ -371,7 +358,7 @@ class _Steps:
                 asking.settle(hasher)
             comm.enter_phase("assembling the manifest")
             with python_gc_paused():
-                summary = build_manifest(
+                built = build_manifest(
                     comm, self.state, self._division, hasher.digests, session.put_node
                 )
             comm.enter_phase("committing")
@@ -379,11 +366,9 @@ class _Steps:
                 self._repository, self._name, options, comm, self._started, self._notes
             )
             try:
-                result = (
-                    commit.follow(session) if summary is None else commit.lead(session, summary)
-                )
+                result = commit.follow(session) if built is None else commit.lead(session, *built)
             finally:
-                if summary is not None and session.may_be_referenced:
+                if built is not None and session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
             # A take that starts again counts once.
             if asking is not None:

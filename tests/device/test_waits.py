@@ -318,8 +318,8 @@ def copy_without_wait(target: torch.Tensor, source: torch.Tensor) -> None:
     BEGIN_COPY(target, source)
 
 
-def piece_without_owner(*args: Any) -> staging.Piece:
-    return COPIED(*args)._replace(owner=None)
+def piece_not_kept_alive(*args: Any) -> staging.Piece:
+    return COPIED(*args)._replace(keep_alive=None)
 
 
 BEGIN_COPY, COPIED = staging.begin_copy, staging._copied
@@ -353,9 +353,9 @@ WAITS = [
     ("casnap.take.capture.synchronize", nothing, "take", LATE),
     ("tests.support.late_device.Stream.wait_stream", nothing, "take turned", LATE),
     ("casnap.take.staging.begin_copy", copy_without_wait, "take", LATE),
-    ("casnap.take.staging._copied", piece_without_owner, "take turned", PROMPT),
+    ("casnap.take.staging._copied", piece_not_kept_alive, "take turned", PROMPT),
     ("casnap.take.staging.begin_copy", copy_without_wait, "take in the background", LATE),
-    ("casnap.take.staging._copied", piece_without_owner, "take in the background", PROMPT),
+    ("casnap.take.staging._copied", piece_not_kept_alive, "take in the background", PROMPT),
     ("casnap.restore.restore.synchronize", nothing, "restore", LATE),
     ("casnap.restore.restore.synchronize", nothing, "restore an optimizer", LATE),
     ("casnap.restore.reuse.synchronize", nothing, "restore what another key fills", LATE),
@@ -375,9 +375,9 @@ WAITS = [
     ("casnap.restore.loading.synchronize_workers", nothing, "load little", LATE),
     ("casnap.take.capture.synchronize", nothing, "take of what was known", LATE),
     ("casnap.take.staging.begin_copy", copy_without_wait, "take of some that is known", LATE),
-    ("casnap.take.staging._copied", piece_without_owner, "take of some that is known", PROMPT),
+    ("casnap.take.staging._copied", piece_not_kept_alive, "take of some that is known", PROMPT),
     ("casnap.take.staging.begin_copy", copy_without_wait, "the same in the background", LATE),
-    ("casnap.take.staging._copied", piece_without_owner, "the same in the background", PROMPT),
+    ("casnap.take.staging._copied", piece_not_kept_alive, "the same in the background", PROMPT),
     (
         "tests.support.hashing_device.hash_batch",
         hash_on_another_stream,
