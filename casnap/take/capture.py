@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,35 +47,32 @@ from casnap.take.staging import (
 )
 
 
+class Scope(Enum):
+    """Whether a leaf is global, and which ranks hash it."""
+
+    UNDECIDED = "global if all ranks turn out to hold the same, else its rank's"
+    PER_RANK = "its rank's"
+    SHARDED = "global; ranks hold pieces, and share the work"
+    REPLICATED = "global; declared equal on all ranks, which share the work"
+    FROM_RANK_0 = "global; rank 0 hashes it"
+    DIVIDED = "global; this rank alone has it"
+    EQUAL = "global; it was undecided, and all ranks hold the same"
+
+
 class KeySpan(NamedTuple):
     """The leaves of one key of the app state.
 
     Attributes:
-        per_rank: Whether they belong to their rank alone, even if they are equal.
         component: The key, as a path component.
         start: The first leaf.
         stop: One past the last leaf.
-        is_divided: Whether they are global, and no other rank has any of them, except for other
-            parts of sharded tensors.
+        scope: The scope of all but sharded ones, if that is known.
     """
 
-    per_rank: bool
     component: str
     start: int
     stop: int
-    is_divided: bool = False
-
-
-class Assignment(NamedTuple):
-    """What this rank hashes of a leaf that other ranks hold too, or hold pieces of.
-
-    Attributes:
-        grid: How the whole leaf is cut into cells.
-        plan: Which cells it hashes, and which parts of cells it sends.
-    """
-
-    grid: Grid
-    plan: RankPlan
+    scope: Scope = Scope.UNDECIDED
 
 
 class CapturedState:
@@ -88,12 +86,11 @@ class CapturedState:
     Attributes:
         leaves: All leaves, in order.
         spans: Which leaves belong to which key.
-        grids: The grid of each leaf that this rank hashes as a whole, or that is the same memory
-            as one of these.
+        grids: Leaf → how it is cut into cells. Small leaves that are not sharded have none.
         inline: The entries of small leaves that are not sharded, with their bytes.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
         sharded: Whether any leaf is a sharded tensor.
-        assigned: Leaf → what of it this rank hashes, where other ranks hold it too.
+        plans: Leaf → what of it this rank hashes, where other ranks hold it too, or pieces of it.
         devices: The accelerators that hold some of it.
 
     Raises:
@@ -104,7 +101,7 @@ class CapturedState:
         self.leaves = leaves
         self.spans = spans
         self.grids: dict[int, Grid] = {}
-        self.assigned: dict[int, Assignment] = {}
+        self.plans: dict[int, RankPlan] = {}
         self.inline: dict[int, KnownEntry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
@@ -119,7 +116,7 @@ class CapturedState:
                         f"{path[:80]}…: a path of {len(path):,} characters is too long; "
                         f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                     )
-                payload, grid = entry.payload, None
+                payload = entry.payload
                 # The entry of a small value is what is stored, and there may be a million of them.
                 if payload.inline:
                     self.inline[i] = entry
@@ -129,38 +126,44 @@ class CapturedState:
                     elsewhere += content.tensors
                 elif payload.nbytes <= INLINE_BYTES:
                     self.inline[i] = _with_bytes(entry, content)
-                else:
-                    self.grids[i] = grid = grid_of_leaf(leaf, chunk_size)
+                if i not in self.inline:
+                    self.grids[i] = _grid_of(leaf, chunk_size)
                 if isinstance(content, bytes | Shards):
                     continue
                 if not content.is_cpu:
                     elsewhere.append(content)
-                if (
-                    grid is not None
-                    and (twin := leaf_by_address.setdefault(content.data_ptr(), i)) != i
-                ):
-                    same_grid = self.grids[twin] == grid
-                    if same_grid and _same_memory(content, self.leaves[twin].content):
-                        self.same_as[i] = twin
+                address = content.data_ptr()
+                twin = leaf_by_address.setdefault(address, i) if i in self.grids else i
+                if twin != i and self._is_same(i, twin):
+                    self.same_as[i] = twin
             # Other threads copy from the GPU, so what the caller has begun there must end first.
             synchronize(elsewhere)
         self.devices = devices_of(elsewhere)
 
-    def assign(self, assigned: dict[int, Assignment]) -> None:
-        """Hash only these parts of the leaves that other ranks hold too."""
-        self.assigned = assigned
-        for i in assigned:
-            self.grids.pop(i, None)
+    def _is_same(self, leaf: int, twin: int) -> bool:
+        """Whether two leaves at one address are the same elements in the same order."""
+        a, b = self.leaves[leaf].content, self.leaves[twin].content
+        return (
+            isinstance(a, torch.Tensor)
+            and isinstance(b, torch.Tensor)
+            and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+            and a.stride() == b.stride()
+            and self.grids[leaf] == self.grids[twin]
+        )
+
+    def assign(self, plans: dict[int, RankPlan]) -> None:
+        """Hash only what these plans say of the leaves that other ranks hold too."""
+        self.plans = plans
         # A leaf of the same memory as one of these is hashed by itself.
-        self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in assigned}
+        self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in plans}
 
     def bytes_to_hash(self) -> int:
         """Return how many bytes this rank hashes."""
-        sizes = (self.leaves[i].entry.payload.nbytes for i in self._whole_leaves())
+        sizes = (self.leaves[i].entry.payload.nbytes for i in self.whole_leaves())
         cells = (
-            a.grid.cell_bytes(cell)
-            for a in self.assigned.values()
-            for first_cell, stop in (*a.plan.joints, *a.plan.runs)
+            self.grids[i].cell_bytes(cell)
+            for i, plan in self.plans.items()
+            for first_cell, stop in (*plan.joints, *plan.runs)
             for cell in range(first_cell, stop)
         )
         return sum(sizes) + sum(cells)
@@ -176,13 +179,13 @@ class CapturedState:
             share: Where to begin with the leaves that this rank hashes as a whole, from 0 to 1.
                 Ranks that hold equal leaves begin at different ones, and so write different ones.
         """
-        for i, assignment in self.assigned.items():
-            for part in assignment.plan.sends:
+        for i, plan in self.plans.items():
+            for part in plan.sends:
                 yield piece_of_part(i, self._held_box(i, part.region), part)
-        for i, assignment in self.assigned.items():
-            for first_cell, stop in assignment.plan.runs:
+        for i, plan in self.plans.items():
+            for first_cell, stop in plan.runs:
                 yield from self._pieces_between(i, first_cell, stop)
-        leaves = self._whole_leaves()
+        leaves = self.whole_leaves()
         number, cell = self._starting_point(leaves, share) if share else (0, 0)
         parted = leaves[number : number + 1] if cell else []
         for i in parted:
@@ -194,9 +197,9 @@ class CapturedState:
         for i in parted:
             yield from pieces_between(i, self._held_boxes(i)[0], self.grids[i], 0, cell)
 
-    def _whole_leaves(self) -> list[int]:
+    def whole_leaves(self) -> list[int]:
         """Return the leaves that this rank hashes as a whole."""
-        return [i for i in self.grids if i not in self.same_as]
+        return [i for i in self.grids if i not in self.same_as and i not in self.plans]
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
         """Return which of some leaves, and which cell of it, is at a share of their bytes."""
@@ -212,7 +215,7 @@ class CapturedState:
         return 0, 0
 
     def _pieces_between(self, leaf: int, first_cell: int, stop: int) -> Iterator[Piece]:
-        grid = self.assigned[leaf].grid
+        grid = self.grids[leaf]
         while first_cell < stop:
             # The cells may lie in several boxes of this rank.
             held = self._held_box(leaf, grid.region(first_cell))
@@ -231,10 +234,9 @@ class CapturedState:
         if isinstance(content, Shards):
             parts = zip(content.boxes, map(as_copyable, content.tensors), strict=True)
             return [HeldBox(*part) for part in parts]
-        grid = self.assigned[leaf].grid if leaf in self.assigned else self.grids[leaf]
         if isinstance(content, torch.Tensor):
             content = as_copyable(content)
-        return [HeldBox(Region.whole(grid.shape), content)]
+        return [HeldBox(Region.whole(self.grids[leaf].shape), content)]
 
 
 def _holds(outer: Region, inner: Region) -> bool:
@@ -244,21 +246,12 @@ def _holds(outer: Region, inner: Region) -> bool:
     )
 
 
-def grid_of_leaf(leaf: Leaf, chunk_size: int) -> Grid:
+def _grid_of(leaf: Leaf, chunk_size: int) -> Grid:
     """Return the grid of a leaf: the tensor's own, or that of its bytes."""
     entry = leaf.entry
     if isinstance(entry, TensorEntry):
         return grid_of(entry.shape, itemsize_of(entry), chunk_size)
     return grid_of((entry.payload.nbytes,), 1, chunk_size)
-
-
-def _same_memory(a: torch.Tensor, b: object) -> bool:
-    """Whether two tensors at one address are the same elements in the same order."""
-    return (
-        isinstance(b, torch.Tensor)
-        and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-        and a.stride() == b.stride()
-    )
 
 
 def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
@@ -334,8 +327,8 @@ class LiveState:
                     with without_torch_modes():
                         check_state(key, value, state)
                         leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
-                    per_rank = isinstance(value, RNGState)
-                    spans.append(KeySpan(per_rank, component, start, len(leaves)))
+                    scope = Scope.PER_RANK if isinstance(value, RNGState) else Scope.UNDECIDED
+                    spans.append(KeySpan(component, start, len(leaves), scope))
                 return CapturedState(leaves, spans, chunk_size)
         finally:
             # Set it back at once, and only if it has changed: else the numbers that other threads
@@ -367,5 +360,5 @@ class DividedLeaves:
         for key in keys:
             start, values = len(leaves), self._leaves[key]
             leaves += values
-            spans.append(KeySpan(False, component_of(key), start, len(leaves), is_divided=True))
+            spans.append(KeySpan(component_of(key), start, len(leaves), Scope.DIVIDED))
         return CapturedState(leaves, spans, chunk_size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import Leaf
-from casnap.take.capture import Assignment, CapturedState, KeySpan, grid_of_leaf
+from casnap.take.capture import CapturedState, KeySpan, Scope
 from casnap.take.options import TakeOptions
 from casnap.take.owners import (
     ID_BYTES,
@@ -50,18 +49,6 @@ _log = logging.getLogger("casnap")
 _GROUP_BYTES = 8
 
 
-class Scope(Enum):
-    """Whether a leaf is global, and which ranks hash it."""
-
-    UNDECIDED = "global if all ranks turn out to hold the same, else its rank's"
-    PER_RANK = "its rank's"
-    SHARDED = "global; ranks hold pieces, and share the work"
-    REPLICATED = "global; declared equal on all ranks, which share the work"
-    FROM_RANK_0 = "global; rank 0 hashes it"
-    DIVIDED = "global; this rank alone has it"
-    EQUAL = "global; it was undecided, and all ranks hold the same"
-
-
 class Division(NamedTuple):
     """The division of a take's work, as far as this rank has to know it.
 
@@ -71,7 +58,8 @@ class Division(NamedTuple):
             sharded, for the ranks that hold it together. A single process that shares nothing needs
             none.
         owned: The sharded tensors that this rank owns.
-        assigned: Leaf → what this rank hashes of it, where other ranks hold it too.
+        plans: Leaf → what this rank hashes of it, where other ranks hold it too. All ranks put
+            cells together in this order.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
         is_single_process: Whether a single process hashes all that it has, as it is.
     """
@@ -79,7 +67,7 @@ class Division(NamedTuple):
     scopes: list[Scope]
     leaf_ids: list[bytes]
     owned: dict[bytes, OwnedTensor]
-    assigned: dict[int, Assignment]
+    plans: dict[int, RankPlan]
     splits: bool
     is_single_process: bool = False
 
@@ -137,20 +125,16 @@ def divide(
             comm.operation,
             few_paths([state.leaves[i].path for i in different]),
         )
-    # All ranks put cells together in one order: that of paths.
     in_order = sorted(own_plans, key=lambda i: (state.leaves[i].path, leaf_ids[i]))
-    assigned = {
-        i: Assignment(grid_of_leaf(state.leaves[i], chunk_size), own_plans[i]) for i in in_order
-    }
-    assigned |= _replicated(state, scopes, comm, chunk_size)
-    return Division(scopes, leaf_ids, owned, assigned, any(reply.splits for reply in answers))
+    own_plans = {i: own_plans[i] for i in in_order} | _replicated(state, scopes, comm)
+    return Division(scopes, leaf_ids, owned, own_plans, any(reply.splits for reply in answers))
 
 
 def _of_one_process(state: CapturedState) -> Division:
     """Return the division of a single process: everything is global but random states."""
     scopes: list[Scope] = []
     for span in state.spans:
-        scope = Scope.PER_RANK if span.per_rank else Scope.FROM_RANK_0
+        scope = Scope.PER_RANK if span.scope is Scope.PER_RANK else Scope.FROM_RANK_0
         scopes += [scope] * (span.stop - span.start)
     return Division(scopes, [], {}, {}, splits=False, is_single_process=True)
 
@@ -230,7 +214,7 @@ def _declarations(
 def _scopes(state: CapturedState, declared: _Declarations) -> list[Scope]:
     """Return the scope of each leaf."""
     return [
-        Scope.PER_RANK if span.per_rank else _scope(leaf, span, declared)
+        _scope(leaf, span, declared)
         for span in state.spans
         for leaf in state.leaves[span.start : span.stop]
     ]
@@ -240,8 +224,8 @@ def _scope(leaf: Leaf, span: KeySpan, declared: _Declarations) -> Scope:
     path = leaf.path
     if isinstance(leaf.content, Shards):
         return Scope.SHARDED
-    if span.is_divided:
-        return Scope.DIVIDED
+    if span.scope is not Scope.UNDECIDED:
+        return span.scope
     if _matches(path, declared.per_rank):
         return Scope.PER_RANK
     if path in declared.ddp_buffers:
@@ -325,23 +309,19 @@ def _take_in(
 # --- what this rank hashes --------------------------------------------------------------------
 
 
-def _replicated(
-    state: CapturedState, scopes: list[Scope], comm: Comm, chunk_size: int
-) -> dict[int, Assignment]:
+def _replicated(state: CapturedState, scopes: list[Scope], comm: Comm) -> dict[int, RankPlan]:
     """Return what this rank hashes of leaves that all ranks hold, or that rank 0 hashes."""
     shared = sorted(
         (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in state.inline),
         key=lambda i: state.leaves[i].path,
     )
-    grids = [grid_of_leaf(state.leaves[i], chunk_size) for i in shared]
+    grids = [state.grids[i] for i in shared]
     runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, first_cell, stop in replicated_runs(grids, comm.rank, comm.size):
         runs[shared[number]].append((first_cell, stop))
-    assigned = {
-        i: Assignment(grid, RankPlan(runs[i])) for i, grid in zip(shared, grids, strict=True)
-    }
+    plans = {i: RankPlan(runs[i]) for i in shared}
     if comm.rank:
         for i, scope in enumerate(scopes):
             if scope is Scope.FROM_RANK_0 and i in state.grids:
-                assigned[i] = Assignment(state.grids[i], RankPlan())
-    return assigned
+                plans[i] = RankPlan()
+    return plans

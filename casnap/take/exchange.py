@@ -24,6 +24,7 @@ from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, SharedItems, Worker, cores
 from casnap.storage import SelectNew
+from casnap.take.capture import CapturedState
 from casnap.take.division import Division
 from casnap.take.hashing import Batches
 from casnap.take.split_cells import SHARED_BYTES, SplitCells
@@ -131,15 +132,16 @@ class Exchange:
     Args:
         comm: The ranks.
         crew: The owner of the threads.
-        division: What this rank hashes.
+        state: What this rank hashes.
+        division: What it shares with other ranks.
     """
 
-    def __init__(self, comm: Comm, crew: Crew, division: Division) -> None:
+    def __init__(self, comm: Comm, crew: Crew, state: CapturedState, division: Division) -> None:
         self._comm = comm
         self._crew = crew
         shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
         self._split_cells = SplitCells(
-            comm.rank, shared, division.leaf_ids, division.assigned, comm.largest_team
+            comm.rank, shared, division.leaf_ids, state.plans, state.grids, comm.largest_team
         )
         self._decider = Decider(comm.rank, comm.size)
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled

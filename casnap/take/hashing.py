@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import INLINE_BYTES
@@ -32,13 +32,13 @@ class Digests:
     """
 
     def __init__(self, state: CapturedState) -> None:
-        self.shared: dict[int, dict[int, bytes]] = {i: {} for i in state.assigned}
+        self.shared: dict[int, dict[int, bytes]] = {i: {} for i in state.plans}
         # The digests of all chunks of a leaf, in a row; zeros where none was noted. There may be a
         # million leaves of one chunk, so they are added when they are noted.
         self._whole: dict[int, bytes | bytearray] = {
-            i: bytearray(DIGEST_SIZE * grid.count)
-            for i, grid in state.grids.items()
-            if grid.count > 1
+            i: bytearray(DIGEST_SIZE * count)
+            for i in state.whole_leaves()
+            if (count := state.grids[i].count) > 1
         }
 
     def note(self, pieces: Iterable[Piece], digests: list[Digest]) -> None:
@@ -57,12 +57,12 @@ class Digests:
                 [whole[leaf]] = digests[start:stop]
             start = stop
 
-    def of_piece(self, piece: Piece) -> list[bytes]:
+    def of_piece(self, piece: Piece) -> Sequence[bytes]:
         """Return the digests that were noted of the chunks of a piece."""
         leaf, start, stop = piece.leaf, piece.first_cell, piece.first_cell + len(piece.sizes)
         if leaf in self.shared:
             return [self.shared[leaf][cell] for cell in range(start, stop)]
-        return list(split_digests(self.of_leaf(leaf)))[start:stop]
+        return split_digests(self.of_leaf(leaf))[start:stop]
 
     def of_leaf(self, leaf: int) -> bytes:
         """Return the digests of all chunks of a leaf that this rank hashes alone, in a row."""

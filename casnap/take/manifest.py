@@ -26,8 +26,8 @@ from casnap.format.entries import (
 from casnap.format.records import Stats, encode
 from casnap.format.tree import build
 from casnap.ranks.comm import Comm
-from casnap.take.capture import CapturedState
-from casnap.take.division import Division, Scope
+from casnap.take.capture import CapturedState, Scope
+from casnap.take.division import Division
 from casnap.take.hashing import Digests
 from casnap.take.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
 
@@ -200,10 +200,10 @@ class _Builder:
             return state.inline[leaf]
         path, entry, _ = state.leaves[leaf]
         nbytes = entry.payload.nbytes
-        if leaf in state.assigned:
+        if leaf in state.plans:
             runs = self._cells.get(self._division.leaf_ids[leaf], {})
-            count = state.assigned[leaf].grid.count
-            return with_payload(entry, _assembled(path, nbytes, count, runs, put_node))
+            payload = _assembled(path, nbytes, state.grids[leaf].count, runs, put_node)
+            return with_payload(entry, payload)
         digests = self._digests.of_leaf(state.same_as.get(leaf, leaf))
         # Where no digest was noted there are zeros.
         assert bytes(DIGEST_SIZE) not in digests, path

@@ -24,13 +24,14 @@ import msgspec
 import torch
 
 from casnap.format.decoding import decoder
+from casnap.format.grid import Grid
 from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.ranks.shared_memory import Ring, SharedMemory
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
 from casnap.storage import Raw
-from casnap.take.capture import Assignment
+from casnap.take.plan import RankPlan
 from casnap.take.staging import Piece, give_back
 
 SHARED_BYTES = 48 << 20
@@ -119,8 +120,9 @@ class SplitCells:
         rank: This rank.
         shared: The memory that the ranks share.
         leaf_ids: The id by which all ranks know each leaf.
-        assigned: Leaf → what this rank hashes of it. Leaves that several ranks hold pieces of are
-            in the same order on all ranks.
+        plans: Leaf → what this rank does for it. Leaves that several ranks hold pieces of are in
+            the same order on all ranks.
+        grids: Leaf → how it is cut into cells.
         largest_team: How many ranks' parts go by one rank.
     """
 
@@ -129,7 +131,8 @@ class SplitCells:
         rank: int,
         shared: SharedMemory,
         leaf_ids: Sequence[bytes],
-        assigned: Mapping[int, Assignment],
+        plans: Mapping[int, RankPlan],
+        grids: Mapping[int, Grid],
         largest_team: int = 1,
     ) -> None:
         self._rank = rank
@@ -137,8 +140,8 @@ class SplitCells:
         self._largest_team = largest_team
         self._shared = shared
         self._leaf_ids = leaf_ids
-        self._assigned = assigned
-        self._grids = {leaf_ids[i]: assignment.grid for i, assignment in assigned.items()}
+        self._plans = plans
+        self._grids = {leaf_ids[i]: grids[i] for i in plans}
         self._lock = threading.Lock()
         # What threads have added: for each rank the parts that wait, and the bytes of all of them.
         self._outbox: list[deque[Piece]] = [deque() for _ in range(self._size)]
@@ -164,7 +167,8 @@ class SplitCells:
 
     def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
         """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the senders."""
-        for i, (grid, plan) in self._assigned.items():
+        for i, plan in self._plans.items():
+            grid = self._grids[self._leaf_ids[i]]
             for (first_cell, stop), ranks in zip(plan.joints, plan.senders, strict=True):
                 yield (
                     i,

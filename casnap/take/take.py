@@ -161,12 +161,12 @@ class _Steps:
         keys = [key_of(component) for component in agreed.keys]
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
         self._notes = options.hooks.notes(self._name) if comm.rank == 0 else {}
+        comm.enter_phase("sharing out the work")
+        self._division = divide(comm, self.state, source.values, options, chunk_size, agreed.seed)
+        self.state.assign(self._division.plans)
         if comm.rank == 0 and options.max_pending == 1:
             # Otherwise this waits for its turn: what earlier takes rely on is not freed.
             options.hooks.make_room(self._count_bytes)
-        comm.enter_phase("sharing out the work")
-        self._division = divide(comm, self.state, source.values, options, chunk_size, agreed.seed)
-        self.state.assign(self._division.assigned)
 
     def _count_bytes(self) -> int:
         """Return about how many bytes the state has on all ranks."""
@@ -353,7 +353,8 @@ class _Steps:
             if self._division.is_single_process:
                 hasher.hash_all(batches, crew)
             else:
-                Exchange(comm, crew, self._division).run(batches, hasher.hash)
+                exchange = Exchange(comm, crew, self.state, self._division)
+                exchange.run(batches, hasher.hash)
             if asking is not None:
                 asking.settle(hasher)
             comm.enter_phase("assembling the manifest")
