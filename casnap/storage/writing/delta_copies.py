@@ -12,12 +12,11 @@ from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped, works_in_background
-from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.chunk_forms import ChunkForms, Form
 from casnap.storage.writing.copying import ChunkBuffer, Report
 from casnap.storage.writing.new_packs import NewPacks
-from casnap.storage.writing.reused_packs import ReusedPacks
+from casnap.storage.writing.reliance import Reliance
 
 # No chunk counts as less.
 _LEAST = 1 << 20
@@ -31,8 +30,7 @@ class DeltaCopier:
     Args:
         source: The store to read from.
         destination: The store to write to.
-        view: The index of that as the change sees it.
-        reused: The packs that the change relies on.
+        reliance: What the change relies on there.
         new_packs: Where to write.
         candidates: For some chunks of the source, another one that each may be like. Those that the
             destination has become bases of deltas, and are relied on.
@@ -42,14 +40,12 @@ class DeltaCopier:
         self,
         source: Repository,
         destination: Repository,
-        view: View,
-        reused: ReusedPacks,
+        reliance: Reliance,
         new_packs: NewPacks,
         candidates: Mapping[Digest, Digest],
     ) -> None:
         self._source = source
-        self._view = view
-        self._reused = reused
+        self._reliance = reliance
         self._new_packs = new_packs
         self._candidates = candidates
         self._group_bytes = source.backend.costs.delta_bytes
@@ -85,7 +81,7 @@ class DeltaCopier:
         for digest in digests:
             raw, base = raws[digest], bases.get(digest)
             base_raw = None if base is None else raws.get(base)
-            form = self._forms.choose(self._view, digest, raw, base, base_raw)
+            form = self._forms.choose(self._reliance.base, digest, raw, base, base_raw)
             form = form or Form(raw, Codec.RAW, None)
             self._forms.write(self._new_packs, digest, len(raw), form)
             report(digest, len(raw))
@@ -96,7 +92,7 @@ class DeltaCopier:
         """Return the candidates that the destination has, which it then keeps."""
         bases = {d: base for d in digests if (base := self._candidates.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
-        places = self._reused.reuse(candidates) if candidates else []
+        places = self._reliance.rely_on(candidates) if candidates else []
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 

@@ -29,7 +29,7 @@ class Handover(Struct, array_like=True):
     """The packs that one rank has written and relies on, for a root that another rank puts.
 
     Attributes:
-        reused: The ids of the packs that it relies on, one behind the other.
+        relied_on: The ids of the packs that it relies on, one behind the other.
         base: The root number that the ids of its own packs begin with.
         new_bytes: Bytes of chunks and nodes that it added, as stored.
         records: Where these lie, as a sealed segment that is not written yet. Empty if there are
@@ -39,7 +39,7 @@ class Handover(Struct, array_like=True):
         requests: How many requests it has made, by kind.
     """
 
-    reused: bytes = b""
+    relied_on: bytes = b""
     base: int = 0
     new_bytes: int = 0
     records: bytes = b""
@@ -62,7 +62,7 @@ class OtherRanks:
         base: The least base of their packs.
         new_bytes: Bytes that they added to the store.
         requests: How many requests they have made, by kind.
-        reused: The packs that they rely on.
+        relied_on: The packs that they rely on.
         segments: The segments that they wrote.
         packs: Their packs that no segment lists yet.
         samples: One of these packs of each rank.
@@ -87,10 +87,10 @@ class OtherRanks:
         self.base = min((handover.base for handover in handovers), default=1 << 62)
         self.new_bytes = sum(handover.new_bytes for handover in handovers)
         self.requests = sum((Counter(handover.requests) for handover in handovers), Counter[str]())
-        self.reused = {
-            PackId(handover.reused[at : at + ID_SIZE])
+        self.relied_on = {
+            PackId(handover.relied_on[at : at + ID_SIZE])
             for handover in handovers
-            for at in range(0, len(handover.reused), ID_SIZE)
+            for at in range(0, len(handover.relied_on), ID_SIZE)
         }
         self.segments = tuple(ref for handover in handovers for ref in handover.segments)
         segments_of_ranks = [
@@ -109,7 +109,7 @@ class OtherRanks:
             root: The root.
             live_packs: The packs that it names.
         """
-        if root.fence > self.base or not live_packs.issuperset(self.reused):
+        if root.fence > self.base or not live_packs.issuperset(self.relied_on):
             self._take_over(root.seq)
 
     def check_written(self, store: Repository) -> None:

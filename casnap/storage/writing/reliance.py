@@ -1,19 +1,33 @@
-"""What a change relies on, announced to collectors before the first look at the index."""
+"""What a change relies on: chunks and nodes that earlier commits wrote.
+
+It is announced to collectors before the first look at the index. The index says what was written,
+not what is still there: a file may have been deleted by hand, or cut off by a partly restored
+backup. So each pack is looked at when the change first relies on it, while missing chunks can still
+be stored anew.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterable, KeysView, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 from casnap.errors import FencedError
-from casnap.format.digest import Digest
-from casnap.format.records import Place, Root
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, split_digests
+from casnap.format.records import PackId, Place, Root, pack_key
+from casnap.storage.lookup.chains import chains_below
 from casnap.storage.lookup.index import View
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.reused_packs import ReusedPacks
+
+_log = logging.getLogger("casnap")
+_DELTA = int(Codec.DELTA)
 
 
 class Reliance:
-    """The chunks of earlier commits that a change relies on; collectors see it until the end.
+    """What a change relies on, and in which packs it lies; collectors see it until the end.
 
     Each session has one. Who asks before its session begins what the store holds makes another one,
     which that session relies on too.
@@ -26,7 +40,6 @@ class Reliance:
 
     Attributes:
         base: The index as the root sees it that the change is based on.
-        reused: What it relies on.
         renew: To be called now and then while the change goes on.
     """
 
@@ -39,6 +52,12 @@ class Reliance:
         at_once: bool = False,
     ) -> None:
         self._store = store
+        self._lock = threading.Lock()
+        # Pack → the digests relied on there, one behind the other.
+        self._digests: dict[PackId, bytearray] = {}
+        # The packs that were looked at, with their lengths; and those that were bad.
+        self._lengths: dict[PackId, int] = {}
+        self._lost: set[PackId] = set()
         self.renew = _do_nothing
         with ExitStack() as stack:
             # Before the base is read, so that no collector frees in between what the base names.
@@ -48,20 +67,97 @@ class Reliance:
                     store.backend.announced(announced, at_once=at_once)
                 )
             self.base: View = store.recent_view(base_root)
-            self.reused = ReusedPacks(store, self.base)
+            self._view = self.base
             self._end = stack.pop_all()
 
+    @property
+    def packs(self) -> KeysView[PackId]:
+        """The packs that it relies on."""
+        return self._digests.keys()
+
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on the digests that live packs hold; return a place of each, or None."""
+        """Rely on the digests that are in live, existing packs; return a place of each, or None.
+
+        A chunk that is stored as a delta needs all bases below it too.
+        """
         self.renew()
-        return self.reused.reuse(digests)
+        places = dict(zip(digests, self._find(digests), strict=True))
+        # Most are no deltas, and to make chains of them would take ten times as long.
+        deltas = [d for d, place in places.items() if place is not None and place.codec == _DELTA]
+        links: dict[Digest, Place | None] = {}
+        for digest, chain in chains_below(deltas, self._find).items():
+            places[digest] = chain[0][1] if chain else None
+            links.update(chain)
+        self._note({**places, **links})
+        return [places[digest] for digest in digests]
+
+    def adopt(self, earlier: Reliance) -> None:
+        """Rely also on what an earlier one relies on; :meth:`confirm` has to follow."""
+        with self._lock:
+            for pack, digests in earlier._digests.items():
+                self._digests.setdefault(pack, bytearray()).extend(digests)
+            self._lost |= earlier._lost
+
+    def _note(self, places: Mapping[Digest, Place | None]) -> None:
+        with self._lock:
+            for digest, place in places.items():
+                if place is not None:
+                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+
+    def _find(self, digests: list[Digest]) -> list[Place | None]:
+        """Find digests in packs that exist; drop from the view those that do not."""
+        while True:
+            view = self._view
+            places = self._store.index.find(view, digests, only_live=True)
+            bad = self._bad(places)
+            if not bad:
+                return places
+            if self._store.newest() == view.root:
+                _log.warning(
+                    "%s: %d packs are gone or cut off, such as %s; the needed chunks are "
+                    "stored anew; `casnap check` says what else is hurt",
+                    self._store.backend.uri,
+                    len(bad),
+                    pack_key(min(bad)),
+                )
+            with self._lock:
+                self._lost |= bad
+                self._view = replace(self._view, live=self._view.live.without(bad))
+
+    def _bad(self, places: Iterable[Place | None]) -> set[PackId]:
+        """Return the packs that are too short or missing; look at each file only once."""
+        ends: dict[PackId, int] = {}
+        for place in places:
+            if place is not None:
+                pack, end = PackId(place.pack), place.offset + place.stored_size
+                ends[pack] = max(end, ends.get(pack, 0))
+        unseen = [pack for pack in ends if pack not in self._lengths]
+        self._lengths |= self._store.index.pack_lengths.of(unseen, self._view.packs.at_most)
+        return {pack for pack, end in ends.items() if self._lengths[pack] < end}
+
+    def confirm(self, latest: View) -> None:
+        """Rely on live packs, as a newer root has them, for what lies in packs that are not live.
+
+        A condemned pack is rescued if no live pack has some digest that it is relied on for.
+
+        Args:
+            latest: The index as that root sees it.
+
+        Raises:
+            FencedError: A digest is in no pack any more that the root names.
+        """
+        self._view = replace(latest, live=latest.live.without(self._lost))
+        for pack in latest.live.lacking(self._digests):
+            digests = list(dict.fromkeys(split_digests(bytes(self._digests[pack]))))
+            if None not in self.rely_on(digests):
+                del self._digests[pack]
+            elif pack not in latest.packs:
+                raise FencedError
 
     def stands(self) -> bool:
         """Whether packs that the newest root names have all of it."""
-        reused = ReusedPacks(self._store, self.base)
-        reused.add(self.reused)
         try:
-            reused.confirm(self._store.view())
+            self.confirm(self._store.view())
         except FencedError:
             return False
         return True

@@ -126,9 +126,8 @@ class Session:
             reliance = Reliance(store, base_root, announced=based_on.seq if is_seen else None)
             stack.callback(reliance.end)
             self.base: View = reliance.base
-            self._reused = reliance.reused
-            self._earlier = earlier
-            self._renewals = [each.renew for each in (reliance, earlier) if each is not None]
+            self._reliance, self._earlier = reliance, earlier
+            self._reliances = [each for each in (reliance, earlier) if each is not None]
             self.new_packs = NewPacks(store, self.base.root.seq, self._crew, codec)
             stack.callback(self._close)
             self._end = stack.pop_all()
@@ -158,18 +157,18 @@ class Session:
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
         """Rely on the digests that live packs hold; return a place of each, or None."""
         self.renew_announcement()
-        return self._reused.reuse(digests)
+        return self._reliance.rely_on(digests)
 
     def renew_announcement(self) -> None:
         """Have collectors go on to see the change; to be called now and then."""
-        for renew in self._renewals:
-            renew()
+        for reliance in self._reliances:
+            reliance.renew()
 
     def _adopt(self) -> None:
         """Rely also on what was relied on before; the caller looks whether it is there."""
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
-            self._reused.add(earlier.reused)
+            self._reliance.adopt(earlier)
 
     def claim_new(self, digests: list[Digest]) -> list[bool]:
         """Return which digests the caller is to write: no live pack has them, and no other thread.
@@ -246,8 +245,7 @@ class Session:
             return
         deltas: DeltaCopier | None = None
         if compresses:
-            writes_to = self.store, self.base, self._reused, self.new_packs
-            deltas = DeltaCopier(source, *writes_to, candidates())
+            deltas = DeltaCopier(source, self.store, self._reliance, self.new_packs, candidates())
         for digests in batches(places, stored_bytes, _TURN_BYTES):
             if deltas is not None:
                 deltas.copy({digest: places[digest] for digest in digests}, note)
@@ -340,8 +338,8 @@ class Session:
             FencedError: A pack relied on is gone, and no newer root was put.
         """
         latest = self.store.index.view(m)
-        reused = self._all_reused(m, latest)
-        if reused is None:
+        relied_on = self._packs_relied_on(m, latest)
+        if relied_on is None:
             return self.store.read_at_newest(partial(self._root_after, change, update_root))
         table = self.store.table(m)
         changes = change(table, m.seq + 1)
@@ -363,24 +361,24 @@ class Session:
             table=None if top is None else self.ref(top, m.table),
             segments=self._write_segment(latest),
             # A pack that was condemned meanwhile, and is relied on, is rescued, as a whole.
-            condemned={p: seq for p, seq in m.condemned.items() if p not in reused},
+            condemned={p: seq for p, seq in m.condemned.items() if p not in relied_on},
         )
 
-    def _all_reused(self, m: Root, latest: View) -> set[PackId] | None:
+    def _packs_relied_on(self, m: Root, latest: View) -> set[PackId] | None:
         """Return the packs that all ranks rely on; None if a root newer than ``m`` was put.
 
         Raises:
             FencedError: One of these packs is gone.
         """
         try:
-            self._reused.confirm(latest)
+            self._reliance.confirm(latest)
         except FencedError:
             if self.store.newest() == m:
                 raise
             return None
         self._others.move_past_fence(m, latest.packs)
         # Condemned packs are still listed; this commit rescues them.
-        packs = self._reused.packs | self._others.reused
+        packs = self._reliance.packs | self._others.relied_on
         if latest.packs.issuperset(packs):
             return packs
         if self.store.newest() == m:
@@ -458,14 +456,14 @@ class Session:
         # this rank looks at that only when it is asked to move.
         compares_with_base = store.backend.costly_requests and not seq
         latest = self.base if compares_with_base else store.view()
-        self._reused.confirm(latest)
+        self._reliance.confirm(latest)
         if not self.may_be_referenced:
             find = partial(store.index.find, latest)
             packs.finish(find if store.backend.costly_requests else None)
             self._cache_nodes()
         if seq > packs.base:
             self._move(seq)
-        handover = Handover(b"".join(sorted(self._reused.packs)), packs.base, packs.stored_bytes)
+        handover = Handover(b"".join(sorted(self._reliance.packs)), packs.base, packs.stored_bytes)
         segment = packs.segment()
         if len(segment.records) * world > MOST_RECORDS:
             self._delete_segments()
