@@ -30,10 +30,11 @@ from casnap.take.options import TakeOptions
 from casnap.take.owners import (
     ID_BYTES,
     Answer,
-    Claims,
+    HeldReplica,
+    HeldShards,
+    Holdings,
     OwnedTensor,
     Replica,
-    ShardClaim,
     answers_of,
     check_replicated,
     compare_replicas,
@@ -100,25 +101,25 @@ def divide(
         return _of_one_process(state)
     declared = _declarations(app_state, options, comm.ranks)
     scopes, leaf_ids = _scopes(state, declared), _leaf_ids(state)
-    claimed: list[list[int]] = [[] for _ in range(comm.size)]
+    by_owner: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
         if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.FROM_RANK_0):
-            claimed[owner_of(leaf_ids[i], comm.size)].append(i)
+            by_owner[owner_of(leaf_ids[i], comm.size)].append(i)
     samples = _samples(state, scopes, declared, Sampler(seed, chunk_size))
-    claims = comm.exchange_messages(
-        [_claims(state, scopes, leaf_ids, leaves, samples) for leaves in claimed], Claims
+    holdings = comm.exchange_messages(
+        [_holdings(state, scopes, leaf_ids, leaves, samples) for leaves in by_owner], Holdings
     )
-    owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
-    replicas = compare_replicas(claims)
+    owned, plans = plan_sharded(holdings, chunk_size, comm.hosts)
+    replicas = compare_replicas(holdings)
     paths_by_id = {
         leaf_ids[i]: path
-        for i in claimed[comm.rank]
+        for i in by_owner[comm.rank]
         if (path := state.leaves[i].path) not in declared.ddp_buffers
         and _matches(path, declared.replicated)
     }
-    check_replicated(claims, replicas, paths_by_id)
-    answers = comm.exchange_messages(answers_of(claims, plans, replicas), Answer)
-    own_plans, different = _take_in(answers, claimed, scopes)
+    check_replicated(holdings, replicas, paths_by_id)
+    answers = comm.exchange_messages(answers_of(holdings, plans, replicas), Answer)
+    own_plans, different = _take_in(answers, by_owner, scopes)
     if different and comm.rank == 0:
         _log.warning(
             "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
@@ -127,7 +128,7 @@ def divide(
         )
     in_order = sorted(own_plans, key=lambda i: (state.leaves[i].path, leaf_ids[i]))
     own_plans = {i: own_plans[i] for i in in_order} | _replicated(state, scopes, comm)
-    return Division(scopes, leaf_ids, owned, own_plans, any(reply.splits for reply in answers))
+    return Division(scopes, leaf_ids, owned, own_plans, any(answer.splits for answer in answers))
 
 
 def _of_one_process(state: CapturedState) -> Division:
@@ -262,29 +263,30 @@ def _samples(
     return {i: [next(drawn) for _ in several] for i, several in contents.items()}
 
 
-def _claims(
+def _holdings(
     state: CapturedState,
     scopes: list[Scope],
     leaf_ids: list[bytes],
     leaves: list[int],
     samples: Mapping[int, list[bytes]],
-) -> Claims:
+) -> Holdings:
     """Return what this rank tells the owner of some leaves."""
-    claims = Claims([], [], [])
+    holdings = Holdings([], [])
     for i in leaves:
         path, entry, content = state.leaves[i]
         if isinstance(content, Shards):
-            claims.sharded.append(ShardClaim(leaf_ids[i], path, entry, content.boxes, samples[i]))
+            held = HeldShards(leaf_ids[i], path, entry, content.boxes, samples[i])
+            holdings.sharded.append(held)
         else:
             is_tensor = isinstance(entry, TensorEntry)
-            description = encode((scopes[i].name, entry if is_tensor else None))
-            claims.replicated.append((leaf_ids[i], digest_of(description)[:ID_BYTES]))
-            claims.samples += samples.get(i, [b""])
-    return claims
+            description = digest_of(encode((scopes[i].name, entry if is_tensor else None)))
+            [sample] = samples.get(i, [b""])
+            holdings.replicated.append(HeldReplica(leaf_ids[i], description[:ID_BYTES], sample))
+    return holdings
 
 
 def _take_in(
-    answers: list[Answer], claimed: list[list[int]], scopes: list[Scope]
+    answers: list[Answer], by_owner: list[list[int]], scopes: list[Scope]
 ) -> tuple[dict[int, RankPlan], list[int]]:
     """Take in the answers of the owners.
 
@@ -295,8 +297,8 @@ def _take_in(
         Leaf → plan, of sharded leaves; and the leaves whose replicas have different bytes.
     """
     plans, different = dict[int, RankPlan](), list[int]()
-    for leaves, reply in zip(claimed, answers, strict=True):
-        sharded, replicated = iter(reply.sharded), iter(reply.replicated)
+    for leaves, answer in zip(by_owner, answers, strict=True):
+        sharded, replicated = iter(answer.sharded), iter(answer.replicated)
         for i in leaves:
             if scopes[i] is Scope.SHARDED:
                 plans[i] = next(sharded)

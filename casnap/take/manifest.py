@@ -35,8 +35,8 @@ Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
 
 
-class _Report(msgspec.Struct, array_like=True):
-    """What a rank tells the owner of some paths.
+class _Hashed(msgspec.Struct, array_like=True):
+    """What one rank has hashed of the leaves of one owner; it tells the owner at the end.
 
     Attributes:
         cells: Id of the leaf, first cell and digests, of the cells that the rank hashed.
@@ -130,31 +130,32 @@ class _Builder:
         for i, scope in enumerate(scopes):
             if scope is to_decide:
                 undecided[owner_of(leaf_ids[i], comm.size)].append(i)
-        reports = comm.exchange_messages(self._reports(undecided), _Report)
-        for report in reports:
-            for leaf_id, first_cell, joined in report.cells:
-                self._cells[leaf_id][first_cell] = joined
+        hashed = comm.exchange_messages(self._hashed(undecided), _Hashed)
+        for of_rank in hashed:
+            for leaf_id, first_cell, digests in of_rank.cells:
+                self._cells[leaf_id][first_cell] = digests
         self._sharded = _sharded_entries(self._division, self._cells, self._put_node)
-        answers = comm.all_to_all(_answers(reports, self._division))
+        answers = comm.all_to_all(_answers(hashed, self._division))
         for leaves, answer in zip(undecided, answers, strict=True):
             for i, is_equal in zip(leaves, answer, strict=True):
                 scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
 
-    def _reports(self, undecided: list[list[int]]) -> list[_Report]:
-        """Return the message to each owner.
+    def _hashed(self, undecided: list[list[int]]) -> list[_Hashed]:
+        """Return what to tell each owner.
 
         Args:
             undecided: The undecided leaves of each owner.
         """
         leaf_ids = self._division.leaf_ids
-        reports = [_Report([], []) for _ in undecided]
+        hashed = [_Hashed([], []) for _ in undecided]
         for i, by_cell in self._digests.shared.items():
-            cells = reports[owner_of(leaf_ids[i], len(reports))].cells
-            cells += [(leaf_ids[i], first_cell, joined) for first_cell, joined in _runs(by_cell)]
-        for report, leaves in zip(reports, undecided, strict=True):
+            cells = hashed[owner_of(leaf_ids[i], len(hashed))].cells
+            cells += [(leaf_ids[i], first_cell, digests) for first_cell, digests in _runs(by_cell)]
+        for for_owner, leaves in zip(hashed, undecided, strict=True):
             for i in leaves:
-                report.undecided.append((leaf_ids[i], digest_of(encode(self._entry(i, digest_of)))))
-        return reports
+                digest = digest_of(encode(self._entry(i, digest_of)))
+                for_owner.undecided.append((leaf_ids[i], digest))
+        return hashed
 
     def contribution(self) -> _Contribution:
         """Return what this rank adds to the manifest, once the scopes are settled."""
@@ -213,18 +214,18 @@ class _Builder:
 # --- the owner of a path ----------------------------------------------------------------------
 
 
-def _answers(reports: list[_Report], division: Division) -> list[bytes]:
+def _answers(hashed: list[_Hashed], division: Division) -> list[bytes]:
     """Return, for each undecided leaf of each rank, whether it is equal on all ranks."""
     sharded = {path_part(leaf_id): owned.path for leaf_id, owned in division.owned.items()}
-    for rank, report in enumerate(reports):
-        for leaf_id, _ in report.undecided:
+    for rank, of_rank in enumerate(hashed):
+        for leaf_id, _ in of_rank.undecided:
             if leaf_id in sharded:
                 raise StateError(
                     f"{sharded[leaf_id]} is sharded, but not on rank {rank}; all ranks "
                     "that have it must hold pieces of it"
                 )
-    equal = equal_on_all_ranks([report.undecided for report in reports])
-    return [bytes(equal[leaf_id] for leaf_id, _ in report.undecided) for report in reports]
+    equal = equal_on_all_ranks([of_rank.undecided for of_rank in hashed])
+    return [bytes(equal[leaf_id] for leaf_id, _ in of_rank.undecided) for of_rank in hashed]
 
 
 def _sharded_entries(

@@ -1,8 +1,8 @@
 """The owner of a path: the rank that plans its tensor, and compares what ranks say about it.
 
 A hash of the path names the owner. All ranks that hold the path, or pieces of it, send the owner
-their *claims*, and get an *answer* that says what to do. So no rank sees everything, and all ranks
-have about as much to plan.
+their *holdings*, and get an *answer* that says what to do. So no rank sees everything, and all
+ranks have about as much to plan.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ class OwnedTensor(NamedTuple):
     ranks: list[int]
 
 
-class ShardClaim(msgspec.Struct, array_like=True):
-    """The part of a sharded leaf that one rank holds.
+class HeldShards(msgspec.Struct, array_like=True):
+    """The part of a sharded tensor that one rank holds.
 
     Attributes:
+        leaf_id: The id of the leaf.
+        path: Its path.
+        entry: Its entry, without digests.
         boxes: The boxes of the tensor that it holds.
         samples: A sample of each.
     """
@@ -66,18 +69,30 @@ class ShardClaim(msgspec.Struct, array_like=True):
     samples: list[bytes]
 
 
-class Claims(msgspec.Struct, array_like=True):
-    """Everything that a rank tells one owner.
+class HeldReplica(msgspec.Struct, array_like=True):
+    """A leaf of one rank that is declared equal on all ranks.
 
     Attributes:
-        sharded: The leaves of which it holds pieces.
-        replicated: Id and description of each leaf that is declared equal on all ranks.
-        samples: A sample of each of these; empty where it need not be equal.
+        leaf_id: The id of the leaf.
+        description: A digest of what must be the same on all ranks, beside the bytes.
+        sample: A sample of the bytes; empty where these need not be equal.
     """
 
-    sharded: list[ShardClaim]
-    replicated: list[tuple[bytes, bytes]]
-    samples: list[bytes]
+    leaf_id: bytes
+    description: bytes
+    sample: bytes
+
+
+class Holdings(msgspec.Struct, array_like=True):
+    """What one rank holds of the leaves of one owner; it tells the owner before anything is hashed.
+
+    Attributes:
+        sharded: The tensors of which it holds pieces.
+        replicated: The leaves that are declared equal on all ranks.
+    """
+
+    sharded: list[HeldShards]
+    replicated: list[HeldReplica]
 
 
 class Replica(IntEnum):
@@ -89,7 +104,7 @@ class Replica(IntEnum):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Everything that an owner tells one rank, in the order of its claims.
+    """What an owner tells one rank to do, in the order of its holdings.
 
     Attributes:
         sharded: What the rank is to do for each sharded leaf.
@@ -117,12 +132,12 @@ def owner_of(leaf_id: bytes, size: int) -> int:
     return int.from_bytes(leaf_id[:8], "big") % size
 
 
-def equal_on_all_ranks(reports: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
+def equal_on_all_ranks(told: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
     """Return, for each id that some rank names, whether all ranks give the same value for it."""
     values_of: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for leaf_id, value in chain.from_iterable(reports):
+    for leaf_id, value in chain.from_iterable(told):
         values_of[leaf_id].append(value)
-    return {leaf_id: values == [values[0]] * len(reports) for leaf_id, values in values_of.items()}
+    return {leaf_id: values == [values[0]] * len(told) for leaf_id, values in values_of.items()}
 
 
 def few_paths(paths: Sequence[str]) -> str:
@@ -132,27 +147,31 @@ def few_paths(paths: Sequence[str]) -> str:
 
 
 def answers_of(
-    claims: list[Claims], plans: Mapping[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
+    holdings: list[Holdings], plans: Mapping[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
 ) -> list[Answer]:
     """Return the owner's answer to each rank."""
     splits = any(rank.joints for plan in plans.values() for rank in plan.values())
     return [
         Answer(
-            [plans[claim.leaf_id].get(rank, RankPlan()) for claim in of_rank.sharded],
-            bytes(replicas[leaf_id] for leaf_id, _ in of_rank.replicated),
+            [plans[held.leaf_id].get(rank, RankPlan()) for held in of_rank.sharded],
+            bytes(replicas[held.leaf_id] for held in of_rank.replicated),
             splits,
         )
-        for rank, of_rank in enumerate(claims)
+        for rank, of_rank in enumerate(holdings)
     ]
 
 
 # --- leaves that are declared equal -----------------------------------------------------------
 
 
-def compare_replicas(claims: list[Claims]) -> dict[bytes, Replica]:
+def compare_replicas(holdings: list[Holdings]) -> dict[bytes, Replica]:
     """Compare the leaves that are declared equal on all ranks, by id."""
-    descriptions = equal_on_all_ranks([of_rank.replicated for of_rank in claims])
-    samples = equal_on_all_ranks([_samples_by_id(of_rank) for of_rank in claims])
+    descriptions = equal_on_all_ranks(
+        [[(held.leaf_id, held.description) for held in of_rank.replicated] for of_rank in holdings]
+    )
+    samples = equal_on_all_ranks(
+        [[(held.leaf_id, held.sample) for held in of_rank.replicated] for of_rank in holdings]
+    )
     replicas = dict.fromkeys(descriptions, Replica.MISMATCHED)
     for leaf_id, are_alike in descriptions.items():
         if are_alike:
@@ -160,17 +179,13 @@ def compare_replicas(claims: list[Claims]) -> dict[bytes, Replica]:
     return replicas
 
 
-def _samples_by_id(claims: Claims) -> list[tuple[bytes, bytes]]:
-    return [(leaf_id, s) for (leaf_id, _), s in zip(claims.replicated, claims.samples, strict=True)]
-
-
 def check_replicated(
-    claims: list[Claims], replicas: Mapping[bytes, Replica], paths_by_id: Mapping[bytes, str]
+    holdings: list[Holdings], replicas: Mapping[bytes, Replica], paths_by_id: Mapping[bytes, str]
 ) -> None:
     """Check that the paths that ``replicated=`` names are equal on all ranks.
 
     Args:
-        claims: What each rank claims.
+        holdings: What each rank holds.
         replicas: What the owner found about them.
         paths_by_id: Id → path, of these paths that this rank owns.
 
@@ -185,7 +200,12 @@ def check_replicated(
     if not wrong:
         return
     path = min(wrong)
-    samples = [dict(_samples_by_id(of_rank))[wrong[path]] for of_rank in claims]
+    samples = [
+        held.sample
+        for of_rank in holdings
+        for held in of_rank.replicated
+        if held.leaf_id == wrong[path]
+    ]
     others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
     more = f" (nor are {few_paths([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
     raise StateError(
@@ -199,12 +219,12 @@ def check_replicated(
 
 
 def plan_sharded(
-    claims: list[Claims], chunk_size: int, hosts: Sequence[int]
+    holdings: list[Holdings], chunk_size: int, hosts: Sequence[int]
 ) -> tuple[dict[bytes, OwnedTensor], dict[bytes, TensorPlan]]:
     """Plan all sharded tensors that this rank owns.
 
     Args:
-        claims: What each rank claims.
+        holdings: What each rank holds.
         chunk_size: The store's, in bytes.
         hosts: A number for each rank, which ranks of one host have in common.
 
@@ -214,12 +234,12 @@ def plan_sharded(
     """
     owned, plans = {}, {}
     loads: defaultdict[int, int] = defaultdict(int)
-    for leaf_id, holders in _holders(claims).items():
+    for leaf_id, holders in _holders(holdings).items():
         path, entry = holders[0][1].path, holders[0][1].entry
         assert isinstance(entry, TensorEntry)
         _check_shard_replicas(path, holders)
         itemsize = itemsize_of(entry)
-        boxes = [(rank, box) for rank, claim in holders for box in claim.boxes]
+        boxes = [(rank, box) for rank, held in holders for box in held.boxes]
         tiebreak = int.from_bytes(leaf_id[8:], "big")
         plans[leaf_id] = plan_tensor(
             entry.shape,
@@ -236,33 +256,33 @@ def plan_sharded(
     return owned, plans
 
 
-def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
-    """Return, for each sharded tensor, the ranks that hold pieces of it, and their claims."""
-    holders: defaultdict[bytes, list[tuple[int, ShardClaim]]] = defaultdict(list)
+def _holders(holdings: list[Holdings]) -> dict[bytes, list[tuple[int, HeldShards]]]:
+    """Return, for each sharded tensor, the ranks that hold pieces of it, and which."""
+    holders: defaultdict[bytes, list[tuple[int, HeldShards]]] = defaultdict(list)
     firsts: dict[bytes, tuple[int, KnownEntry]] = {}
-    for rank, of_rank in enumerate(claims):
-        for claim in of_rank.sharded:
-            holders[claim.leaf_id].append((rank, claim))
-            of_path = path_part(claim.leaf_id)
-            first_rank, first_entry = firsts.setdefault(of_path, (rank, claim.entry))
-            if claim.entry != first_entry:
+    for rank, of_rank in enumerate(holdings):
+        for held in of_rank.sharded:
+            holders[held.leaf_id].append((rank, held))
+            of_path = path_part(held.leaf_id)
+            first_rank, first_entry = firsts.setdefault(of_path, (rank, held.entry))
+            if held.entry != first_entry:
                 raise StateError(
-                    f"{claim.path} is {_description(first_entry)} on rank {first_rank}, but "
-                    f"{_description(claim.entry)} on rank {rank}; all ranks must hold pieces of "
+                    f"{held.path} is {_description(first_entry)} on rank {first_rank}, but "
+                    f"{_description(held.entry)} on rank {rank}; all ranks must hold pieces of "
                     f"one tensor. {NAMING_ADVICE}"
                 )
     return holders
 
 
-def _check_shard_replicas(path: str, holders: Sequence[tuple[int, ShardClaim]]) -> None:
+def _check_shard_replicas(path: str, holders: Sequence[tuple[int, HeldShards]]) -> None:
     """Check that ranks that hold the same box of a tensor hold the same bytes in it.
 
     Raises:
         StateError: They do not.
     """
     first_seen: dict[Region, tuple[int, bytes]] = {}
-    for rank, claim in holders:
-        for box, sample in zip(claim.boxes, claim.samples, strict=True):
+    for rank, held in holders:
+        for box, sample in zip(held.boxes, held.samples, strict=True):
             before, sample_before = first_seen.setdefault(box, (rank, sample))
             if sample_before != sample:
                 raise StateError(

@@ -115,9 +115,9 @@ def plan_tensor(
     grid = grid_of(shape, itemsize, chunk_size)
     if not grid.count:
         return {}
-    tiles = _disjoint_boxes(shape, _distinct_boxes(shape, holders, name), name)
+    held = _disjoint_boxes(shape, _distinct_boxes(shape, holders, name), name)
     loads = defaultdict(int) if loads is None else loads
-    return dict(_TensorPlan(grid, tiles, tiebreak, loads, hosts).ranks)
+    return dict(_Planner(grid, held, tiebreak, loads, hosts).ranks)
 
 
 # --- cells and bytes --------------------------------------------------------------------------
@@ -193,18 +193,18 @@ def _rotated(ranks: Sequence[int], tiebreak: int) -> list[int]:
 
 
 class _Held(NamedTuple):
-    """A part of some cells: where it lies in the tensor, and the ranks that hold it."""
+    """A box of the tensor, and the ranks that hold it."""
 
     region: Region
     ranks: list[int]
 
 
-class _TensorPlan:
-    """The plan of one tensor.
+class _Planner:
+    """Plans one tensor.
 
     Args:
         grid: Its grid.
-        tiles: Boxes that hold each element once, and the ranks that hold each box.
+        held: Boxes that hold each element once.
         tiebreak: As for :func:`plan_tensor`.
         loads: The same.
         hosts: The same.
@@ -216,20 +216,20 @@ class _TensorPlan:
     def __init__(
         self,
         grid: Grid,
-        tiles: list[tuple[Region, list[int]]],
+        held: Sequence[_Held],
         tiebreak: int,
         loads: defaultdict[int, int],
         hosts: Sequence[int] | None,
     ) -> None:
         self.ranks: defaultdict[int, RankPlan] = defaultdict(RankPlan)
         self._grid, self._cells = grid, _CellBytes(grid)
-        self._tiles = tiles
+        self._held = held
         self._tiebreak = tiebreak
         self._loads = loads
         self._hosts = hosts
         self._sent: defaultdict[int, int] = defaultdict(int)
         covered_runs = _covered_runs(
-            sorted((*run, i) for i, (box, _) in enumerate(tiles) for run in grid.runs_covering(box))
+            sorted((*run, i) for i, (box, _) in enumerate(held) for run in grid.runs_covering(box))
         )
         self._share_out(run for run in covered_runs if len(run[2]) == 1)
         for run in covered_runs:
@@ -242,7 +242,7 @@ class _TensorPlan:
         for first_cell, stop, (box,) in covered:
             by_box[box].append((first_cell, stop))
         for number, (box, runs) in enumerate(by_box.items()):
-            ranks = _rotated(self._tiles[box][1], self._tiebreak + number)
+            ranks = _rotated(self._held[box].ranks, self._tiebreak + number)
             if len(ranks) == 1:
                 self.ranks[ranks[0]].runs += runs
                 continue
@@ -259,15 +259,14 @@ class _TensorPlan:
 
     def _plan_cut_cells(self, first_cell: int, stop: int, boxes: tuple[int, ...]) -> None:
         """Plan which ranks put cells together that the same boxes cut."""
-        holders = {rank for box in boxes for rank in self._tiles[box][1]}
+        holders = {rank for box in boxes for rank in self._held[box].ranks}
         most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first_cell) // len(holders)))
         while first_cell < stop:
             end = min(stop, first_cell + max(1, most), self._grid.lead_stop(first_cell))
             region = self._grid.region(first_cell, end)
-            parts = ((region.intersect(self._tiles[box][0]), box) for box in boxes)
-            self._plan_joint(
-                first_cell, end, [_Held(part, self._tiles[box][1]) for part, box in parts if part]
-            )
+            held = [self._held[box] for box in boxes]
+            parts = [_Held(part, ranks) for box, ranks in held if (part := region.intersect(box))]
+            self._plan_joint(first_cell, end, parts)
             first_cell = end
 
     def _plan_joint(self, first_cell: int, stop: int, parts: list[_Held]) -> None:
@@ -364,7 +363,7 @@ def _distinct_boxes(
 
 def _disjoint_boxes(
     shape: tuple[int, ...], holders_of: dict[Region, list[int]], name: str
-) -> list[tuple[Region, list[int]]]:
+) -> list[_Held]:
     """Return the boxes, sorted, each with the ranks that hold it.
 
     Raises:
@@ -377,4 +376,6 @@ def _disjoint_boxes(
             "elements, not each once; all ranks of its mesh must take part, each with all that it "
             "holds, and shards overlap only if they are the same"
         )
-    return sorted(holders_of.items(), key=lambda tile: tile[0].offsets)
+    return sorted(
+        (_Held(*each) for each in holders_of.items()), key=lambda held: held.region.offsets
+    )

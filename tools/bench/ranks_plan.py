@@ -100,14 +100,15 @@ def _memory(work: Callable[[], Any]) -> int:
 # --- planning of sharded tensors --------------------------------------------------------------
 
 
-def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
+def _holdings(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
     """Return what a rank tells the owner of some tensors."""
-    claims = owners.Claims([], [], [])
+    holdings = owners.Holdings([], [])
     for key, path, entry in tensors:
         start, count = _shard(entry.shape[0], rank, ranks)
         boxes = (Region((start, 0), (count, _COLUMNS)),) if count else ()
-        claims.sharded.append(owners.ShardClaim(key, path, entry, boxes, [b""] * len(boxes)))
-    return encode(claims)
+        held = owners.HeldShards(key, path, entry, boxes, [b""] * len(boxes))
+        holdings.sharded.append(held)
+    return encode(holdings)
 
 
 def _sharded(ranks: int) -> _Cost:
@@ -118,31 +119,31 @@ def _sharded(ranks: int) -> _Cost:
         entry = TensorEntry(Payload(2 * shape[0] * shape[1]), "bfloat16", shape)
         by_owner[owners.owner_of(key, ranks)].append((key, path, entry))
     entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
-    _, asking = _seconds(lambda: [_claims(by_owner[owner], 0, ranks) for owner in range(ranks)])
+    _, asking = _seconds(lambda: [_holdings(by_owner[owner], 0, ranks) for owner in range(ranks)])
     planning, for_one = [], []
     for tensors in by_owner.values():
-        told = [_claims(tensors, rank, ranks) for rank in range(ranks)]
-        verdicts, took = _seconds(lambda told=told: _planned(told))
+        told = [_holdings(tensors, rank, ranks) for rank in range(ranks)]
+        answers, took = _seconds(lambda told=told: _planned(told))
         planning.append(took)
-        for_one.append(([key for key, _, _ in tensors], verdicts[ranks // 2]))
+        for_one.append(([key for key, _, _ in tensors], answers[ranks // 2]))
     most = max(by_owner.values(), key=len)
-    told = [_claims(most, rank, ranks) for rank in range(ranks)]
+    told = [_holdings(most, rank, ranks) for rank in range(ranks)]
     memory = _memory(lambda: _planned(told))
-    _, following = _seconds(lambda: [_followed(keys, v, entries) for keys, v in for_one])
+    _, following = _seconds(lambda: [_followed(keys, answer, entries) for keys, answer in for_one])
     own = asking + following
     return _Cost(own + max(planning), ranks * own + sum(planning), memory)
 
 
 def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
-    heard = [msgspec.msgpack.decode(claims, type=owners.Claims) for claims in told]
+    heard = [msgspec.msgpack.decode(holdings, type=owners.Holdings) for holdings in told]
     _, plans = owners.plan_sharded(heard, _CHUNK, range(len(heard)))
-    return [encode(verdict) for verdict in owners.replies(heard, plans, {})]
+    return [encode(answer) for answer in owners.answers_of(heard, plans, {})]
 
 
 def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
     """Do what a rank does with the answer of an owner, short of touching its tensors."""
-    msgspec.msgpack.decode(answer, type=owners.Reply)
+    msgspec.msgpack.decode(answer, type=owners.Answer)
     for key in keys:
         grid_of(entries[key].shape, 2, _CHUNK)
 
