@@ -33,7 +33,7 @@ from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
 from casnap.storage.commit_log.roots import next_root, put_root, release_reserve, with_advice
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned
 from casnap.storage.writing.retries import Obstacle, again, put_root_after
@@ -232,7 +232,7 @@ class _Candidates:
         self._contents: dict[bytes, list[PackId]] | None = None
         self._required: set[bytes] = set()
 
-    def at(self, view: View) -> Needs:
+    def at(self, view: IndexView) -> Needs:
         """Return what the root after that of a view may condemn, and has to rescue.
 
         Raises:
@@ -422,7 +422,7 @@ class _Collector:
             marks.note_done()
         return done
 
-    def _marks(self, view: View) -> Marks:
+    def _marks(self, view: IndexView) -> Marks:
         if self._counts is not None and self._counts.is_known and not self._is_whole:
             try:
                 return RecentMarks(self._store, view, self._counts, self._progress)
@@ -445,7 +445,7 @@ class _Collector:
                 f"such as {min(unknown).hex()}"
             )
 
-    def _plan(self, view: View, needs: Needs) -> Plan:
+    def _plan(self, view: IndexView, needs: Needs) -> Plan:
         waiting = Waiting(
             grace=self._grace,
             condemned_until=self._options.condemned_until,

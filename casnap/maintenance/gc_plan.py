@@ -15,7 +15,7 @@ from casnap.backends.costs import LOCAL, Costs
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, SegmentId, pack_key, segment_key
 from casnap.maintenance.stored_files import base_of
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.writing.segments import Groups, Rewriting, segments_to_rewrite
 
 DAY = 86400.0
@@ -81,7 +81,7 @@ class Plan:
             seem old, so a root with the time of this host follows it.
     """
 
-    view: View
+    view: IndexView
     condemned: frozenset[PackId]
     copied: Mapping[PackId, int]
     rescued: frozenset[PackId]
@@ -124,7 +124,7 @@ class Plan:
 
 
 def plan_collection(
-    view: View,
+    view: IndexView,
     needs: Needs,
     unnamed: Mapping[str, bytes],
     waiting: Waiting,
@@ -184,7 +184,7 @@ def plan_collection(
     )
 
 
-def _fence_after(waiting: Waiting, view: View, unnamed: Iterable[bytes]) -> int:
+def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) -> int:
     """Return the highest number that the fence may be raised to, as far as the grace goes."""
     root = view.root
     if waiting.condemned_until is not None:

@@ -13,7 +13,7 @@ from casnap.maintenance.marks import PackUse, Placed
 from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
-from casnap.storage.lookup.index import PackSet, View
+from casnap.storage.lookup.index import IndexView, PackSet
 from casnap.storage.lookup.pack_lengths import GONE
 from casnap.storage.reading.repository import Repository
 
@@ -46,7 +46,7 @@ class RecentMarks:
     least_garbage = 256 << 10
 
     def __init__(
-        self, store: Repository, view: View, counts: ReferenceCounts, progress: Progress
+        self, store: Repository, view: IndexView, counts: ReferenceCounts, progress: Progress
     ) -> None:
         self._progress = progress
         self._store = store
@@ -74,7 +74,7 @@ class RecentMarks:
                 listed.update(d for pack in packs for d, *_ in self._contents.get(pack, ()))
         self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
-    def _read_new(self, new: Collection[PackId], view: View) -> dict[PackId, _Contents]:
+    def _read_new(self, new: Collection[PackId], view: IndexView) -> dict[PackId, _Contents]:
         """Return what new packs hold, from the segments that are new too, or from their footers."""
         contents: dict[PackId, _Contents] = {}
         in_large: set[PackId] = set()
@@ -104,7 +104,7 @@ class RecentMarks:
                 # It stays, until a collection goes through the whole index.
                 _log.debug("what pack %s holds is not known: %s", pack.hex(), e)
 
-    def _use_of(self, pack: PackId, view: View) -> PackUse:
+    def _use_of(self, pack: PackId, view: IndexView) -> PackUse:
         contents, use = self._contents[pack], PackUse()
         needed = self._counts.needed_of([digest for digest, *_ in contents])
         for digest, stored_size, codec in contents:
@@ -115,7 +115,7 @@ class RecentMarks:
                 use.live += stored_size * (pack >= self._newest_pack(digest, view))
         return use
 
-    def _newest_pack(self, digest: bytes, view: View) -> bytes:
+    def _newest_pack(self, digest: bytes, view: IndexView) -> bytes:
         newest: bytes | None = self._newest_new.get(digest)
         if newest is None:
             places = self._store.index.find_all(view, Digest(digest))

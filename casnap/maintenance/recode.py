@@ -18,7 +18,7 @@ from casnap.format.records import Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.progress import Progress
 from casnap.storage.lookup.chains import NewBases
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, snapshot_before
 from casnap.storage.snapshots.contents import Contents
@@ -200,7 +200,7 @@ class _Recoder:
                 self._recoding.after_bytes += len(form.content)
         return sum(map(len, raws.values()))
 
-    def _stored_bytes(self, view: View, digest: Digest) -> int:
+    def _stored_bytes(self, view: IndexView, digest: Digest) -> int:
         """Return how many bytes a chunk takes up that may be recoded; 0 for any other."""
         if digest in self._spared or self._forms.has_written(digest):
             return 0

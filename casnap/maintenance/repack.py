@@ -12,7 +12,7 @@ from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
 from casnap.runtime.batches import batches
 from casnap.storage.lookup.chains import can_carry, chains_below
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import codec_among, copy_verified
 from casnap.storage.writing.session import Session
@@ -24,7 +24,7 @@ Report = Callable[[int], None]
 """Called with the number of bytes copied since the last call, from any thread."""
 
 
-def sparse_packs(marks: Marks, view: View, share: float) -> dict[PackId, int]:
+def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, int]:
     """Return the live packs of which less than a share of the bytes is needed, with these bytes.
 
     The pack that the root has a hint to is not among them: readers begin there. Nor are those of
@@ -48,7 +48,7 @@ def sparse_packs(marks: Marks, view: View, share: float) -> dict[PackId, int]:
 
 
 def repack(
-    store: Repository, marks: Marks, view: View, packs: Mapping[PackId, int], report: Report
+    store: Repository, marks: Marks, view: IndexView, packs: Mapping[PackId, int], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
     """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
 
@@ -81,7 +81,7 @@ def repack(
 
 
 def _proven_elsewhere(
-    store: Repository, view: View, digests: Iterable[bytes], packs: Collection[PackId]
+    store: Repository, view: IndexView, digests: Iterable[bytes], packs: Collection[PackId]
 ) -> dict[bytes, PackId]:
     """Return the newest live pack of each digest, if it holds that whole and is not one of these.
 

@@ -42,7 +42,7 @@ from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit_log.roots import next_root
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.opening.location import locate_store
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
 from casnap.storage.packs.pack import moved_place, new_id
@@ -280,7 +280,7 @@ class _Repair:
     def _next_root(self, root: Root, **changes: Any) -> Root:
         return next_root(self._store.backend.uri, root, os.urandom(16), **changes)
 
-    def _readable(self, root: Root) -> View:
+    def _readable(self, root: Root) -> IndexView:
         """Return the index by those segments of a root that can be read."""
         refs = tuple(ref for ref in root.segments if ref not in self._survey.unreadable)
         return self._store.index.view(msgspec.structs.replace(root, segments=refs))
@@ -334,7 +334,7 @@ class _Repair:
             return segments
         without_damage = msgspec.structs.replace(root, segments=segments)
         self._salvage.finish()
-        if root.fence > self._salvage.base:
+        if root.fence > self._salvage.base_seq:
             self._salvage.move(root.seq)
         segment = self._salvage.segment()
         return add_segment(self._store, self._store.index.view(without_damage), segment, root.seq)

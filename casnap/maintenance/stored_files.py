@@ -11,7 +11,7 @@ from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.storage.commit_log.roots import read_root
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.reading.repository import Repository
 
@@ -53,7 +53,7 @@ class StoredFiles:
         """Whether a pack or segment of this id is known, and was not deleted."""
         return ident in self.packs or ident in self.segments
 
-    def unnamed(self, view: View) -> dict[str, bytes]:
+    def unnamed(self, view: IndexView) -> dict[str, bytes]:
         """Return the keys and ids of the files that the root of a view does not name."""
         packs = {pack_key(ident): ident for ident in view.packs.lacking(map(PackId, self.packs))}
         return packs | {segment_key(i): i for i in self.segments - view.segments.keys()}

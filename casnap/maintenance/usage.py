@@ -17,7 +17,7 @@ from casnap.format.names import folder_of
 from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
 from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.references import MANIFEST, digest_in, is_node, references, walk
@@ -120,7 +120,7 @@ def disk_usage(store: Repository) -> DiskUsage:
     return DiskUsage(kept, waiting, orphaned, _saved_bytes(store, view), other)
 
 
-def _saved_bytes(store: Repository, view: View) -> int:
+def _saved_bytes(store: Repository, view: IndexView) -> int:
     saved = 0
     for segment in view.root.segments:
         sealed = SealedSegment(*store.index.sealed_or_kept(segment))
@@ -166,7 +166,7 @@ def shared_bytes(
     return sum(nbytes for digest, nbytes in chunks if digest not in unseen)
 
 
-def _snapshots(store: Repository, view: View) -> list[Contents]:
+def _snapshots(store: Repository, view: IndexView) -> list[Contents]:
     table = store.table(view.root)
     return [Contents(store, name, row) for name, row in table.items_in()]
 
@@ -181,7 +181,7 @@ class _Walk:
         view: The view that gives the places.
     """
 
-    def __init__(self, store: Repository, view: View) -> None:
+    def __init__(self, store: Repository, view: IndexView) -> None:
         self._store = store
         self._view = view
         self._numbers: dict[bytes, int] = {}

@@ -436,7 +436,7 @@ class StagedCopies:
         for on_read in callbacks:
             on_read()
 
-    def rewind(self) -> bool:
+    def start_over(self) -> bool:
         """Have :meth:`batches` begin again; return False if not all copies are there any more."""
         with self._changed:
             # One that was drawn and is not read was lost in a failure.

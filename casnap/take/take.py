@@ -245,7 +245,7 @@ class _Steps:
                     self._comm = comm
                 return self.store(
                     lambda _: copies.batches,
-                    lambda: copies.rewind() and self._still_relies(),
+                    lambda: copies.start_over() and self._still_relies(),
                 )
             except (FencedError, StorageFullError) as e:
                 if self._is_gone:
@@ -284,7 +284,7 @@ class _Steps:
     # --- storing ---
 
     def store(
-        self, batches_for: Callable[[Session], Batches], rewind: Callable[[], bool]
+        self, batches_for: Callable[[Session], Batches], start_over: Callable[[], bool]
     ) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
 
@@ -292,7 +292,7 @@ class _Steps:
 
         Args:
             batches_for: Returns what is to be hashed, in batches.
-            rewind: Has that begin again; returns whether it can.
+            start_over: Has that begin again; returns whether it can.
 
         Raises:
             FencedError: A collector was faster, and the take cannot start again.
@@ -304,7 +304,7 @@ class _Steps:
             lambda: run_shielded(lambda crew: self._store_once(batches_for, crew), limit),
             f"{self._name}: the take",
             on_full=self._make_room,
-            rewind=lambda: self._rewind(rewind),
+            start_over=lambda: self._start_over(start_over),
         )
 
     def _make_room(self, error: StorageFullError) -> None:
@@ -323,11 +323,11 @@ class _Steps:
         if comm.rank == 0:
             self._options.hooks.on_full(error, self._count_bytes)
 
-    def _rewind(self, rewind: Callable[[], bool]) -> bool:
+    def _start_over(self, start_over: Callable[[], bool]) -> bool:
         """Have all ranks start again, or none; return which."""
         comm = self._comm
         # The others wait here until rank 0 has made room.
-        if comm.ended or not all(map(any, comm.all_gather(bytes([rewind()])))):
+        if comm.ended or not all(map(any, comm.all_gather(bytes([start_over()])))):
             return False
         self._base_root = None
         if comm.size > 1 and self._repository.backend.costs.one_asks:

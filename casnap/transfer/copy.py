@@ -138,7 +138,7 @@ class _Copy:
             self.report.gone.append(job.name)
 
     def _copy_to(self, destination: Repository, job: CopyJob) -> None:
-        def rewind() -> bool:
+        def start_over() -> bool:
             self._forget()
             return True
 
@@ -150,7 +150,7 @@ class _Copy:
                 f"{job.new_name}: the copy",
                 tries=_TRIES,
                 on_full=lambda error: hooks.on_full(error, lambda: job.row.stats.logical_bytes),
-                rewind=rewind,
+                start_over=start_over,
             )
         except FencedError as e:
             raise FencedError(

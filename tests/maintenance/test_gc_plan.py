@@ -16,7 +16,7 @@ from casnap.format.records import PackId, Root, SegmentId, SegmentRef, pack_key
 from casnap.maintenance.gc import GcReport
 from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collection
 from casnap.maintenance.whole_marks import WholeMarks
-from casnap.storage.lookup.index import PackSet, View
+from casnap.storage.lookup.index import IndexView, PackSet
 from casnap.storage.lookup.index_cache import MemoryCache
 from casnap.storage.packs.pack import new_id
 from tests.support.faults import CHUNK, elsewhere, files, take
@@ -27,14 +27,14 @@ YEARS = 3652 * DAY
 NEWEST = 20
 
 
-def view_of(packs: dict[PackId, int | None], fence: int = 0, lost: bytes = b"") -> View:
+def view_of(packs: dict[PackId, int | None], fence: int = 0, lost: bytes = b"") -> IndexView:
     """Return the view of a root with some packs, each with the number of what condemned it."""
     segments = {SegmentId(new_id(1)): frozenset([pack]) for pack in packs}
     condemned = {bytes(pack): seq for pack, seq in packs.items() if seq is not None}
     refs = tuple(SegmentRef(ident, 1, 0) for ident in segments)
     root = Root(NEWEST, bytes(16), fence=fence, segments=refs, condemned=condemned, lost=lost)
     named = PackSet(segments.values())
-    return View(root, segments, named, named.without(condemned), MemoryCache())
+    return IndexView(root, segments, named, named.without(condemned), MemoryCache())
 
 
 def packs(count: int, base: int = 1) -> list[PackId]:

@@ -388,7 +388,7 @@ def test_a_part_that_was_handed_over_stays_until_it_is_withdrawn(
         ("ffffff", {"tries": None}, "done"),
         ("fff", {"tries": 3}, FencedError),
         ("f", {"tries": 1}, FencedError),
-        ("f", {"rewind": lambda: False}, FencedError),
+        ("f", {"start_over": lambda: False}, FencedError),
         ("f", {"tries": 1, "give_up": lambda e: str(e)}, "on purpose"),
         ("d", {}, StorageFullError),
         ("dfd", {"on_full": lambda e: None}, "done"),

@@ -115,7 +115,7 @@ class PackSet:
 
 
 @dataclass(frozen=True)
-class View:
+class IndexView:
     """The index as one root sees it.
 
     Attributes:
@@ -167,7 +167,7 @@ class Index:
         if name != self._name:
             self._name, self._cache, self._looked_at_size = name, None, False
 
-    def view(self, root: Root) -> View:
+    def view(self, root: Root) -> IndexView:
         """Return the index as ``root`` sees it; read the segments that are not cached.
 
         Raises:
@@ -178,9 +178,9 @@ class Index:
         cache, segments = self._ask(self.cache, root, lambda cache: self._learn_once(cache, root))
         self._shed(cache, root)
         packs = PackSet(segments.values())
-        return View(root, segments, packs, packs.without(root.condemned.keys()), cache)
+        return IndexView(root, segments, packs, packs.without(root.condemned.keys()), cache)
 
-    def refresh(self, root: Root) -> View:
+    def refresh(self, root: Root) -> IndexView:
         """Make the cache anew, since it may be wrong; return the view of a root."""
         with self._replacing:
             if isinstance(self._cache, LmdbCache):
@@ -339,7 +339,7 @@ class Index:
         return self.sealed(ref)
 
     def find(
-        self, view: View, digests: list[Digest], *, only_live: bool = False
+        self, view: IndexView, digests: list[Digest], *, only_live: bool = False
     ) -> list[Place | None]:
         """Return, for each digest, a place where it can be read, or None.
 
@@ -363,12 +363,12 @@ class Index:
             return [p if p is None or p.codec in KNOWN_CODECS else None for p in places]
         return places
 
-    def find_all(self, view: View, digest: Digest) -> list[Place]:
+    def find_all(self, view: IndexView, digest: Digest) -> list[Place]:
         """Return all places where a digest can be read."""
         places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
 
-    def find_newest(self, view: View, digests: list[Digest]) -> list[Place | None]:
+    def find_newest(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
         """Return, for each digest, its newest live place, or None.
 
         Older places may be about to be collected.

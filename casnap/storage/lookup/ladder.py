@@ -35,7 +35,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import PackId, Place, StoreConfig
 from casnap.runtime.typing import override
-from casnap.storage.lookup.index import Index, RemoteIndex, View
+from casnap.storage.lookup.index import Index, IndexView, RemoteIndex
 from casnap.storage.lookup.newest import NewestRoot, RememberedRoot
 from casnap.storage.lookup.node_hints import KnownHints, read_node_pack
 from casnap.storage.packs.chunk_reads import FailedRead, Located, Reason, Want
@@ -83,7 +83,7 @@ class Left:
         self.wants: dict[Digest, list[Want]] = {}
         self.attempts: dict[Digest, list[FailedRead]] = {}
         self.lost: list[Lost] = []
-        self.view: View | None = None
+        self.view: IndexView | None = None
 
     def __bool__(self) -> bool:
         return bool(self.wants)
@@ -216,7 +216,7 @@ class LocalLookup:
         )
         self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in attempts])
 
-    def _recent_view(self) -> View:
+    def _recent_view(self) -> IndexView:
         return self.newest.read(self.index.view, self.newest.recent)
 
     # --- the rungs ---
@@ -251,16 +251,16 @@ class LocalLookup:
             left.view = self.index.refresh(self.newest.look())
             yield from self._again_at(left.view, left, list(left.wants))
 
-    def _again_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
+    def _again_at(self, view: IndexView, left: Left, digests: list[Digest]) -> Iterator[Step]:
         for digest in digests:
             left.attempts.pop(digest, None)
         yield from self._index_at(view, left, digests)
         yield from self._others_at(view, left, digests)
 
-    def _index_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
+    def _index_at(self, view: IndexView, left: Left, digests: list[Digest]) -> Iterator[Step]:
         yield Step(left.at(digests, self.index.find(view, digests)))
 
-    def _others_at(self, view: View, left: Left, digests: list[Digest]) -> Iterator[Step]:
+    def _others_at(self, view: IndexView, left: Left, digests: list[Digest]) -> Iterator[Step]:
         for digest in digests:
             attempts = left.attempts.get(digest)
             if not attempts:
@@ -271,7 +271,7 @@ class LocalLookup:
                 if digest in left.wants and place != first:
                     yield Step([(place, left.wants[digest])], is_alone=True)
 
-    def _has_moved(self, view: View, left: Left, digest: Digest) -> bool:
+    def _has_moved(self, view: IndexView, left: Left, digest: Digest) -> bool:
         attempts = left.attempts.get(digest, [])
         if any(unread.place.codec == _DELTA for unread in attempts):
             # A base of it may have.

@@ -30,7 +30,7 @@ from casnap.runtime.threads import cores
 from casnap.storage.commit_log.config import read_config
 from casnap.storage.commit_log.roots import check_writable
 from casnap.storage.commit_log.settings import Settings
-from casnap.storage.lookup.index import Index, View
+from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.lookup.ladder import Left, Lookup, Lost, lookup_at
 from casnap.storage.lookup.newest import RememberedRoot
 from casnap.storage.packs.chunk_reads import (
@@ -181,11 +181,11 @@ class Repository:
         """
         return self.lookup.newest.read(read, first_root)
 
-    def view(self) -> View:
+    def view(self) -> IndexView:
         """Return the view of the index at the newest root."""
         return self.read_at_newest(self.index.view)
 
-    def recent_view(self, base_root: Root | None = None) -> View:
+    def recent_view(self, base_root: Root | None = None) -> IndexView:
         """Return the view of the index at a given root; by default at a recent one."""
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
 

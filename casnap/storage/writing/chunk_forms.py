@@ -10,7 +10,7 @@ from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
 from casnap.format.digest import Digest
 from casnap.format.records import Place, with_base
 from casnap.storage.lookup.chains import can_carry, chains_below
-from casnap.storage.lookup.index import Index, View
+from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.writing.new_packs import NewPacks
 
 # A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one.
@@ -52,7 +52,7 @@ class ChunkForms:
 
     def choose(
         self,
-        view: View,
+        view: IndexView,
         digest: Digest,
         raw: memoryview,
         base: Digest | None,
@@ -88,7 +88,7 @@ class ChunkForms:
         self._written[digest] = place if form.base is None else with_base(place, form.base)
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
-    def _find(self, view: View, digests: list[Digest]) -> list[Place | None]:
+    def _find(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
         """Return where each chunk was written, and of others the newest live places."""
         others = [digest for digest in digests if digest not in self._written]
         places = dict(zip(others, self._index.find_newest(view, others), strict=True))

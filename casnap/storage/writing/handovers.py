@@ -30,7 +30,7 @@ class Handover(Struct, array_like=True):
 
     Attributes:
         relied_on: The ids of the packs that it relies on, one behind the other.
-        base: The root number that the ids of its own packs begin with.
+        base_seq: The root number that the ids of its own packs begin with.
         new_bytes: Bytes of chunks and nodes that it added, as stored.
         records: Where these lie, as a sealed segment that is not written yet. Empty if there are
             none, or so many that the rank wrote a segment itself.
@@ -40,7 +40,7 @@ class Handover(Struct, array_like=True):
     """
 
     relied_on: bytes = b""
-    base: int = 0
+    base_seq: int = 0
     new_bytes: int = 0
     records: bytes = b""
     segments: tuple[SegmentRef, ...] = ()
@@ -59,7 +59,7 @@ class OtherRanks:
         FencedError: Something that one of them wrote, or relied on, is gone.
 
     Attributes:
-        base: The least base of their packs.
+        base_seq: The least such number of theirs.
         new_bytes: Bytes that they added to the store.
         requests: How many requests they have made, by kind.
         relied_on: The packs that they rely on.
@@ -84,7 +84,7 @@ class OtherRanks:
         for handover in handovers:
             if handover.fenced:
                 raise FencedError(handover.fenced)
-        self.base = min((handover.base for handover in handovers), default=1 << 62)
+        self.base_seq = min((handover.base_seq for handover in handovers), default=1 << 62)
         self.new_bytes = sum(handover.new_bytes for handover in handovers)
         self.requests = sum((Counter(handover.requests) for handover in handovers), Counter[str]())
         self.relied_on = {
@@ -109,7 +109,7 @@ class OtherRanks:
             root: The root.
             live_packs: The packs that it names.
         """
-        if root.fence > self.base or not live_packs.issuperset(self.relied_on):
+        if root.fence > self.base_seq or not live_packs.issuperset(self.relied_on):
             self._take_over(root.seq)
 
     def check_written(self, store: Repository) -> None:
@@ -130,7 +130,7 @@ class OtherRanks:
                 ends[key] = max(ends[key], place.offset + place.stored_size)
         sizes = mapped(backend.size_if_there, ends, backend.in_flight)
         lacking = [key for key, size in sizes if size is None or size < ends[key]]
-        if lacking and store.newest().fence > self.base:
+        if lacking and store.newest().fence > self.base_seq:
             raise FencedError
         if lacking:
             raise StoreError(

@@ -35,20 +35,20 @@ class NewPacks:
 
     Args:
         store: The store.
-        base: The root number that the ids of the packs begin with.
+        base_seq: The root number that the ids of the packs begin with.
         crew: The crew of the background threads.
         codec: How chunks are stored.
 
     Attributes:
-        base: That root number.
+        base_seq: That root number.
         nodes: The nodes that were added, each with its place. Copies are not among them.
     """
 
-    def __init__(self, store: Repository, base: int, crew: Crew, codec: Codec) -> None:
+    def __init__(self, store: Repository, base_seq: int, crew: Crew, codec: Codec) -> None:
         pool = shared_pool(store.config.chunk_size + (64 << 10))
         folder = os.urandom(1)
         self._chunks, self._nodes = (
-            PackWriter(store.backend, base, folder, kind, pool, crew, codec)
+            PackWriter(store.backend, base_seq, folder, kind, pool, crew, codec)
             for kind in (CHUNKS, NODES)
         )
         self._node_filler = self._nodes.filler()
@@ -56,7 +56,7 @@ class NewPacks:
         self._claimed: set[Digest] = set()
         # The second one is held while memory is waited for.
         self._lock, self._copying = threading.Lock(), threading.Lock()
-        self.base = base
+        self.base_seq = base_seq
         self.nodes: dict[Digest, tuple[bytes, Place]] = {}
 
     @property
@@ -186,15 +186,15 @@ class NewPacks:
             hints = encode_hints(places, upper_nodes if places else (), open_pack[0])
         return hints
 
-    def move(self, base: int) -> None:
+    def move(self, base_seq: int) -> None:
         """Give the packs new ids, made under another root: under these no collector deletes them.
 
         Raises:
             FileNotFoundError: One is gone.
         """
-        new_ids = self._chunks.move(base) | self._nodes.move(base)
+        new_ids = self._chunks.move(base_seq) | self._nodes.move(base_seq)
         self.nodes = {d: (node, moved_place(p, new_ids)) for d, (node, p) in self.nodes.items()}
-        self.base = base
+        self.base_seq = base_seq
 
     @property
     def lengths(self) -> dict[PackId, int]:

@@ -19,7 +19,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import PackId, Place, Root, pack_key
 from casnap.storage.lookup.chains import chains_below
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -66,7 +66,7 @@ class Reliance:
                 self.renew = stack.enter_context(
                     store.backend.announced(announced, at_once=at_once)
                 )
-            self.base: View = store.recent_view(base_root)
+            self.base: IndexView = store.recent_view(base_root)
             self._view = self.base
             self._end = stack.pop_all()
 
@@ -135,7 +135,7 @@ class Reliance:
         self._lengths |= self._store.index.pack_lengths.of(unseen, self._view.packs.at_most)
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
-    def confirm(self, latest: View) -> None:
+    def confirm(self, latest: IndexView) -> None:
         """Rely on live packs, as a newer root has them, for what lies in packs that are not live.
 
         A condemned pack is rescued if no live pack has some digest that it is relied on for.

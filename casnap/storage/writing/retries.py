@@ -78,7 +78,7 @@ def again(
     *,
     tries: int | None = TRIES,
     on_full: Callable[[StorageFullError], None] = _raise,
-    rewind: Callable[[], bool] = lambda: True,
+    start_over: Callable[[], bool] = lambda: True,
     give_up: Callable[[Obstacle], T] = _raise,
 ) -> T:
     """Do some work that writes to a store, and start again if a collector or the disk prevents it.
@@ -94,8 +94,8 @@ def again(
         tries: After how many fences to give up, or after how many full disks; None for never.
         on_full: Called when the disk is full; returns if there may be room now. By default there is
             none.
-        rewind: Called before each new try; returns whether there can be one. If many ranks do the
-            work, they agree here.
+        start_over: Called before each new try; returns whether there can be one. If many ranks do
+            the work, they agree here.
         give_up: Called with the error of the last try; by default that is raised.
 
     Raises:
@@ -116,6 +116,6 @@ def again(
                 return give_up(e)
             if isinstance(e, StorageFullError):
                 on_full(e)
-            if not rewind():
+            if not start_over():
                 raise
         _log.info("%s starts again: %s", what, reason)

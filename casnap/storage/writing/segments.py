@@ -23,7 +23,7 @@ from casnap.format.records import (
     segment_counts,
     segment_key,
 )
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.packs.pack import new_id
 from casnap.storage.reading.repository import Repository
 
@@ -35,7 +35,7 @@ _MOST = 900_000
 
 
 def add_segment(
-    store: Repository, view: View, segment: Segment, base: int
+    store: Repository, view: IndexView, segment: Segment, base: int
 ) -> tuple[SegmentRef, ...]:
     """Write a new segment, merged with small ones; return the list for the next root.
 
@@ -95,7 +95,7 @@ class Rewriting:
             store.backend.delete(segment_key(ref.id))
 
 
-def segments_to_rewrite(view: View, without: Collection[PackId], costs: Costs) -> Groups:
+def segments_to_rewrite(view: IndexView, without: Collection[PackId], costs: Costs) -> Groups:
     """Return the segments that list some packs, and small ones if there are many of them.
 
     Args:
@@ -112,7 +112,7 @@ def segments_to_rewrite(view: View, without: Collection[PackId], costs: Costs) -
 
 
 def rewrite_segments(
-    store: Repository, view: View, groups: Groups, without: frozenset[PackId]
+    store: Repository, view: IndexView, groups: Groups, without: frozenset[PackId]
 ) -> Rewriting:
     """Write segments anew, without some packs.
 
@@ -136,7 +136,7 @@ def rewrite_segments(
 
 
 def drop_packs(
-    store: Repository, view: View, without: Collection[PackId]
+    store: Repository, view: IndexView, without: Collection[PackId]
 ) -> tuple[SegmentRef, ...]:
     """Rewrite segments without some packs; return the list for the root after that of the view."""
     groups = segments_to_rewrite(view, without, store.backend.costs)
@@ -145,7 +145,7 @@ def drop_packs(
 
 def _write_merged(
     store: Repository,
-    view: View,
+    view: IndexView,
     new_segment: Segment,
     refs: Collection[SegmentRef],
     without: Collection[PackId],

@@ -42,7 +42,7 @@ from casnap.format.tree import Tree
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.commit_log.roots import next_root, put_root
-from casnap.storage.lookup.index import View
+from casnap.storage.lookup.index import IndexView
 from casnap.storage.packs.pack import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import Report, codec_among, copy_verified, one_at_a_time
@@ -125,7 +125,7 @@ class Session:
             is_seen = not dry_run and (puts_root or not store.backend.costly_requests)
             reliance = Reliance(store, base_root, announced=based_on.seq if is_seen else None)
             stack.callback(reliance.end)
-            self.base: View = reliance.base
+            self.base: IndexView = reliance.base
             self._reliance, self._earlier = reliance, earlier
             self._reliances = [each for each in (reliance, earlier) if each is not None]
             self.new_packs = NewPacks(store, self.base.root.seq, self._crew, codec)
@@ -352,7 +352,7 @@ class Session:
             self.new_packs.finish(find, self._upper_lists(top))
         else:
             self.new_packs.finish()
-        if m.fence > self.new_packs.base:
+        if m.fence > self.new_packs.base_seq:
             self._move(m.seq)
         return next_root(
             self.store.backend.uri,
@@ -364,7 +364,7 @@ class Session:
             condemned={p: seq for p, seq in m.condemned.items() if p not in relied_on},
         )
 
-    def _packs_relied_on(self, m: Root, latest: View) -> set[PackId] | None:
+    def _packs_relied_on(self, m: Root, latest: IndexView) -> set[PackId] | None:
         """Return the packs that all ranks rely on; None if a root newer than ``m`` was put.
 
         Raises:
@@ -419,7 +419,7 @@ class Session:
         node = self.put_table_node(content)
         return msgspec.structs.replace(row, metadata={}, metadata_node=node)
 
-    def _write_segment(self, latest: View) -> tuple[SegmentRef, ...]:
+    def _write_segment(self, latest: IndexView) -> tuple[SegmentRef, ...]:
         """Write the segment of all new packs; return the segments of the next root."""
         own_segment, others = self.new_packs.segment(), self._others
         packs = (*own_segment.packs, *others.packs)
@@ -427,7 +427,7 @@ class Session:
             return (*latest.root.segments, *others.segments)
         segment = Segment(packs, [*own_segment.records, *others.records])
         self._delete_segments()
-        segments = add_segment(self.store, latest, segment, self.new_packs.base)
+        segments = add_segment(self.store, latest, segment, self.new_packs.base_seq)
         self._segments = [s for s in segments if s not in latest.root.segments]
         self._cache_nodes()
         return (*segments, *others.segments)
@@ -461,13 +461,15 @@ class Session:
             find = partial(store.index.find, latest)
             packs.finish(find if store.backend.costly_requests else None)
             self._cache_nodes()
-        if seq > packs.base:
+        if seq > packs.base_seq:
             self._move(seq)
-        handover = Handover(b"".join(sorted(self._reliance.packs)), packs.base, packs.stored_bytes)
+        handover = Handover(
+            b"".join(sorted(self._reliance.packs)), packs.base_seq, packs.stored_bytes
+        )
         segment = packs.segment()
         if len(segment.records) * world > MOST_RECORDS:
             self._delete_segments()
-            refs = write_segments(store, segment, packs.base)
+            refs = write_segments(store, segment, packs.base_seq)
             self._segments = list(refs)
             handover.segments = refs
         elif segment.packs:
