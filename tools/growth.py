@@ -24,10 +24,10 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.records import encode
-from casnap.ranks import processes
 from casnap.ranks.carriers import Traffic
 from casnap.ranks.group import Group
 from casnap.take.manifest import _Contribution, joined
+from tests.support.pretended import pretended_host
 from tests.support.ranks import Pool
 
 TENSORS, COLUMNS = 20, 64
@@ -107,10 +107,13 @@ def costing(work: Callable[[], object]) -> Cost:
 
 def measure(folder: str, per_host: int) -> Growth:
     """Measure one rank, on a pretended host."""
+    with pretended_host(per_host):
+        return _measured(folder)
+
+
+def _measured(folder: str) -> Growth:
     import torch.distributed.checkpoint as dcp
 
-    host = dist.get_rank() // per_host
-    processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
     held = {"model": StateDict(**state_of())}
     tensors = dict(held["model"])
     dist.barrier()

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.table import check_path_is_free as check_path_is_free
     from casnap.storage.snapshots.table import row_of as row_of
     from casnap.storage.writing.handovers import Handover as Handover
+    from casnap.storage.writing.handovers import segment_writers as segment_writers
     from casnap.storage.writing.hooks import CommitHooks as CommitHooks
     from casnap.storage.writing.reliance import Reliance as Reliance
     from casnap.storage.writing.retries import again as again
@@ -112,7 +113,7 @@ _NAMES = {
     "snapshots.run_upkeep": "Upkeep upkeep_of_run",
     "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run",
     "snapshots.table": "Table check_free check_path_is_free row_of",
-    "writing.handovers": "Handover",
+    "writing.handovers": "Handover segment_writers",
     "writing.hooks": "CommitHooks",
     "writing.reliance": "Reliance",
     "writing.retries": "again",

@@ -32,6 +32,7 @@ class Agreement(msgspec.Struct, array_like=True):
         codec: How chunks are stored; that of rank 0 counts, which looks what the store is set to.
         seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
         root: The newest root, which rank 0 reads for all where each look is a request.
+        lists: Whether rank 0 lists the packs for all before they rely on some.
     """
 
     store_id: str
@@ -41,6 +42,7 @@ class Agreement(msgspec.Struct, array_like=True):
     codec: Codec
     seed: int
     root: Root | None = None
+    lists: bool = False
 
 
 def agree(
@@ -84,6 +86,7 @@ def agree(
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
         root=root if store.backend.costs.one_asks else None,
+        lists=comm.size > 1 and store.index.pack_lengths.has_to_list(),
     )
     agreed = comm.broadcast_message(mine, Agreement)
     if agreed.root is not None and comm.rank:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from casnap.storage import (
     Session,
     Table,
     replace_markers,
+    segment_writers,
     upkeep_of_run,
 )
 from casnap.take.agreement import check_name
@@ -53,11 +55,14 @@ class _Instruction(msgspec.Struct, array_like=True):
 
     Attributes:
         move: Move what you wrote to names under this root, and hand over again.
+        writers: These ranks write the segments of what the ranks from them on handed over, up to
+            the next of them.
         error: The commit failed.
         result: The commit is done.
     """
 
     move: int | None = None
+    writers: list[int] | None = None
     error: ErrorText | None = None
     result: TakeResult | None = None
 
@@ -100,7 +105,7 @@ class TakeCommit:
         def gather(seq: int) -> list[Handover]:
             if seq:
                 comm.broadcast_message(_Instruction(move=seq), _Instruction)
-            return comm.gather_messages(Handover(), Handover)[1:]
+            return self._gather_handovers()
 
         try:
             session.include(gather, comm.check_not_abandoned)
@@ -114,6 +119,27 @@ class TakeCommit:
         except RankError as e:
             _log.warning("it is committed, but rank 0 could not tell all ranks: %s", e)
         return result
+
+    def _gather_handovers(self) -> list[Handover]:
+        """Return, on rank 0, what the other ranks hand over, all of it in segments or records."""
+        comm = self.comm
+        handovers = comm.gather_messages(Handover(), Handover)
+        if any(h.weight for h in handovers) and not any(h.fenced for h in handovers):
+            writers = segment_writers([handover.weight for handover in handovers])
+            comm.broadcast_message(_Instruction(writers=writers), _Instruction)
+            comm.all_to_all([b""] * comm.size)
+            listed = comm.gather_messages(Handover(), Handover)
+            for handover, more in zip(handovers, listed, strict=True):
+                handover.segments = more.segments
+                handover.requests = more.requests or handover.requests
+        if self.store.backend.costs.one_asks:
+            # The ranks of a host that name one place reach the same one.
+            known: set[tuple[int, bytes]] = set()
+            for rank, handover in enumerate(handovers):
+                where = comm.hosts[rank] or -1 - rank, handover.place
+                handover.sample = b"" if where in known else handover.sample
+                known |= {where} if handover.sample else set()
+        return handovers[1:]
 
     def _put_root(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
         """Put the root, which prunes the run too, and see to the markers."""
@@ -165,9 +191,12 @@ class TakeCommit:
             while True:
                 comm.gather_messages(handover, Handover)
                 instruction = comm.broadcast_message(None, _Instruction)
-                if instruction.move is None:
+                if instruction.writers is not None:
+                    handover = self._listed(session, instruction.writers)
+                elif instruction.move is not None:
+                    handover = session.hand_over(comm.size, instruction.move)
+                else:
                     break
-                handover = session.hand_over(comm.size, instruction.move)
         except RankError as e:
             has_ended = 0 not in e.ranks and comm.await_end(0)
             row = self.store.read_at_newest(lambda root: self.store.table(root).get(self.name))
@@ -185,6 +214,14 @@ class TakeCommit:
             raise error_of_ranks(comm.operation, {0: instruction.error})
         assert instruction.result is not None
         return instruction.result
+
+    def _listed(self, session: Session, writers: list[int]) -> Handover:
+        """Have some ranks write the segments of what all have handed over."""
+        comm = self.comm
+        parts = [b""] * comm.size
+        if unlisted := session.unlisted:
+            parts[writers[bisect_right(writers, comm.rank) - 1]] = unlisted
+        return session.list_unlisted([bytes(part) for part in comm.all_to_all(parts) if part])
 
 
 def _rows_in(table: Table, names: Iterable[str]) -> dict[str, Row]:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
 from casnap.format.digest import Digest
 from casnap.format.names import key_of
-from casnap.format.records import Place, Root
+from casnap.format.records import PackId, Place, Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.fork import in_child
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
@@ -155,7 +155,7 @@ class _Steps:
         comm.enter_phase("beginning a take")
         agreed = agree(repository, self._name, source.keys(), options, comm)
         # The root to base the take on; if it is None, the newest one.
-        self._base_root = agreed.root
+        self._base_root, self._lists = agreed.root, agreed.lists
         self._codec, self._seed = agreed.codec, agreed.seed
         chunk_size = repository.config.chunk_size
         keys = [key_of(component) for component in agreed.keys]
@@ -336,6 +336,12 @@ class _Steps:
             self._base_root = comm.broadcast_message(newest, Root)
         return True
 
+    def _tell_lengths(self, packs: int) -> None:
+        """Have rank 0 list the packs, where each rank would look at some."""
+        comm, lengths = self._comm, self._repository.index.pack_lengths
+        told = lengths.listed_for(comm.size, packs) if comm.rank == 0 else None
+        lengths.note(comm.broadcast_message(told, dict[PackId, int]))
+
     def _store_once(self, batches_for: Callable[[Session], Batches], crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options
         with Session(
@@ -348,6 +354,9 @@ class _Steps:
             puts_root=comm.rank == 0,
         ) as session:
             comm.enter_phase("hashing and writing")
+            if self._lists:
+                self._lists = False
+                self._tell_lengths(session.base.packs.at_most)
             hasher = Hasher(self.state, session, options.progress)
             batches, asking = batches_for(session), self._asking
             if self._division.is_single_process:

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store
 from casnap.errors import DamagedError
-from casnap.ranks import processes
 from casnap.ranks.carriers import Mesh, Teams, Traffic, _teams
 from casnap.ranks.joining import join
 from tests.support.links import forget_links, links
+from tests.support.pretended import pretended_host
 from tests.support.ranks import RankDied, World
 from tests.support.talks import carry, carry_by_all_means, die, err, stand_still
 from tests.support.yard import OnPurposeError, Seen, heard_of, talk, watch
@@ -60,23 +60,15 @@ def fresh(work: Callable[[], Any]) -> Any:
 
 def who_is_connected(per_host: int) -> tuple[str, list[int]]:
     """Talk, also of large parts; return the kind of connections, and with whom they are."""
-    host = dist.get_rank() // per_host
-    real = processes.boot_id
-    processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
-    try:
-        forget_links()
-        dist.barrier()
-        with join(None, 60, "the talk of teams") as comm:
-            comm.all_gather(b"x" * 5000)
-            (link,) = links()
-            # Each rank has a part for the next one.
-            to, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            for nbytes in (1, 900, 1100, 65_500, 65_600, 300_000):
-                parts = [b"%d" % comm.rank * nbytes if r == to else b"" for r in range(comm.size)]
-                assert comm.all_to_all(parts)[before] == b"%d" % before * nbytes
-            return type(link.connected).__name__, sorted(link.connected.peers)
-    finally:
-        processes.boot_id = real  # type: ignore[attr-defined]
+    with pretended_host(per_host), join(None, 60, "the talk of teams") as comm:
+        comm.all_gather(b"x" * 5000)
+        (link,) = links()
+        # Each rank has a part for the next one.
+        to, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for nbytes in (1, 900, 1100, 65_500, 65_600, 300_000):
+            parts = [b"%d" % comm.rank * nbytes if r == to else b"" for r in range(comm.size)]
+            assert comm.all_to_all(parts)[before] == b"%d" % before * nbytes
+        return type(link.connected).__name__, sorted(link.connected.peers)
 
 
 def test_ranks_are_connected_with_their_team_and_speakers_with_each_other(
@@ -211,10 +203,11 @@ def sharded(step: int) -> dict[str, Any]:
 
 
 def take_and_restore(path: str) -> tuple[Traffic, Traffic]:
-    host = dist.get_rank() // 3
-    processes.boot_id = lambda: f"host {host}"  # type: ignore[attr-defined]
-    forget_links()
-    dist.barrier()
+    with pretended_host(3):
+        return taken_and_restored(path)
+
+
+def taken_and_restored(path: str) -> tuple[Traffic, Traffic]:
     store = Store(path, chunk_size=64 << 10)
     store.take(sharded(1), "step_1")
     changed, unchanged = sharded(2), sharded(2)

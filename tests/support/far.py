@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
+from typing import TypeVar
 
 from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target
 from casnap.backends.local import LocalBackend
 from casnap.runtime.typing import override
+from tests.support.remote import PAGE_KEYS
+
+L = TypeVar("L", bound=Sized)
 
 
 class FarFolder(LocalBackend):
@@ -64,10 +68,13 @@ class FarFolder(LocalBackend):
 
     @override
     def names(self, folder: str) -> list[str]:
-        self._note("list", folder)
-        return super().names(folder)
+        return self._listed(folder, super().names(folder))
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
-        self._note("list", folder)
-        return LocalBackend(self.folder).sizes(folder)
+        return self._listed(folder, LocalBackend(self.folder).sizes(folder))
+
+    def _listed(self, folder: str, found: L) -> L:
+        for _ in range(max(1, -(-len(found) // PAGE_KEYS))):
+            self._note("list", folder)
+        return found

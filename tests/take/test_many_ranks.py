@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import casnap.storage.writing.handovers
+import casnap.storage.writing.session
 import casnap.take.exchange
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from casnap.format.codec import Codec
 from casnap.runtime import buffers
 from tests.support.damaged import damage_everywhere
+from tests.support.faults import assert_no_orphans
 
 MIB = 1 << 20
 
@@ -251,3 +254,27 @@ def test_what_any_rank_saw_damaged_is_stored_anew_once(world, tmp_path):
     assert first > MIB // 2
     assert max(later) < 10_000
     assert torch.equal(Store(tmp_path)["a"].read_object("model/a"), weights(1)["a"])
+
+
+def take_of_many_records(path: str, weight: int) -> int:
+    """Take what no single segment of rank 0 is to hold; return how many the root names then."""
+    own = torch.randn(70_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(casnap.storage.writing.session, "MOST_RECORDS", 0)
+        patch.setattr(casnap.storage.writing.handovers, "MERGE_MOST", weight)
+        store = Store(path, chunk_size=1 << 16)
+        store.take({"mine": StateDict(x=own)}, "x")
+    return len(store._view.repository.newest().segments)
+
+
+@pytest.mark.parametrize(("weight", "segments"), [(1000, 2), (1, 4)])
+def test_ranks_write_few_segments_of_many_records(world, tmp_path, weight, segments):
+    """One of rank 0, and one of others for each so many records; not one of each rank."""
+    assert world(4).run(take_of_many_records, str(tmp_path / "s"), weight) == [segments] * 4
+    store = Store(tmp_path / "s")
+    for rank in range(4):
+        own = torch.randn(70_000, generator=torch.Generator().manual_seed(rank))
+        assert torch.equal(store["x"].read_object(f"{rank}/mine/x"), own)
+    assert store.check(data=True).ok
+    store.gc(grace=0)
+    assert_no_orphans(tmp_path / "s")

@@ -7,6 +7,7 @@ many packs are looked at in one listing, and a process believes what it saw for 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping
 
@@ -21,6 +22,8 @@ GONE = -1
 _BELIEVED = 86400.0
 # A page of a listing names so many objects.
 _PAGE_KEYS, _MANY = 1000, 64_000
+# One rank tells the others of so many packs at most, in some 5 MB.
+_MOST_TOLD = 1 << 18
 
 
 class PackLengths:
@@ -43,7 +46,20 @@ class PackLengths:
         return {pack: self._length(pack) for pack in packs}
 
     def note(self, lengths: Mapping[PackId, int]) -> None:
-        """Note the lengths of packs that this process wrote."""
+        """Note the lengths of packs that this process wrote, or another rank has listed."""
+
+    def has_to_list(self) -> bool:
+        """Whether, of many ranks, one lists the packs for all: nothing is known here yet."""
+        return False
+
+    def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
+        """List the packs for many ranks; return their lengths, or none if looks cost less.
+
+        Args:
+            ranks: How many ranks look at some packs each.
+            total: How many packs the store has, about.
+        """
+        return {}
 
     def forget(self, packs: Collection[PackId]) -> None:
         """Look at these packs again: a read found them missing, or cut off."""
@@ -61,14 +77,13 @@ class RememberedLengths(PackLengths):
         self._lock = new_lock()
         # What this process saw or wrote, since when; and its single looks.
         self._seen: dict[bytes, int] = {}
-        self._since = 0.0
+        self._since = -math.inf
         self._single_looks = 0
 
     @override
     def of(self, packs: Collection[PackId], total: int) -> dict[PackId, int]:
         with self._lock:
-            if time.monotonic() - self._since > _BELIEVED:
-                self._seen, self._since, self._single_looks = {}, time.monotonic(), 0
+            self._begin_anew_if_old()
             unseen = [pack for pack in packs if pack not in self._seen]
             if self._single_looks + len(unseen) > total // _PAGE_KEYS:
                 self._seen |= listed_packs(self._backend, are_many=total > _MANY)
@@ -80,11 +95,30 @@ class RememberedLengths(PackLengths):
             self._seen |= {pack: size for pack, size in lengths.items() if size != GONE}
             return {pack: self._seen.get(pack, GONE) for pack in packs}
 
+    def _begin_anew_if_old(self) -> None:
+        if self._is_old():
+            self._seen, self._since, self._single_looks = {}, time.monotonic(), 0
+
+    def _is_old(self) -> bool:
+        return time.monotonic() - self._since > _BELIEVED
+
     @override
     def note(self, lengths: Mapping[PackId, int]) -> None:
         with self._lock:
-            for pack, size in lengths.items():
-                self._seen[pack] = size
+            self._begin_anew_if_old()
+            self._seen.update(lengths.items())
+
+    @override
+    def has_to_list(self) -> bool:
+        return self._is_old()
+
+    @override
+    def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
+        # Each rank would make a request or more.
+        if not 0 < total <= min(ranks * _PAGE_KEYS, _MOST_TOLD):
+            return {}
+        listed = listed_packs(self._backend, are_many=total > _MANY)
+        return {PackId(pack): size for pack, size in listed.items()}
 
     @override
     def forget(self, packs: Collection[PackId]) -> None:

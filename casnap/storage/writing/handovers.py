@@ -20,6 +20,7 @@ from casnap.format.records import (
 from casnap.runtime.threads import mapped
 from casnap.storage.lookup.index import PackSet
 from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.segments import MERGE_MOST
 
 # Up to so many records, over all ranks, go into the one segment that the committing rank writes.
 MOST_RECORDS = 1 << 16
@@ -33,8 +34,11 @@ class Handover(Struct, array_like=True):
         base_seq: The root number that the ids of its own packs begin with.
         new_bytes: Bytes of chunks and nodes that it added, as stored.
         records: Where these lie, as a sealed segment that is not written yet. Empty if there are
-            none, or so many that the rank wrote a segment itself.
-        segments: The segments that it wrote.
+            none, or so many that another segment than that of the committing rank has to hold them.
+        weight: How many records, bases and packs that other segment has to hold.
+        segments: The segments that it wrote, of what it and other ranks added.
+        sample: One of its packs; empty if there is none.
+        place: What tells the place where it writes from others.
         fenced: Why packs are gone, such as by a collector; empty if none are.
         requests: How many requests it has made, by kind.
     """
@@ -43,9 +47,30 @@ class Handover(Struct, array_like=True):
     base_seq: int = 0
     new_bytes: int = 0
     records: bytes = b""
+    weight: int = 0
     segments: tuple[SegmentRef, ...] = ()
+    sample: bytes = b""
+    place: bytes = b""
     fenced: str = ""
     requests: dict[str, int] = {}
+
+
+def segment_writers(weights: Sequence[int]) -> list[int]:
+    """Return which ranks write segments: each of its own records, and those of the ranks after it.
+
+    A store reads each segment by itself, so there are few, however many ranks there are.
+
+    Args:
+        weights: Of each rank, how many records, bases and packs it has to have in a segment.
+    """
+    writers: list[int] = []
+    filled = MERGE_MOST
+    for rank, weight in enumerate(weights):
+        if weight and filled + weight > MERGE_MOST:
+            writers.append(rank)
+            filled = 0
+        filled += weight
+    return writers
 
 
 class OtherRanks:
@@ -65,7 +90,7 @@ class OtherRanks:
         relied_on: The packs that they rely on.
         segments: The segments that they wrote.
         packs: Their packs that no segment lists yet.
-        samples: One of these packs of each rank.
+        samples: One pack of each rank, or of each place where ranks write.
         records: The records of these packs.
         check: Raises if the other ranks have given up.
     """
@@ -99,7 +124,7 @@ class OtherRanks:
             if handover.records
         ]
         self.packs = tuple(pack for segment in segments_of_ranks for pack in segment.packs)
-        self.samples = tuple(segment.packs[0] for segment in segments_of_ranks if segment.packs)
+        self.samples = tuple(PackId(h.sample) for h in handovers if h.sample)
         self.records = [record for segment in segments_of_ranks for record in segment.records]
 
     def move_past_fence(self, root: Root, live_packs: PackSet) -> None:
@@ -119,9 +144,9 @@ class OtherRanks:
             FencedError: A collector may have deleted them.
             StoreError: They write to another storage, such as a copy of the store.
         """
-        # At a remote place, one pack of each rank tells where it writes: all ranks see what is put.
+        # At a remote place, one pack tells where a rank writes: all ranks see what is put.
         backend = store.backend
-        packs = self.samples if backend.costs.one_asks else self.packs
+        packs = self.samples if backend.costs.one_asks else {*self.packs, *self.samples}
         ends = dict.fromkeys(map(pack_key, packs), 0)
         ends |= {segment_key(ref.id): 0 for ref in self.segments}
         for _, place in self.records:

@@ -27,8 +27,8 @@ from casnap.storage.lookup.index import IndexView
 from casnap.storage.packs.pack import new_id
 from casnap.storage.reading.repository import Repository
 
-# A segment of so many records and bases has less than 48 MiB, whatever packs they are in.
-_MERGE_MOST = 640_000
+MERGE_MOST = 640_000
+"""A segment of so many records and bases has less than 48 MiB, whatever packs they are in."""
 _SMALL = 1 << 15
 # So many records, bases and packs in a merged one: of 53, 40 and 16 bytes.
 _MOST = 900_000
@@ -48,7 +48,7 @@ def add_segment(
     *large, segment = _parts(segment)
     refs = [write_segment(store, part, base) for part in large]
     sizes = {ref: ref.weight + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
-    new_size = _weight(segment.records) + len(segment.packs)
+    new_size = weight_of(segment)
     merged = _to_merge(sizes, new_size, store.backend.costs.levels)
     unmerged = tuple(ref for ref in view.root.segments if ref not in merged)
     last_written = _write_merged(store, view, segment, merged, (), base)
@@ -175,9 +175,15 @@ def write_segments(store: Repository, segment: Segment, base: int) -> tuple[Segm
     return tuple(write_segment(store, part, base) for part in _parts(segment))
 
 
+def write_sealed(store: Repository, sealed: Iterable[bytes], base: int) -> SegmentRef:
+    """Write the segments that some ranks have sealed as one."""
+    content, _ = merged_segment((part, "what a rank wrote") for part in sealed)
+    return SegmentRef(_put_segment(store, content, base), *segment_counts(content))
+
+
 def _parts(segment: Segment) -> list[Segment]:
     """Divide a segment by packs into some that are not too large."""
-    if _weight(segment.records) <= _MERGE_MOST:
+    if _weight(segment.records) <= MERGE_MOST:
         return [segment]
     of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
     for record in segment.records:
@@ -186,13 +192,18 @@ def _parts(segment: Segment) -> list[Segment]:
     weight = 0
     for pack, records in of_pack.items():
         more = _weight(records)
-        if weight and weight + more > _MERGE_MOST:
+        if weight and weight + more > MERGE_MOST:
             parts.append(([], []))
             weight = 0
         parts[-1][0].append(PackId(pack))
         parts[-1][1].extend(records)
         weight += more
     return [Segment(tuple(packs), records) for packs, records in parts]
+
+
+def weight_of(segment: Segment) -> int:
+    """Return how many records a segment has, and bases, and packs."""
+    return _weight(segment.records) + len(segment.packs)
 
 
 def _weight(records: list[Record]) -> int:
@@ -216,10 +227,10 @@ def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
 def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
     """Divide segments into groups; each may be merged into one."""
     groups: list[list[SegmentRef]] = []
-    total = _MERGE_MOST
+    total = MERGE_MOST
     for ref in refs:
         total += ref.weight
-        if total > _MERGE_MOST:
+        if total > MERGE_MOST:
             groups.append([])
             total = ref.weight
         groups[-1].append(ref)

@@ -51,7 +51,12 @@ from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.reliance import Reliance
 from casnap.storage.writing.retries import put_root_after
-from casnap.storage.writing.segments import add_segment, write_segments
+from casnap.storage.writing.segments import (
+    add_segment,
+    weight_of,
+    write_sealed,
+    write_segments,
+)
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
@@ -114,6 +119,8 @@ class Session:
         self.may_be_referenced = False
         self._codec = codec
         self._segments: list[SegmentRef] = []
+        # The segment of what another segment than that of the committing rank has to hold.
+        self._unlisted = Segment((), [])
         self._others = OtherRanks()
         with ExitStack() as stack:
             if copies:
@@ -467,18 +474,41 @@ class Session:
             b"".join(sorted(self._reliance.packs)), packs.base_seq, packs.stored_bytes
         )
         segment = packs.segment()
+        self._delete_segments()
         if len(segment.records) * world > MOST_RECORDS:
-            self._delete_segments()
-            refs = write_segments(store, segment, packs.base_seq)
-            self._segments = list(refs)
-            handover.segments = refs
+            self._unlisted = segment
+            handover.weight = weight_of(segment)
         elif segment.packs:
             handover.records = encode_segment(segment)
+        handover.sample = b"".join(segment.packs[:1])
+        handover.place = digest_of(os.fsencode(store.backend.identity))[:8]
         # The rank that commits can sync only what it wrote itself.
         store.backend.sync()
         handover.requests = dict(self.requests)
-        self.may_be_referenced = True
+        # No root names packs that no segment lists.
+        self.may_be_referenced = not handover.weight
         return handover
+
+    @property
+    def unlisted(self) -> bytes:
+        """What this rank handed over, and a segment is still to hold; sealed, empty for nothing."""
+        return encode_segment(self._unlisted) if self._unlisted.packs else b""
+
+    def list_unlisted(self, sealed: Sequence[bytes]) -> Handover:
+        """Write the segments of what ranks handed over, and return what to tell of that.
+
+        Args:
+            sealed: What this rank is to write of itself and of other ranks, as these have sealed
+                it; nothing if another rank writes it.
+        """
+        own, self._unlisted = self._unlisted, Segment((), [])
+        base = self.new_packs.base_seq
+        if len(sealed) > 1:
+            self._segments = [write_sealed(self.store, sealed, base)]
+        elif sealed:
+            self._segments = list(write_segments(self.store, own, base))
+        self.may_be_referenced = True
+        return Handover(segments=tuple(self._segments), requests=dict(self.requests))
 
     def withdraw(self) -> None:
         """Note that no root will name what this rank has handed over."""
