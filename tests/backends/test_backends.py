@@ -23,7 +23,6 @@ from casnap.testing.backend_suite import (
     SharedBackendSuite,
 )
 from tests.support.faults import files, in_child, system_faults
-from tests.support.faulty import FaultyBackend
 
 
 @pytest.fixture
@@ -50,12 +49,6 @@ class TestLocal(SharedBackendSuite, BrokenBackendSuite):
         (tmp_path / "casnap-store/a").touch()
         (tmp_path / "casnap-store/tmp").touch()
         return LocalBackend(tmp_path)
-
-
-class TestFaultyMemory(BackendSuite):
-    @pytest.fixture
-    def backend(self, tmp_path: Path) -> Backend:
-        return FaultyBackend(MemoryBackend(str(tmp_path)))
 
 
 # --- what only files do -----------------------------------------------------------------------

@@ -31,9 +31,7 @@ from tests.support.faulty import (
     FaultyProxy,
     HttpAct,
     HttpFault,
-    after,
     answer,
-    change,
     hang_up,
     stall,
 )
@@ -72,16 +70,6 @@ def backend(bucket: Bucket, proxy: FaultyProxy) -> Backend:
 # --- put if absent ----------------------------------------------------------------------------
 
 
-def test_a_lost_answer_is_looked_up(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
-    """The object is there, and it is ours."""
-    with proxy.during(HttpFault(after(hang_up()), "PUT")) as (fault,):
-        assert backend.put_if_absent(KEY, b"mine")
-    assert fault.struck == 1
-    assert direct.read(KEY) == b"mine"
-    assert backend.requests == {"put": 1, "get": 1}
-    assert proxy.requests == {"PUT": 1, "GET": 1}  # nor did a library try again unseen
-
-
 @pytest.mark.parametrize(
     "act",
     [
@@ -102,14 +90,6 @@ def test_nothing_was_put(
     assert direct.read(KEY) == b"mine"
     assert backend.requests == {"put": 3, "get": 2}
     assert proxy.requests == {"PUT": 3, "GET": 2}
-
-
-def test_another_was_faster(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
-    direct.write(KEY, b"another's")
-    for act in (answer(409), hang_up(), after(hang_up()), lambda exchange: exchange.go()):
-        with proxy.during(HttpFault(act, "PUT")):
-            assert backend.put_if_absent(KEY, b"mine") is False
-    assert direct.read(KEY) == b"another's"
 
 
 def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> None:
@@ -445,19 +425,6 @@ def test_near_runs_are_one_request(backend: Backend, direct: Backend) -> None:
         before = backend.requests.get("get", 0)
         _read(backend, content, runs)
         assert backend.requests.get("get", 0) - before == expected
-
-
-def test_a_body_that_breaks_off_is_read_again(
-    backend: Backend, direct: Backend, proxy: FaultyProxy
-) -> None:
-    """Each part by itself."""
-    content = pattern(20 * MIB)
-    direct.write("packs/ab/x", content)
-    short = change(lambda body: body[: len(body) // 2])
-    with proxy.during(HttpFault(short, "GET", times=2)) as (fault,):
-        _read(backend, content, [(0, 20 * MIB)])
-    assert fault.struck == 2
-    assert backend.requests == {"get": 4}
 
 
 def test_objects_are_bounded(backend: Backend) -> None:

@@ -16,7 +16,6 @@ import torch
 import casnap
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import COMMANDS
-from casnap.cli.output import json_time
 from tests.support.cli_calls import (
     CHUNK,
     Terminal,
@@ -125,22 +124,6 @@ def test_ls_on_a_narrow_terminal_cuts_long_metadata_first(tmp_path: Path) -> Non
     assert re.search(r"…  \d{4}-\d\d-\d\d", row)
     assert "x" * 60 in shown("--wide")[1]
     assert shown("--wide")[1].split()[-1] == str(store["run1/step_100"].stats.entries)
-
-
-def test_ls_json(store: Path) -> None:
-    result = document("ls", store)
-    assert set(result) == {"store", "prefix", "snapshots"}
-    assert (result["store"], result["prefix"]) == (str(store), "")
-    assert all(set(s) == SNAPSHOT_KEYS for s in result["snapshots"])
-    snapshot = Store(store)["run1/step_1"]
-    listed = result["snapshots"][1]
-    assert listed["name"] == "run1/step_1"
-    assert listed["path"] == f"{store}/run1/step_1"
-    assert listed["commit"] == snapshot.commit_id
-    assert listed["time"] == json_time(snapshot.time)
-    assert listed["rewound"] is False
-    assert listed["metadata"] == {"loss": 1.25, "step": 1}
-    assert listed["logical_bytes"] == snapshot.stats.logical_bytes
 
 
 def test_ls_of_a_prefix(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

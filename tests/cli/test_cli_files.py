@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,16 +77,6 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     for wrong in (["--format", "torch", "--max-shard-size", "1GB"], ["--max-shard-size", "much"]):
         failure("export", there, tmp_path / "x", *wrong, status=2)
     assert not (tmp_path / "x").exists()
-
-
-def test_safetensors_are_exported_without_torch(file: Path, tmp_path: Path) -> None:
-    invoke("import", file, tmp_path / "models/v1")
-    code = (
-        "import sys\nfrom casnap.cli import run\n"
-        f"status = run(['export', {str(tmp_path / 'models/v1')!r}, {str(tmp_path / 'x')!r}])\n"
-        "sys.exit(status or 'torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_all_snapshots_are_exported_and_an_export_goes_on(tmp_path: Path) -> None:

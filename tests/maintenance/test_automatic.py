@@ -9,12 +9,9 @@ import math
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
-import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -29,7 +26,7 @@ from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend, file_locks
 from casnap.backends.costs import REMOTE
 from casnap.cli.garbage import show_what_waits
-from casnap.errors import BackendError, SnapshotNotFoundError, StorageFullError
+from casnap.errors import BackendError
 from casnap.format.records import pack_key
 from casnap.maintenance import automatic
 from casnap.storage.reading.repository import Repository
@@ -110,19 +107,6 @@ def test_a_disk_of_five_states_of_two_ranks(tmp_path: Path, world: World) -> Non
         assert torch.equal(newest.read_object("0/s/w"), dense(11)[: STATE // 16])
 
 
-def test_a_disk_that_others_fill_during_a_take(tmp_path: Path) -> None:
-    with tmpfs(tmp_path, 4 * STATE + SMALL) as disk:
-        store = Store(disk / "run")
-        store.configure(gc="off")
-        for step in range(4):
-            take(store, step)
-        with pytest.raises(StorageFullError):
-            take(store, 4)
-        store.configure(gc="auto")
-        take(store, 4)
-        assert_newest(disk / "run", 4)
-
-
 def test_a_nearly_full_disk_whose_garbage_cannot_be_collected(
     tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,17 +178,6 @@ def test_what_others_condemned_waits_for_a_cycle_too(tmp_path: Path) -> None:
         condemned = own._view.repository.newest().condemned.keys()
         assert not before & condemned
         assert (meanwhile <= condemned) == (step == 2)
-
-
-def test_adapters_on_a_frozen_base(tmp_path: Path) -> None:
-    store = Store(tmp_path / "run", chunk_size=64 << 10)
-    base = dense(0)
-    for step in range(120):
-        adapter = dense(step + 1, 128 << 10)
-        state = {"s": StateDict(base=base, adapter=adapter, step=step)}
-        store.take(state, f"step_{step}", retention=Retention(keep_last=3))
-    needed = STATE + 3 * (128 << 10)
-    assert nbytes_of(tmp_path / "run/casnap-store/packs") <= 1.5 * needed
 
 
 def test_a_state_that_changes_little_by_little(
@@ -550,25 +523,6 @@ def test_a_mirror_on_a_disk(tmp_path: Path, how: str) -> None:
     assert Store(there).check(data=True).ok
 
 
-def test_a_command_that_follows(tmp_path: Path) -> None:
-    """What was replaced here goes there too, and its bytes with it."""
-    here, there = Store(tmp_path / "here"), tmp_path / "there"
-    here.take({"s": StateDict(w=dense(0))}, "newest")
-    command = [sys.executable, "-m", "casnap", "cp", str(tmp_path / "here"), str(there)]
-    with subprocess.Popen(
-        [*command, "--follow", "--interval", "0.05s"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"{there} is a new store\n"
-        for step in range(1, 4):
-            assert process.stdout.readline().startswith("copied newest")
-            here.take({"s": StateDict(w=dense(step))}, "newest", overwrite=True)
-        assert process.stdout.readline().startswith("copied newest")
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate()[0] == "4 snapshots copied\n"
-    assert Store(there)._view.repository.newest().condemned
-
-
 def test_a_disk_that_turns_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -620,37 +574,6 @@ def test_an_error_that_is_not_of_casnap(
 
 
 # --- beside others ------------------------------------------------------------------------------
-
-
-def test_a_reader_of_the_newest(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    take(Store(path), 0)
-    stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def read() -> None:
-        store = Store(path)
-        while not stop.is_set():
-            try:
-                snapshot = store.latest()
-                assert snapshot is not None
-                step = int(snapshot.name.removeprefix("step_"))
-                assert torch.equal(snapshot.read_object("s/w"), dense(step))
-            except SnapshotNotFoundError:
-                continue  # it was let go, and collected
-            except Exception as e:  # noqa: BLE001 - checked by the test
-                errors.append(e)
-                return
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        for step in range(1, 25):
-            take(Store(path), step)
-    finally:
-        stop.set()
-        thread.join()
-    assert errors == []
 
 
 def test_async_takes_beside_collectors_without_grace(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
+from casnap.format.records import PackId, pack_key
 from casnap.maintenance.check import CheckReport
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
@@ -40,7 +40,6 @@ from tests.support.damaged import (
 )
 from tests.support.faults import CHUNK, elsewhere, files
 from tests.support.faulty import Call, Fault, FaultyBackend
-from tests.support.forger import Forger
 from tests.support.written import change_of, commit, put_next_root
 
 Hurts = set[tuple[str, str]]
@@ -115,50 +114,6 @@ def test_a_flipped_chunk(store: Path) -> None:
     assert damage.object == pack_key(place.pack)
     assert damage.digest == digest.hex()
     assert {(h.snapshot, h.path) for h in damage.hurts} == everywhere(f"{KEY}/frozen")
-
-
-def test_a_flipped_gap_hurts_nothing(store: Path) -> None:
-    listing = listing_of(store)
-    gaps = [
-        (pack, one.offset + one.stored_size)
-        for pack in listing.packs
-        for (_, one), (_, two) in zip(
-            listing.of_pack(pack), listing.of_pack(pack)[1:], strict=False
-        )
-        if two.offset > one.offset + one.stored_size
-    ]
-    pack, at = gaps[0]
-    change(store / "casnap-store" / pack_key(pack), flip(at))
-    assert check(store, data=True).ok
-
-
-@pytest.mark.parametrize("at", [-1, -35, -42, -PACK_TAIL_SIZE - 1, -PACK_TAIL_SIZE - 30])
-@pytest.mark.parametrize("data", [False, True])
-def test_a_flipped_footer(store: Path, at: int, data: bool) -> None:
-    """Digest, magic, count and records of the footer."""
-    _, place = record_of(store, FROZEN)
-    file = store / "casnap-store" / pack_key(place.pack)
-    change(file, flip(file.stat().st_size + at))
-    report = check(store, data=data)
-    assert [(d.kind, d.object, d.digest) for d in report.damages] == [
-        ("changed", pack_key(place.pack), "")
-    ]
-    assert "footer" in report.damages[0].message
-    assert hurts_of(report) == set()
-
-
-def test_a_footer_that_disagrees(store: Path) -> None:
-    """A whole footer, but of another pack."""
-    listing = listing_of(store)
-    one, two = sorted(
-        listing.packs, key=lambda p: (store / "casnap-store" / pack_key(p)).stat().st_size
-    )[-2:]
-    file, other = (
-        store / "casnap-store" / pack_key(one),
-        (store / "casnap-store" / pack_key(two)).read_bytes(),
-    )
-    change(file, lambda raw: raw + other)
-    assert ["disagree" in d.message for d in check(store).damages] == [True]
 
 
 def test_a_pack_that_is_cut_off(store: Path) -> None:
@@ -279,15 +234,6 @@ def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
 # --- segments and roots -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 7, 8, 13, 20 + 5, 20 + 2 * 16 + 40, -1], ids=str)
-def test_a_flipped_segment(store: Path, at: int) -> None:
-    file = sorted((store / "casnap-store/index").iterdir())[1]
-    change(file, lambda raw: flip(at % len(raw))(raw))
-    report = check(store)
-    assert [(d.kind, d.object) for d in report.damages] == [("changed", f"index/{file.name}")]
-    assert hurts_of(report) == {("*", ""), ("b", "")}
-
-
 def test_a_missing_segment(store: Path) -> None:
     """What only it listed is blamed on it."""
     file = sorted((store / "casnap-store/index").iterdir())[0]
@@ -296,18 +242,6 @@ def test_a_missing_segment(store: Path) -> None:
     assert [(d.kind, d.object) for d in report.damages] == [("missing", f"index/{file.name}")]
     paths = ("exact", "frozen", "notes/0")
     assert hurts_of(report) >= {("a", ""), *(("b", f"{KEY}/{path}") for path in paths)}
-
-
-@pytest.mark.parametrize("seq", [0, 1])
-def test_older_roots(store: Path, seq: int) -> None:
-    file = store / f"casnap-store/roots/0/{seq}"
-    kept = file.read_bytes()
-    for damage, kind in ((flip(20), "changed"), (lambda _: None, "missing")):
-        change(file, damage)
-        report = check(store)
-        assert report.ok
-        assert [(d.kind, d.object) for d in report.history] == [(kind, f"roots/0/{seq}")]
-        file.write_bytes(kept)
 
 
 def test_the_newest_root(store: Path) -> None:
@@ -320,12 +254,6 @@ def test_the_newest_root(store: Path) -> None:
     [damage] = opened.check().damages
     assert (damage.kind, damage.object) == ("unreadable", "roots/0/3")
     assert "Restore this file from a backup; never delete it" in damage.message
-
-
-def test_the_record_of_the_store(store: Path) -> None:
-    opened = Store(store).make()
-    change(store / "casnap-store/casnap.json", lambda raw: raw[:20])
-    assert [(d.object, d.kind) for d in opened.check().damages] == [("casnap.json", "changed")]
 
 
 def test_needed_but_condemned(store: Path) -> None:
@@ -365,59 +293,6 @@ def test_what_is_left_over(store: Path) -> None:
     assert (report.orphans, report.orphan_bytes) == (1, 1000)
     assert (report.temporary, report.temporary_bytes) == (1, 50)
     assert "collections free what is left over" in invoke("check", store).stdout
-
-
-# --- lies -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        (0, 0, 4, 1 << 31, 0),
-        (0, 1 << 60, 4000, 4000, 0),
-        (0, 0, 7, 1 << 30, 1),
-    ],
-    ids=["length", "offset", "bomb"],
-)
-@pytest.mark.parametrize("data", [False, True])
-def test_an_index_that_lies(tmp_path: Path, place: tuple[int, ...], data: bool) -> None:
-    forger = Forger(tmp_path / "store")
-    chunk = forger.add(bytes(4000))
-    entry = ["t", [4000, b"", chunk], "float32", [1000]]
-    forger.places[chunk] = place
-    forger.publish({"s": forger.tree(["/x", entry])})
-    report = check(tmp_path / "store", data=data)
-    assert ("evil", "s/x") in hurts_of(report)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        ["t", [4000, b"", b"\1" * 31], "float32", [1000]],
-        ["t", [4000, b"", b"\1" * 32], "float32", [9]],
-        ["t", [4000, b"", b"\1" * 32, 200], "float32", [1000]],
-    ],
-    ids=["digest", "shape", "depth"],
-)
-def test_trees_that_lie(tmp_path: Path, entry: list[object]) -> None:
-    forger = Forger(tmp_path / "store")
-    forger.publish({"s": forger.tree(["/x", entry])})
-    report = check(tmp_path / "store", data=True)
-    assert [d.kind for d in report.damages] == ["malformed"]
-    assert hurts_of(report) == {("evil", "s/x")}
-
-
-def test_a_tensor_that_takes_a_chunk_for_another_length(tmp_path: Path) -> None:
-    forger = Forger(tmp_path / "store")
-    chunk = forger.add(bytes(4000))
-    forger.publish({"s": forger.tree(["/x", ["t", [3996, b"", chunk], "float32", [999]]])})
-    assert hurts_of(check(tmp_path / "store")) == {("evil", "s/x")}
-
-
-def test_a_manifest_that_lies(tmp_path: Path) -> None:
-    forger = Forger(tmp_path / "store")
-    forger.publish({}, manifest={"global": {"s": b"short"}, "ranks": {"0": {}}})
-    assert hurts_of(check(tmp_path / "store")) == {("evil", "")}
 
 
 # --- all of it --------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -421,10 +419,3 @@ def test_a_list_of_digests_that_is_none_is_damaged(
 def test_a_path_that_is_not_there_names_the_nearest(store: Store) -> None:
     with pytest.raises(EntryNotFoundError, match="s/weight"):
         take(store, "a", weight=1).entry("s/wieght")
-
-
-def test_neither_imports_torch() -> None:
-    modules = "sys, casnap.maintenance.diff, casnap.maintenance.usage"
-    code = f"import {modules}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

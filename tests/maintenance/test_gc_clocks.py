@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import shutil
 import signal
@@ -19,12 +18,10 @@ from casnap import Store
 from casnap.maintenance.gc import GcReport
 from tests.support.faults import (
     CHUNK,
-    app_state,
     assert_no_orphans,
     assert_store,
     backend_faults,
     files,
-    held,
     in_child,
     kill,
     take,
@@ -37,16 +34,6 @@ KILLED = -signal.SIGKILL
 TAKERS = pytest.mark.parametrize("taker", [0.0, YEARS, -YEARS], ids=["right", "ahead", "behind"])
 COLLECTORS = pytest.mark.parametrize(
     "collector", [0.0, YEARS, -YEARS], ids=["right", "ahead", "behind"]
-)
-
-
-# That a plan keeps what is needed whatever the clocks say is tested in test_gc_plan.py.
-PAIRS = pytest.mark.parametrize(
-    ("taker", "collector"),
-    [
-        pytest.param(YEARS, -YEARS, id="taker-ahead-collector-behind"),
-        pytest.param(-YEARS, YEARS, id="taker-behind-collector-ahead"),
-    ],
 )
 
 
@@ -66,57 +53,6 @@ def take_at(skew: float, path: Path, step: int) -> None:
 def collect_at(skew: float, path: Path, grace: float = DAY) -> GcReport:
     with clock(skew):
         return Store(path, chunk_size=CHUNK).gc(grace=grace, repack=0.9)
-
-
-@pytest.mark.parametrize("grace", [0, DAY], ids=["at-once", "a-day"])
-@PAIRS
-def test_what_is_needed_stays(tmp_path: Path, taker: float, collector: float, grace: float) -> None:
-    path = tmp_path / "store"
-    take_at(taker, path, 0)
-    for step in range(1, 3):
-        take_at(taker, path, step)
-        Store(path).delete(f"step_{step - 1}")
-        collect_at(collector, path, grace)
-        take_at(-taker, path, step + 100)
-        collect_at(-collector, path, grace)
-        Store(path).delete(f"step_{step + 100}")
-        # It comes back, from packs that are condemned, or gone.
-        take_at(taker, path, step - 1)
-        Store(path).delete(f"step_{step - 1}")
-        collect_at(0, path, grace)
-    assert_store(path, {2})
-    collect_at(collector, path, 0)
-    assert_no_orphans(path)
-    assert_store(path, {2})
-
-
-@pytest.mark.parametrize("grace", [0, DAY], ids=["at-once", "a-day"])
-@PAIRS
-def test_a_take_beside_a_collector(
-    tmp_path: Path, taker: float, collector: float, grace: float
-) -> None:
-    """The packs that a take relies on are collected before it commits."""
-    path, me, calls = tmp_path / "store", os.getpid(), itertools.count()
-    take_at(taker, path, 0)
-    take_at(taker, path, 1)
-
-    def collect() -> None:
-        store = Store(path)
-        store.delete("step_0")
-        store.delete("step_1")
-        collect_at(collector, path, grace)
-        collect_at(-collector, path, grace)
-
-    def once() -> None:
-        if os.getpid() == me and next(calls) == 0:
-            assert in_child(collect) == 0
-
-    with clock(taker), backend_faults(0, once, ["put_if_absent"]):
-        Store(path).take(app_state(1), "again", metadata={"step": 1})
-    assert held(path) == {"again": 1}
-    collect_at(collector, path, 0)
-    assert_no_orphans(path)
-    assert held(path) == {"again": 1}
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +86,6 @@ def test_what_another_clock_condemned_goes_within_a_grace(garbage: Path, collect
     assert report.waiting_packs == 0
     assert_no_orphans(garbage)
     assert_store(garbage, {2})
-
-
-@TAKERS
-def test_what_a_killed_take_left_goes_within_a_grace(garbage: Path, taker: float) -> None:
-    take_at(taker, garbage, 4)
-    collect_at(0, garbage)
-    collect_at(DAY + 3600, garbage)
-    # The first of the two may have condemned some more.
-    collect_at(2 * DAY + 7200, garbage)
-    assert_no_orphans(garbage)
-    assert_store(garbage, {2, 4})
 
 
 @TAKERS

@@ -13,15 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from casnap import StateDict, Store
-from casnap.errors import FencedError
 from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,
     app_state,
     assert_holds,
-    assert_store,
     backend_faults,
-    interrupt,
     take,
 )
 from tests.support.garbage import assert_tidy, places_of
@@ -87,62 +84,6 @@ def test_a_take_leaves_a_pack_whose_chunks_were_copied(path: Path, asynchronous:
     assert_tidy(path)
 
 
-@pytest.mark.usefixtures("unannounced")
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_take_that_the_fence_has_passed_goes_on(path: Path, asynchronous: bool) -> None:
-    store = Store(path, chunk_size=CHUNK)
-    take(store, 0)
-    take(store, 1)
-    other = Store(path)
-
-    def collect() -> None:
-        if not done:
-            done.append(other.delete("step_1"))
-            # Deletes the packs that the take has written, which no root names.
-            done.append(other.gc(grace=0))
-
-    done: list[Any] = []
-    with backend_faults(0, collect, names=["put_if_absent"]):
-        if asynchronous:
-            # Its packs were deleted before they could be moved; its copies are still there.
-            store.async_take(app_state(2), "step_2", metadata={"step": 2}).wait()
-        else:
-            take(store, 2)
-    assert done[1].fence is not None
-    assert_store(path, {0, 2})
-    store.gc(grace=0)
-    assert_store(path, {0, 2})
-    assert_tidy(path)
-
-
-@pytest.mark.usefixtures("unannounced")
-def test_a_fenced_async_take_moves_its_packs(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
-    take(store, 0)
-    take(store, 1)
-    other = Store(path)
-    done: list[Any] = []
-
-    def fence() -> None:
-        if not done:
-            done.append(other.delete("step_1"))
-            # It raises the fence, and dies before it deletes what the take has written.
-            with (
-                backend_faults(0, interrupt, names=["delete"], lasting=True),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                other.gc(grace=0)
-            done.append(other._view.repository.newest().fence)
-
-    with backend_faults(0, fence, names=["put_if_absent"]):
-        snapshot = store.async_take(app_state(2), "step_2", metadata={"step": 2}).wait()
-    assert done[1] > 2
-    assert_holds(snapshot, 2)
-    store.gc(grace=0)
-    assert_store(path, {0, 2})
-    assert_tidy(path)
-
-
 COPIED = 15
 
 
@@ -187,45 +128,6 @@ def test_what_came_and_went_while_a_collector_went_on_is_no_damage(path: Path) -
     assert store.check(data=True).ok
     assert_holds(store["step_0"], 0)
     assert_tidy(path)
-
-
-def test_takes_deletes_and_collectors_at_once(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
-    take(store, 0)
-
-    def collect() -> None:
-        own = Store(path)
-        for _ in range(6):
-            own.gc(grace=0, repack=0.9)
-
-    def delete() -> None:
-        own = Store(path)
-        for step in range(1, 5):
-            if f"step_{step}" in own:
-                own.delete(f"step_{step}")
-
-    with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(work) for work in (collect, collect, delete)]
-        for step in range(1, 9):
-            take_again_where_fenced(store, step)
-        for other in others:
-            other.result()
-    steps = {s.metadata.user["step"] for s in store.snapshots()}
-    assert steps >= {0, 5, 6, 7, 8}
-    assert_store(path, steps)
-    store.gc(grace=0)
-    assert_tidy(path)
-    assert_store(path, steps)
-
-
-def take_again_where_fenced(store: Store, step: int) -> None:
-    for _ in range(10):
-        try:
-            take(store, step)
-        except FencedError:
-            continue
-        return
-    raise AssertionError("collectors without any grace starve a take")
 
 
 @settings(max_examples=FEW)

@@ -16,18 +16,13 @@ from casnap.backends import LocalBackend
 from casnap.errors import (
     CasnapError,
     DamagedError,
-    NotAStoreError,
-    StoreError,
-    UnsupportedFormatError,
 )
 from casnap.format.records import pack_key, segment_key
 from casnap.storage.reading.repository import Repository
-from tests.support.cli_calls import failure
 from tests.support.damaged import drop_from_index
-from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
+from tests.support.faults import CHUNK, assert_store, elsewhere, take
 from tests.support.faulty import Fault, FaultyBackend, flip, lose_answer
 from tests.support.garbage import assert_tidy, places_of
-from tests.support.written import configure
 
 pytestmark = pytest.mark.usefixtures("collected_by_hand")
 
@@ -50,26 +45,6 @@ def test_durations_that_make_no_sense(path: Path, grace: Any) -> None:
 def test_shares_that_make_no_sense(path: Path, share: Any) -> None:
     with pytest.raises(ValueError, match="repack"):
         Store(path).gc(repack=share)
-
-
-def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert "not a casnap store" in failure("gc", tmp_path / "empty")
-    with pytest.raises(NotAStoreError):
-        Store(tmp_path / "empty", create=False).make()
-    take(Store(path, chunk_size=CHUNK), 0)
-    before = files(path)
-    configure(path, put_if_absent=False)
-    with pytest.raises(StoreError, match="exclusive"):
-        Store(path).gc(grace=0)
-    assert "--exclusive" in failure("gc", path)
-    Store(path).gc(grace=0, dry_run=True, exclusive=True)
-    assert files(path) == before
-    configure(path, put_if_absent=True, format=2)
-    with pytest.raises(UnsupportedFormatError, match="update casnap"):
-        Store(path).gc(grace=0)
-    assert "update casnap" in failure("gc", path)
-    assert files(path) == before
 
 
 # --- damage -----------------------------------------------------------------------------------
@@ -162,40 +137,3 @@ def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> Non
 
 def newest_root(path: Path) -> Path:
     return max((path / "casnap-store/roots" / "0").iterdir(), key=lambda p: int(p.name))
-
-
-@pytest.mark.parametrize("what", ["root", "segment", "tree", "segment-gone", "tree-gone"])
-def test_what_cannot_be_read_stops_it(path: Path, cache_dir: Path, what: str) -> None:
-    store = Store(path, chunk_size=CHUNK)
-    take(store, 0)
-    take(store, 1)
-    store.delete("step_1")
-    trees = [
-        p
-        for p in (path / "casnap-store/packs").rglob("*")
-        if p.is_file() and b"CASNAPt1" in p.read_bytes()
-    ]
-    hurt = {
-        "root": newest_root(path),
-        "segment": next((path / "casnap-store/index").iterdir()),
-        "tree": min(trees, key=lambda p: p.name),
-    }[what.partition("-")[0]]
-    if what == "root":
-        next((path / "casnap-store/roots/copies").iterdir()).unlink()
-    if what.endswith("gone"):
-        hurt.unlink()
-    else:
-        content = bytearray(hurt.read_bytes())
-        content[: len(content) - 100] = bytes(len(content) - 100)
-        hurt.write_bytes(content)
-    for folder in cache_dir.iterdir():
-        folder.rename(cache_dir.parent / f"old-{folder.name}")
-    before = files(path)
-    with pytest.raises(DamagedError) as e:
-        Store(path).gc(grace=0)
-    assert str(path) in str(e.value)
-    assert files(path) == before
-    said = failure("gc", path, "--grace", 0)
-    assert "Nothing was deleted" in said
-    assert said.count(f"`casnap check {path}`") == said.count(f"`casnap repair {path}`") == 1
-    assert files(path) == before

@@ -22,7 +22,6 @@ from casnap.storage.packs.chunk_reads import Want
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import ChunkBuffer
 from tests.support.ranks import World
-from tests.support.servers import Bucket
 from tests.support.written import change_of, commit
 
 CHUNK = 64 << 10
@@ -612,17 +611,3 @@ def test_ranks_read_deltas_once(tmp_path: Path, world: Callable[[int], World]) -
         store.gc(grace=0)
     for tensor in world(2).run(read_by_ranks, str(tmp_path / "s")):
         assert torch.equal(tensor.view(torch.int16), states[4].view(torch.int16))
-
-
-@pytest.mark.servers
-def test_deltas_in_a_bucket(tmp_path: Path, bucket: Bucket) -> None:
-    store = new_store(tmp_path)
-    states = taken(store, 6)
-    there = Store(bucket.uri, storage_options=bucket.storage_options, chunk_size=CHUNK).make()
-    for step in range(6):
-        store.copy(f"run/{step:03}", to=there)
-    assert codecs_in(there, "run/005") == {Codec.DELTA}
-    there.delete("run/002")
-    for _ in range(2):
-        there.gc(grace=0)
-    check_all(there, states, [0, 1, 3, 4, 5])

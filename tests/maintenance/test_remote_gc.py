@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -13,17 +12,8 @@ from casnap import StateDict, Store
 from casnap.backends import announcement
 from casnap.backends.announcement import Announcement
 from casnap.format.records import (
-    Digest,
-    PackId,
-    Place,
-    Segment,
-    SegmentId,
-    SegmentRef,
-    encode_segment,
     pack_key,
-    segment_key,
 )
-from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.usage import disk_usage
 from casnap.runtime.typing import override
 from casnap.storage.commit_log.roots import newest_root
@@ -114,10 +104,6 @@ def test_check_and_usage_list_the_packs(tmp_path: Path) -> None:
     assert [d.kind for d in store.check().damages if d.object == gone] == ["missing"]
 
 
-def grown(before: int) -> str:
-    return f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f} MiB more"
-
-
 def test_a_check_reads_several_footers_at_once(tmp_path: Path) -> None:
     name = str(tmp_path)
     store = Store(RemoteDouble(name))
@@ -144,45 +130,6 @@ def test_a_check_reads_the_nodes_of_a_commit_together(tmp_path: Path) -> None:
     assert backend.trips < 25, backend.trips
     # Roots, footers of two packs a commit, segments; and the nodes of a commit by one request.
     assert backend.requests["get"] <= 4 * count + 20, backend.requests
-
-
-@pytest.mark.slow
-def test_a_million_packs(tmp_path: Path) -> None:
-    """Half of them are garbage. Their folders are listed one by one, and 500 batches deleted."""
-    name, count = str(tmp_path), 1_000_000
-    backend = RemoteDouble(name)
-    Store(backend).take(state_of(0), "first")
-    root = newest_root(backend)
-    refs = []
-    for _ in range(5):
-        packs = [PackId(new_id(0)) for _ in range(count // 10)]
-        for pack in packs:
-            backend.write(pack_key(pack), b"x" * 100)
-        records = [(Digest(pack * 2), Place(pack, 0, 10, 10, 0)) for pack in packs for _ in (1, 2)]
-        ident = SegmentId(new_id(root.seq))
-        backend.write(segment_key(ident), encode_segment(Segment(tuple(packs), records)))
-        refs.append(SegmentRef(ident, len(records), 0))
-    root = put_next_root(backend, root, segments=(*root.segments, *refs)) or root
-    for _ in range(count // 2):
-        backend.write(pack_key(new_id(0)), b"left over")
-    backend.reset()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
-    store = Store(RemoteDouble(name))
-    store._view.repository.view()
-    print(f"index: {time.process_time() - started:.1f} s of processor time, {grown(before)}")
-    files = StoredFiles(store._view.repository, root)
-    assert len(files.packs) > count
-    print(f"listing: {time.process_time() - started:.1f} s, {grown(before)}")
-    del files
-    report = store.gc(grace=0)
-    print(f"all: {time.process_time() - started:.1f} s, {grown(before)}")
-    assert report.deleted_packs >= count // 2
-    assert backend.requests == {}
-    double = store._view.repository.backend
-    assert isinstance(double, RemoteDouble)
-    assert double.requests.get("head", 0) == 0
-    assert double.requests["delete"] <= 2 * count // 1000 + 10
 
 
 def dense(step: int) -> torch.Tensor:

@@ -126,16 +126,6 @@ def test_the_next_take_heals(store: Path) -> None:
     assert broken(store) == set()
 
 
-def test_a_footer_alone(store: Path) -> None:
-    _, place = record_of(store, FROZEN)
-    change(store / "casnap-store" / pack_key(place.pack), lambda raw: raw[:-40])
-    report = repair(store)
-    assert report.ok
-    assert report.saved_chunks == 12
-    assert lost_in(store) == set()
-    assert broken(store) == set()
-
-
 def test_another_copy_is_enough(store: Path) -> None:
     """If all chunks of a damaged pack lie in another pack too, the pack just leaves the index."""
     opened = Store(store).make()
@@ -152,18 +142,6 @@ def _take_anew(store: Path) -> None:
     with pytest.raises(DamagedError):
         opened["a"].restore({KEY: StateDict(content(0))})
     opened.take({KEY: StateDict(content(0))}, "again")
-
-
-def test_compressed(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd").make()
-    state = {f"x{i}": torch.full((CHUNK // 4,), i) for i in range(4)}
-    store.take({"s": StateDict(state)}, "one")
-    size = listing_of(tmp_path).stored_bytes
-    damage_chunk(tmp_path, state["x2"][: CHUNK // 8])
-    report = store.repair()
-    assert {h.path for d in report.remaining for h in d.hurts} == {"s/x2"}
-    assert torch.equal(store["one"].read_object("s/x3"), state["x3"])
-    assert listing_of(tmp_path).stored_bytes < size
 
 
 def test_in_memory() -> None:

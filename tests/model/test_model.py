@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -125,39 +124,6 @@ def test_a_trace_tells_the_whole_story() -> None:
         "C1 marks in root 3, would condemn P@0",
         "C1 puts root 4: snapshots t1=ac; listed P@0=ab, T1@1=c; condemned P@0 at 4",
     ]
-
-
-class Counter(NamedTuple):
-    value: int = 0
-    read: tuple[int | None, int | None] = (None, None)
-    done: tuple[bool, bool] = (False, False)
-
-
-class LostUpdate:
-    """Two processes that add one to a number, without a lock: the search itself is tested."""
-
-    def initial(self) -> Counter:
-        return Counter()
-
-    def steps(self, state: Counter) -> Iterator[tuple[str, Counter]]:
-        for i in (0, 1):
-            read, done = list(state.read), list(state.done)
-            seen = read[i]
-            if seen is None:
-                read[i] = state.value
-                yield f"{i} reads", Counter(state.value, (read[0], read[1]), state.done)
-            elif not done[i]:
-                done[i] = True
-                yield f"{i} writes", Counter(seen + 1, state.read, (done[0], done[1]))
-
-    def violation(self, state: Counter) -> str | None:
-        return "an update is lost" if all(state.done) and state.value < 2 else None
-
-
-def test_the_search_finds_a_shortest_trace() -> None:
-    found = explore(LostUpdate())
-    assert found.violation == "an update is lost"
-    assert found.trace == ["0 reads", "1 reads", "0 writes", "1 writes"]
 
 
 def test_the_search_stops_at_its_bound() -> None:

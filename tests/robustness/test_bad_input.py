@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store, errors
+from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     BackendError,
@@ -38,7 +36,6 @@ from tests.support.faults import (
 from tests.support.mounts import as_nobody
 
 TINY = {"s": StateDict(x=1)}
-Take = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +55,6 @@ def base(made: Path, tmp_path: Path) -> Path:
 def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:
     return store.async_take(*args, **options).wait()
 
-
-BOTH = pytest.mark.parametrize("how", [Store.take, async_take], ids=["take", "async_take"])
 
 # --- no store ---------------------------------------------------------------------------------
 
@@ -138,6 +133,7 @@ def test_places_that_this_version_does_not_know(uri: str) -> None:
         b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": 1000000}',
         b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": 4611686018427387904}',
         b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": "1 MiB"}',
+        b'{"store_id": "../../../../../../../../../evil/", "chunk_size": 65536}',
     ],
 )
 def test_a_damaged_configuration(base: Path, content: bytes) -> None:
@@ -312,16 +308,6 @@ def test_what_is_no_app_state(base: Path, state: Any) -> None:
     assert files(base) == before
 
 
-@pytest.mark.parametrize("option", ["replicated", "per_rank"])
-def test_one_glob_is_not_a_list_of_globs(base: Path, option: str) -> None:
-    """As a list of characters it would match all, or nothing."""
-    store, before = Store(base), files(base)
-    for use in (store.take, store.async_take):
-        with pytest.raises(TypeError, match=rf"{option}.*\['model/\*'\]"):
-            use({"s": StateDict(x=1)}, "x", **{option: "model/*"})
-    assert files(base) == before
-
-
 @pytest.mark.parametrize("store", [5, object(), LocalBackend(Path("/nowhere"))])
 def test_what_is_no_store_of_a_snapshot(store: Any) -> None:
     with pytest.raises(TypeError, match=rf"store=.*{type(store).__name__}"):
@@ -474,15 +460,6 @@ def test_a_store_that_one_may_only_read(
     assert files(base) == before
 
 
-def test_a_wrong_path_among_many_costs_little() -> None:
-    state = {f"layers.{i // 3}.attention.{'qkv'[i % 3]}_proj.weight": i for i in range(20_000)}
-    snapshot = Store("memory://paths").take({"model": StateDict(state)}, "step_0")
-    start = time.process_time()
-    with pytest.raises(EntryNotFoundError, match=r"layers\.41\.attention\.q_proj\.weight"):
-        snapshot.read_object("model/layers.41.atention.q_proj.weight")
-    assert time.process_time() - start < 1.0  # 0.2 to 0.3 s where this was written; 2.0 s before
-
-
 def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=1)})
     monkeypatch.setattr("sys.byteorder", "big")
@@ -534,21 +511,6 @@ def test_a_plain_file_is_for_import(tmp_path: Path) -> None:
         Snapshot(tmp_path / "f.pt")
     with pytest.raises(SnapshotNotFoundError, match="holds no snapshot"):
         Snapshot(tmp_path / "g.pt")
-
-
-def test_messages_have_the_article_of_a_type(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
-    with pytest.raises(errors.UnsupportedTypeError, match="is an int, which lacks"):
-        store.take({"step": 3}, "step_1")  # type: ignore[dict-item]
-    with pytest.raises(errors.InvalidNameError, match="got an int"):
-        store[3]  # type: ignore[index]
-    for call in (
-        lambda: Snapshot("x", store=3),  # type: ignore[arg-type]
-        lambda: Store(tmp_path / "b", mirror=3),  # type: ignore[arg-type]
-        lambda: store.take({"s": StateDict(x=1)}, "step_1").load_into(3),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError, match="got an int"):
-            call()
 
 
 class PathOfBytes:
@@ -662,10 +624,10 @@ def test_what_is_no_path_in_a_snapshot(base: Path, path: Any) -> None:
             use(path)
 
 
-@pytest.mark.parametrize("globs", [True, 3, b"model/*", [b"model/*"], [3], ["model/*", None]])
+@pytest.mark.parametrize("globs", ["model/*", True, b"model/*", [b"model/*"], ["model/*", None]])
 @pytest.mark.parametrize("option", ["replicated", "per_rank"])
 def test_what_is_no_list_of_globs(base: Path, option: str, globs: Any) -> None:
-    """They would match nothing, without a word."""
+    """They would match nothing, or as a list of characters all, without a word."""
     store, before = Store(base), files(base)
     with pytest.raises(TypeError, match=rf"{option} is a list of globs, such as \['model/"):
         store.take({"s": StateDict(x=1)}, "x", **{option: globs})

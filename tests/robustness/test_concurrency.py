@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from tests.support.faults import (
     assert_store,
     backend_faults,
     files,
-    in_child,
     start,
     take,
     wait,
@@ -81,12 +79,6 @@ def processes_that_take(path: Path, processes: int, each: int) -> None:
 
 def test_processes_that_take_at_once(tmp_path: Path) -> None:
     processes_that_take(tmp_path / "store", 4, 6)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_processes_that_take_often_at_once(tmp_path: Path) -> None:
-    processes_that_take(tmp_path / "store", 4, 100)
 
 
 def test_processes_that_take_one_name(tmp_path: Path) -> None:
@@ -163,54 +155,6 @@ def test_processes_that_take_delete_and_read(tmp_path: Path) -> None:
 
     at_once(takes(path, 100, 6), takes(path, 200, 6), delete, read)
     assert_store(path, {6, 7, *range(100, 106), *range(200, 206)})
-
-
-def test_a_handle_outlives_a_delete(tmp_path: Path) -> None:
-    """Who has opened a snapshot reads on: its bytes are there until they are collected."""
-    path = tmp_path / "store"
-    held = take(path, 0)
-    assert in_child(lambda: Store(path).delete("step_0")) == 0
-    assert in_child(takes(path, 1, 3)) == 0
-    assert_holds(held, 0)
-    assert "step_0" not in Store(path)
-
-
-def test_a_delete_of_what_was_replaced(tmp_path: Path) -> None:
-    """A delete means the snapshot that it found, not a later one of the same name."""
-    path = tmp_path / "store"
-    take(path, 0)
-
-    def replace() -> None:
-        Store(path).take(app_state(5), "step_0", metadata={"step": 5}, overwrite=True)
-
-    with (
-        backend_faults(0, lambda: in_child(replace), names=["put_if_absent"]),
-        pytest.raises(SnapshotNotFoundError, match="replaced"),
-    ):
-        Store(path).delete("step_0")
-    assert_holds(Store(path)["step_0"], 5)
-
-
-def test_a_take_that_loses_many_races(tmp_path: Path) -> None:
-    """Others commit right before each of its attempts; it looks again, and gets there."""
-    path = tmp_path / "store"
-    take(path, 0)
-    others, me = iter(range(100, 105)), os.getpid()
-
-    def interfere() -> None:
-        step = next(others, None) if os.getpid() == me else None
-        if step is not None:
-            assert in_child(lambda: take(path, step)) == 0
-
-    with backend_faults(0, interfere, names=["put_if_absent"], lasting=True):
-        take(path, 1)
-    assert_store(path, {0, 1, *range(100, 105)})
-
-
-def test_threads_that_take_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    assert on_threads(*[takes(path, n * 5, 5) for n in range(4)]) == []
-    assert_store(path, set(range(20)))
 
 
 def test_threads_that_take_through_one_store(tmp_path: Path) -> None:

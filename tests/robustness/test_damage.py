@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -292,20 +292,6 @@ def test_a_damaged_chunk_hurts_whom_it_belongs_to(store: Path) -> None:
             assert all(path in str(error) for path in error.paths)
 
 
-def test_damage_between_chunks_hurts_no_snapshot(store: Path, cache_dir: Path) -> None:
-    """Padding and footers are not needed to read."""
-    places = sorted(places_of(store).values(), key=lambda p: (p.pack, p.offset))
-    for pack in {p.pack for p in places}:
-        file = store / "casnap-store" / pack_key(pack)
-        here = [p for p in places if p.pack == pack]
-        used = {at for p in here for at in range(p.offset, p.offset + p.stored_size)}
-        free = [at for at in range(file.stat().st_size) if at not in used]
-        for at in (free[0], free[len(free) // 2], free[-1]):
-            forget_cache(cache_dir)
-            with damaged(file, flip(at)):
-                assert failed(observe(store)) == set()
-
-
 def test_a_damaged_list_of_digests_names_its_tensor(store: Path, cache_dir: Path) -> None:
     entry = Store(store)["a"].get_manifest()[f"0/{KEY}/frozen"]
     forget_cache(cache_dir)
@@ -382,31 +368,6 @@ def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> Non
     assert Store(store).check(data=True).ok
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut off", "deleted"])
-def test_all_that_is_hurt_is_named(store: Path, how: str) -> None:
-    """A whole pack that is damaged names all with a chunk in it; a restore reads values first."""
-    places, users = places_of(store), users_of(store)
-    pack = next(places[d].pack for d, names in users.items() if set(names) == set(STEPS))
-    change = {
-        "flipped": lambda raw: bytes(b ^ 1 for b in raw),
-        "cut off": lambda raw: raw[:10],
-        "deleted": lambda raw: None,
-    }[how]
-    lost = {d for d, place in places.items() if place.pack == pack}
-    with damaged(store / "casnap-store" / pack_key(pack), change):
-        for name, step in STEPS.items():
-            hurt = {p for d in lost & users.keys() for p in users[d].get(name, ())}
-            with pytest.raises(DamagedError) as caught:
-                Store(store)[name].read_object(KEY)
-            assert set(caught.value.paths) == hurt
-            state = StateDict(content(step + 1))
-            with pytest.raises(DamagedError) as caught:
-                Store(store)[name].restore({KEY: state})
-            values = {path for path in hurt if "/notes/" in path}
-            assert set(caught.value.paths) == values < hurt
-            assert_equal(state.data, expected(step + 1))
-
-
 # --- healing ----------------------------------------------------------------------------------
 
 
@@ -441,20 +402,6 @@ def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache
 
 
 # --- one valid object in place of another -----------------------------------------------------
-
-
-@pytest.mark.parametrize("top", ["packs", "index", "roots"])
-def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str) -> None:
-    files = [p for p in objects_of(store) if p.relative_to(store / "casnap-store").parts[0] == top]
-    hurt = 0
-    for file, other in pairwise([*files, files[0]]):
-        forget_cache(cache_dir)
-        with damaged(file, lambda _, o=other: o.read_bytes()):
-            hurt += bool(failed(observe(store)))
-    # The newest root has a copy.
-    assert bool(hurt) == (top != "roots")
-    forget_cache(cache_dir)
-    assert failed(observe(store)) == set()
 
 
 @pytest.mark.parametrize("chunk_size", [CHUNK, 1 << 20])

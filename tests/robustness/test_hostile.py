@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,14 @@ import pytest
 import zstandard
 
 from casnap import StateDict, Store
-from casnap.backends import MemoryBackend
 from casnap.errors import CasnapError, DamagedError, MismatchError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import digest_of
 from casnap.format.records import (
-    CONFIG_KEY,
     encode,
     root_key,
     seal,
 )
-from casnap.storage.commit_log.config import read_config
 from tests.support.faults import CHUNK, in_child
 from tests.support.forger import (
     ABSENT,
@@ -400,53 +395,3 @@ def test_metadata_that_grow(forger: Forger) -> None:
         assert [d.kind for d in store.check().damages] == ["malformed"]
 
     assert in_child(work) == 0
-
-
-# --- casnap.json ------------------------------------------------------------------------------
-
-CONFIG = {
-    "format": 1,
-    "digest": "blake3",
-    "store_id": "0" * 32,
-    "chunk_size": CHUNK,
-    "put_if_absent": True,
-}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"store_id": "../../../../../../../../../evil/"},
-        {"store_id": "/" * 32},
-        {"store_id": "é" * 32},
-        {"store_id": ""},
-        {"store_id": 5},
-        {"chunk_size": 0},
-        {"chunk_size": -CHUNK},
-        {"chunk_size": CHUNK + 1},
-        {"chunk_size": 1 << 60},
-        {"format": 3},
-        {"format": 0},
-        {"format": -1},
-        {"format": 1 << 80},
-        {"format": "1"},
-        {"digest": "sha256"},
-        {"digest": ""},
-        {"digest": 5},
-    ],
-)
-def test_hostile_records_of_a_store(change: dict[str, Any]) -> None:
-    """The id names a folder of the cache, so it is nothing but an id."""
-    backend = MemoryBackend(f"hostile-{os.urandom(4).hex()}")
-    backend.put_if_absent(CONFIG_KEY, json.dumps(CONFIG | change).encode())
-    with pytest.raises(CasnapError):
-        read_config(backend)
-
-
-@pytest.mark.parametrize("field", CONFIG)
-def test_a_record_of_a_store_without_a_field(field: str) -> None:
-    backend = MemoryBackend(f"hostile-{os.urandom(4).hex()}")
-    fields = {name: value for name, value in CONFIG.items() if name != field}
-    backend.put_if_absent(CONFIG_KEY, json.dumps(fields).encode())
-    with pytest.raises(CasnapError):
-        read_config(backend)

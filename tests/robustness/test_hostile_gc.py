@@ -19,7 +19,6 @@ from casnap.format.entries import LIST_DIGESTS
 from casnap.format.records import MAX_NODE_BYTES, encode
 from casnap.format.tree import TABLE_FANOUT, most_in_node
 from tests.support.assault import CHANGES, LOOKS, Forge, assail, good_is_whole
-from tests.support.cli_calls import invoke
 from tests.support.faults import in_child, memory_folder
 from tests.support.forger import (
     ABSENT,
@@ -376,37 +375,6 @@ def named(forger: Forger) -> None:
 
 def test_names_that_lead_out(folder: Path) -> None:
     assail(folder, named, readable=True)
-
-
-def test_names_on_a_terminal(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a store says is printed, and logged, escaped; no name leads out of it."""
-    hostile = "\x1b[2J\x1b]0;evil\x07\r\n\u202e\x9b31m"
-    forger = Forger(folder)
-    forger.keep_good()
-    forger.row = {
-        "metadata": {hostile: hostile, "loss": math.nan, "nested": {hostile: [hostile]}},
-        "tags": [hostile, ""],
-        "time": math.nan,
-    }
-    named(forger)
-    Store(folder).tag("good", "keep")
-    calls: list[tuple[object, ...]] = [
-        *(("ls", folder), ("ls", folder, "--json"), ("show", f"{folder}/evil")),
-        *(("du", folder), ("check", folder), ("gc", "--dry-run", folder)),
-        ("prune", folder, "--keep-last", "1", "--dry-run"),
-        ("prune", folder, "--keep-last", "1", "--yes"),
-        ("ls", folder),
-    ]
-    for call in calls:
-        output = invoke(*call).output
-        assert output.replace("\n", "").isprintable(), call
-        assert "\x1b" not in output
-        assert len(output) > 10
-    for message in caplog.messages:
-        # What is logged goes to stderr as it is.
-        assert message.isprintable()
-        assert len(message) < 5_000
-    good_is_whole(Store(folder))
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.slow)])

@@ -23,9 +23,7 @@ import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend, safe_paths
-from casnap.errors import BackendError, CasnapError, DamagedError, InvalidNameError
-from casnap.format import names
-from casnap.format.names import is_row_name
+from casnap.errors import BackendError, CasnapError, DamagedError
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
 from casnap.storage.commit_log.roots import COPIES
 from tests.support.far import FarFolder
@@ -374,23 +372,6 @@ def test_a_name_that_is_taken_anew_stays(
     assert Store(path)["run/step_0"].read_object("s/step") == 9
 
 
-def test_a_marker_that_changes_between_the_look_and_its_removal(path: Path) -> None:
-    backend = LocalBackend(path)
-    new = b'{"commit": "00"}'
-
-    def is_stale(_key: str, content: bytes) -> bool:
-        if content == new:
-            return False
-        place = marker(path, "run/step_0")
-        place.unlink()
-        place.write_bytes(new)
-        return True
-
-    assert backend.unmark(["run/step_0/casnap-snapshot.json"], is_stale) == {}
-    assert marker(path, "run/step_0").read_bytes() == new
-    assert list((path / "casnap-store/tmp").iterdir()) == []
-
-
 @pytest.mark.parametrize("meanwhile", ["deleted", "overwritten", "taken anew", "nothing"])
 def test_a_marker_that_comes_late_names_no_dead_commit(path: Path, meanwhile: str) -> None:
     """Who takes is slow between its commit and its marker."""
@@ -447,31 +428,6 @@ def test_a_snapshot_that_is_called_as_the_first_roots(tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "store/x/roots/0").read_object("s/step") == 0
 
 
-def test_a_link_to_a_whole_store_is_followed(path: Path, tmp_path: Path) -> None:
-    """As the error says: a store lies on another disk by a link to its folder."""
-    (tmp_path / "here").symlink_to(path)
-    Snapshot.take(tmp_path / "here/run/step_7", state(7))
-    assert Snapshot(path / "run/step_7").read_object("s/step") == 7
-    with pytest.raises(InvalidNameError):
-        Snapshot(tmp_path / "here")
-
-
-def test_a_link_into_another_store_of_the_reader(path: Path, other: Path) -> None:
-    """A name below a store that is a link to another store is a name of the first one."""
-    (path / "run").rename(path / "away")
-    for target in (other, other / "run"):
-        (path / "run").symlink_to(target)
-        with untouched(other):
-            Snapshot.take(path / "run/step_7", state(7))
-            assert Snapshot(path / "run/step_2").read_object("s/step") == 2
-            assert Store(path / "run").uri == str(path / "run")
-            Store(path / "run").prune(Retention(keep_last=2))
-            Store(path / "run").gc(grace=0)
-        assert [s.name for s in Store(path).snapshots()] == ["run/step_2", "run/step_7"]
-        Store(path).delete("run/step_7")
-        (path / "run").unlink()
-
-
 # --- what fresh eyes found ---------------------------------------------------------------------
 
 
@@ -506,18 +462,6 @@ def test_folders_that_nobody_can_list(
         for name in FOLDERS:
             os.chown(inner / name / "closed", 0, 0)
         as_nobody(tmp_path, monkeypatch, work)
-
-
-def test_names_that_are_endless() -> None:
-    """What is no name is not kept."""
-    before = names._is_row_name.cache_info().currsize
-    assert not is_row_name("a" * (1 << 20))
-    assert names._is_row_name.cache_info().currsize == before
-
-
-@pytest.mark.parametrize("name", ["Casnap-Store/0", "a/CASNAP-SNAPSHOT.JSON"])
-def test_names_that_differ_by_case_alone(name: str) -> None:
-    assert not is_row_name(name)
 
 
 def test_a_marker_of_lists_of_lists(path: Path) -> None:

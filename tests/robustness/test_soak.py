@@ -112,21 +112,3 @@ PRUNE = event("prune", "begun", prefix="t0")
 )  # fmt: skip
 def test_a_soak_notices(events: list[Event], found: dict[str, int]) -> None:
     assert Expected(events).problems_with(found)
-
-
-@pytest.mark.parametrize(
-    ("events", "found"),
-    [
-        pytest.param(TAKEN, {"t0/a": 1}, id="told"),
-        pytest.param(TAKEN[:1], {"t0/a": 1}, id="in-doubt-and-there"),
-        pytest.param(TAKEN[:1], {}, id="in-doubt-and-absent"),
-        pytest.param([*TAKEN, event("delete", "begun")], {"t0/a": 1}, id="not-yet-deleted"),
-        pytest.param([*TAKEN, event("delete", "begun")], {}, id="deleted"),
-        pytest.param([*TAKEN, event("take", "begun", 2)], {"t0/a": 2}, id="replaced-in-doubt"),
-        pytest.param([*TAKEN, PRUNE], {}, id="pruned-in-doubt"),
-        pytest.param([*TAKEN, PRUNE, event("restore", "SnapshotNotFoundError")], {},
-                     id="pruned-while-read"),
-    ],
-)  # fmt: skip
-def test_a_soak_knows_what_may_be(events: list[Event], found: dict[str, int]) -> None:
-    assert Expected(events).problems_with(found) == []

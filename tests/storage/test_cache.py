@@ -344,19 +344,6 @@ def test_a_cache_that_another_user_has_made(
 # --- stores that share a cache ----------------------------------------------------------------
 
 
-def test_copies_of_a_store_used_in_turn(store: Path, tmp_path: Path) -> None:
-    """Copies have one id, but each goes its own way."""
-    copy = tmp_path / "copy"
-    shutil.copytree(store, copy)
-    steps = {store: {0, 1, 2}, copy: {0, 1, 2}}
-    for step in range(3, 9):
-        path = (store, copy)[step % 2]
-        use(path, step)
-        steps[path].add(step)
-    for path, held in steps.items():
-        assert_store(path, held)
-
-
 def test_copies_of_a_store_used_in_turn_by_one_process(store: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(store, copy)
@@ -443,24 +430,6 @@ def test_a_cache_that_is_opened_is_never_seen_without_its_boot(tmp_path: Path) -
         "data.mdb",
         "lock.mdb",
     ]
-
-
-def test_a_fork_of_a_process_that_has_the_cache_open(store: Path) -> None:
-    opened = Store(store)
-    snapshot = opened["step_0"]
-    take(opened, 3)
-
-    def work() -> None:
-        assert_holds(snapshot, 0)
-        take(opened, 4)
-        assert_store(store, {0, 1, 2, 3, 4})
-
-    for _ in range(2):
-        assert in_child(work) == 0
-        take(opened, 5)
-        assert_store(store, {0, 1, 2, 3, 4, 5})
-        opened.delete("step_4")
-        opened.delete("step_5")
 
 
 def test_a_fork_while_a_take_is_pending(store: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from casnap import StateDict, Store
 from casnap.format.digest import digest_of
 from casnap.format.records import (
-    CONFIG_KEY,
     Place,
     Segment,
     SegmentRef,
@@ -132,15 +131,3 @@ def test_caches_that_are_not_used_any_more_are_removed(tmp_path: Path, cache_dir
     old("2" * 32, "another boot", 0)
     assert process("show", tmp_path / "store/step_0").returncode == 0
     assert (cache_dir / ("2" * 32)).exists()
-
-
-def test_the_config_of_a_store_tells_its_places_apart(victim: Path) -> None:
-    backend = Store(victim)._view.repository.backend
-    before = backend.identity
-    assert Store(victim)._view.repository.backend.identity == before
-    content = (victim / "casnap-store" / CONFIG_KEY).read_bytes()
-    (victim / "casnap-store" / CONFIG_KEY).unlink()
-    (victim / "casnap-store" / CONFIG_KEY).write_bytes(content)
-    assert backend.identity != before
-    take(victim, 1)
-    assert_store(victim, {0, 1})

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,6 @@ from tests.support.far import FarFolder
 from tests.support.faults import in_child
 from tests.support.mounts import NOBODY, as_nobody, needs_root
 from tests.support.ranks import World
-from tests.support.servers import Bucket
 
 
 @pytest.fixture
@@ -53,32 +49,6 @@ def test_the_second_process_fetches_nothing(far: Path) -> None:
     second = Reader(far)
     assert second.restore().gets == 0
     assert second.restore(1).gets > 0
-
-
-READ = """
-import json, sys, torch
-from casnap import Snapshot
-uri, how, bound = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-snapshot = Snapshot(uri, storage_options=how, cache_bytes=bound)
-found = snapshot.read_object("0/model/w0.1")
-print(json.dumps([snapshot.store.requests, found.double().sum().item()]))
-"""
-
-
-@pytest.mark.servers
-def test_one_tensor_on_a_server(bucket: Bucket, cache_dir: Path) -> None:
-    """The second process asks for the newest root and a later one, and for nothing else."""
-    how = bucket.storage_options
-    Store(f"{bucket.uri}/run", storage_options=how, chunk_size=CHUNK).take(state(), "step_0")
-
-    uri = f"{bucket.uri}/run/step_0"
-    first = Snapshot(uri, storage_options=how, cache_bytes=PLENTY)
-    expected = first.read_object("0/model/w0.1").double().sum().item()
-    given = [uri, json.dumps(how), str(PLENTY)]
-    told = subprocess.run(
-        [sys.executable, "-c", READ, *given], capture_output=True, check=True, text=True
-    )
-    assert json.loads(told.stdout) == [{"get": 2}, expected]
 
 
 def test_a_part_of_a_tensor(far: Path) -> None:

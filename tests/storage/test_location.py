@@ -371,16 +371,6 @@ def test_where_a_store_is_made_when_asked(crowded: tuple[Path, Path]) -> None:
         assert Snapshot.take(folder / "run/step", tiny()).store.uri == str(folder)
 
 
-@pytest.mark.parametrize("foreign", ["roots", "packs", "index"])
-def test_nothing_is_made_beside_what_looks_like_a_store(tmp_path: Path, foreign: str) -> None:
-    (tmp_path / "casnap-store" / foreign).mkdir(parents=True)
-    (tmp_path / "casnap-store" / foreign / "mine").write_text("mine")
-    for make in (Store(tmp_path).make, lambda: Snapshot.take(tmp_path / "step", tiny())):
-        with pytest.raises(StoreError, match=f"holds {foreign}.*another folder"):
-            make()
-    assert files(tmp_path) == {f"casnap-store/{foreign}/mine"}
-
-
 def test_a_folder_of_torchsnapshot(tmp_path: Path) -> None:
     (tmp_path / "run/step").mkdir(parents=True)
     (tmp_path / "run/step/.snapshot_metadata").write_text("version: 0.1.0")
@@ -444,36 +434,6 @@ def test_a_store_that_lost_its_roots_is_not_made_empty(tmp_path: Path, left: str
 
 
 # --- others -----------------------------------------------------------------------------------
-
-
-def give_away(store: Path) -> None:
-    needs_root()
-    os.chown(store / "casnap-store/casnap.json", NOBODY, NOBODY)
-
-
-def test_the_store_of_another_must_be_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    store = Store(tmp_path / "store").make()
-    store.take(tiny(1), "run/step_1")
-    give_away(tmp_path / "store")
-    before = files(tmp_path)
-    for use in (
-        lambda: Snapshot.take(tmp_path / "store/step", tiny()),
-        lambda: Snapshot.async_take(tmp_path / "store/run/step", tiny()),
-        lambda: Store(tmp_path / "store/run").take(tiny(), "step"),
-    ):
-        with pytest.raises(StoreError, match=f"uid {NOBODY}.*store="):
-            use()
-    assert files(tmp_path) == before
-    assert value_of(Store(tmp_path / "store")["run/step_1"]) == 1
-    assert value_of(Snapshot(tmp_path / "store/run/step_1")) == 1
-    assert value_of(Store(tmp_path / "store/run")["step_1"]) == 1
-    assert value_of(Snapshot("run/step_1", store=tmp_path / "store")) == 1
-    Snapshot.take("run/step_2", tiny(2), store=str(tmp_path / "store"))
-    Snapshot.take("run/step_3", tiny(3), store=Store(tmp_path / "store"))
-    assert names(Store(tmp_path / "store")) == [f"run/step_{i}" for i in (1, 2, 3)]
 
 
 def test_a_link_to_a_file_of_ours_is_no_store_of_ours(
@@ -607,20 +567,6 @@ def test_no_store_is_made_in_the_folder_of_a_snapshot(tmp_path: Path) -> None:
         with pytest.raises(CasnapError, match="is a snapshot"):
             use()
     assert names(Store(tmp_path / "ckpts")) == ["step_1"]
-
-
-@pytest.mark.parametrize("how", ["copied", "moved"])
-def test_a_store_that_is_copied_or_moved(tmp_path: Path, how: str) -> None:
-    Snapshot.take(tmp_path / "ckpts/step_1", tiny(1))
-    if how == "copied":
-        shutil.copytree(tmp_path / "ckpts", tmp_path / "there")
-    else:
-        (tmp_path / "there").mkdir()
-        for path in (tmp_path / "ckpts").iterdir():
-            path.rename(tmp_path / "there" / path.name)
-    assert value_of(Snapshot(tmp_path / "there/step_1")) == 1
-    Snapshot.take(tmp_path / "there/step_2", tiny(2))
-    assert names(Store(tmp_path / "there")) == ["step_1", "step_2"]
 
 
 def test_the_folder_of_a_snapshot_that_is_copied_alone(tmp_path: Path) -> None:

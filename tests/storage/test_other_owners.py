@@ -209,23 +209,6 @@ def test_roots_of_others_are_no_damaged_store_of_ours(tmp_path: Path, shared: Pa
     assert Snapshot.take(place / "me/step", STATE).store.uri == str(place / "me")
 
 
-# --- who may read ---------------------------------------------------------------------------------
-
-
-def test_a_store_made_under_a_umask_is_private(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        for store in (Store(tmp_path / "a/store"), Store(tmp_path / "b", codec="zstd")):
-            store.take(STATE, "run/step")
-            store.delete("run/step")
-            store.gc(grace=0)
-            store.take(STATE, "run/step")
-    finally:
-        os.umask(before)
-    for path in tmp_path.rglob("*"):
-        assert not path.stat().st_mode & 0o077, path
-
-
 # --- links ------------------------------------------------------------------------------------
 
 

@@ -17,19 +17,16 @@ from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.option_types import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
-from casnap.format.records import Row
 from tests.support.cli_calls import Terminal, document, failure, fill, invoke
 from tests.support.faults import (
     CHUNK,
     app_state,
     assert_holds,
-    backend_faults,
     elsewhere,
     faults,
     files,
     take,
 )
-from tests.support.written import publish
 
 TINY = {"s": StateDict(x=1)}
 
@@ -86,18 +83,6 @@ def test_prune_forgets_all_in_one_commit(path: Path) -> None:
         assert_holds(store[f"step_{step}"], step)
 
 
-def test_latest_after_prunes(path: Path) -> None:
-    store = Store(path).make()
-    store.prune(Retention(keep_best=("step", 2)))
-    latest = store.latest()
-    assert latest is not None
-    assert latest.name == "step_1"
-    take(store, 9)
-    store.prune(Retention(keep_last=1))
-    assert names(path) == ["step_9"]
-    assert store.latest().name == "step_9"  # type: ignore[union-attr]
-
-
 def test_dry_run_and_nothing_to_forget_write_nothing(path: Path) -> None:
     before = files(path)
     store = Store(path).make()
@@ -108,12 +93,6 @@ def test_dry_run_and_nothing_to_forget_write_nothing(path: Path) -> None:
     assert not report.dry_run
     assert (len(report.forgotten), len(report.kept)) == (0, 6)
     assert files(path) == before
-
-
-def test_prune_of_an_empty_store_and_of_no_folder(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store").make()
-    assert store.prune(Retention(keep_last=1)).verdicts == []
-    assert store.prune(Retention(keep_last=1), prefix="none").verdicts == []
 
 
 def test_prune_of_a_folder_and_of_a_view(tmp_path: Path) -> None:
@@ -128,39 +107,6 @@ def test_prune_of_a_folder_and_of_a_view(tmp_path: Path) -> None:
     assert not (tmp_path / "store/run10/step_0").exists()
     left = ["run1/step_1", "run10/step_1", "run1/sub/step_1", "other/step_0", "other/step_1"]
     assert [s.name for s in store.snapshots()] == left
-
-
-def test_what_else_stands_in_a_forgotten_snapshots_folder_stays(path: Path) -> None:
-    (path / "step_0/notes.txt").write_text("mine")
-    Store(path).prune(Retention(keep_last=1))
-    assert (path / "step_0/notes.txt").read_text() == "mine"
-    assert not (path / "step_1").exists()
-
-
-def test_a_name_that_leads_out_of_the_store_touches_nothing_there(
-    path: Path,
-) -> None:
-    outside = path.parent / "other/casnap-snapshot.json"
-    outside.parent.mkdir()
-    outside.touch()
-    store = Store(path).make()
-    first = store["step_0"].row
-    publish(store, {"../other": first, "../last": store["step_5"].row})
-    store.prune(Retention(keep_last=1))
-    assert outside.exists()
-    assert [s.name for s in store.snapshots()] == ["step_5"]
-
-
-def test_a_marker_that_cannot_be_removed_is_a_warning(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise BackendError("no")
-
-    with backend_faults(0, fail, ["unmark"], lasting=True):
-        Store(path).prune(Retention(keep_last=5))
-    assert "marker" in caplog.text
-    assert len(names(path)) == 5
 
 
 def meanwhile(work: Callable[[], object]) -> Any:
@@ -411,18 +357,6 @@ def test_prune_of_an_empty_store(tmp_path: Path) -> None:
     Store(tmp_path / "store").make()
     text = invoke("prune", tmp_path / "store", "--keep-last", 1, "--yes").stdout
     assert text == "0 snapshots forgotten, 0 kept\n"
-
-
-def test_prune_prints_what_a_store_holds_escaped(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store").make()
-    good = store.take(TINY, "good").row
-    evil = Row(good.commit, good.manifest, 0, 1e300, 1, good.stats, {"\x1b": b"\x1b"}, ())
-    publish(store, {"\x1b]0;x\x07": evil})
-    result = invoke("prune", store.uri, "--keep-best", "\x1b:1", "--keep-last", 1, "--dry-run")
-    assert all(c.isprintable() or c == "\n" for c in result.output)
-    assert "\\x1b" in result.output
-    document("prune", store.uri, "--keep-last", 1, "--yes")
-    assert names(tmp_path / "store") == ["good"]
 
 
 def test_durations() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from casnap.format.digest import digest_of
 from casnap.runtime.threads import run_shielded
 from casnap.storage.commit_log.roots import COPIES
 from casnap.storage.lookup.index import Index
-from casnap.storage.writing import session as session_module
 from casnap.storage.writing.handovers import Handover
 from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
@@ -192,20 +191,6 @@ def test_an_error_within_it(path: Path) -> None:
             run_shielded(work)
         assert files(path) == there
         assert_given_back()
-
-
-def test_an_interrupt_as_it_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, store = files(path), Store(path)._view.repository
-
-    class Interrupted(ExitStack):
-        def pop_all(self) -> Any:
-            assert files(path) != there
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(session_module, "ExitStack", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        Session(store)
-    assert files(path) == there
 
 
 def test_nothing_to_commit(path: Path) -> None:

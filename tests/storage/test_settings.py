@@ -15,8 +15,6 @@ from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.garbage import wait_for_collectors
-from tests.support.object_stores import store_in
-from tests.support.servers import Bucket
 from tests.support.written import put_next_root
 
 CHUNK = 64 << 10
@@ -138,15 +136,6 @@ def test_the_command(tmp_path: Path) -> None:
         assert "codec" in failure("config", folder, setting, status=2)
     assert document("config", folder)["settings"] == {"codec": "raw", "gc": "auto"}
     assert "not a casnap store" in failure("config", tmp_path / "none")
-
-
-def test_on_an_object_store(bucket: Bucket) -> None:
-    store = store_in(bucket, codec="zstd").make()
-    again = store_in(bucket)
-    again.take(state(1), "a")
-    assert codecs(again, "a") == {Codec.PLANES}
-    assert again.configure(codec="raw")
-    assert store.settings == {"codec": "raw", "gc": "auto"}
 
 
 def test_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

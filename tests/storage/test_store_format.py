@@ -192,21 +192,6 @@ def test_a_feature_that_comes_while_a_take_runs(tmp_path: Path) -> None:
     assert store.snapshots() == []
 
 
-def test_what_a_reader_does_not_know_it_refuses(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s").make()
-    store.take(state(1), "a")
-    with_root(store, read_features=["holograms"])
-    uses = {
-        **WRITES,
-        "ls": lambda s: s.snapshots(),
-        "restore": lambda s: s["a"].restore(state(0)),
-        "check": lambda s: s.check(),
-    }
-    for use in uses.values():
-        with pytest.raises(UnsupportedFormatError, match="holograms; update casnap"):
-            use(Store(tmp_path / "s"))
-
-
 @pytest.mark.parametrize("write", WRITES)
 def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     """By every writer, also where it does not know what they mean."""

@@ -425,20 +425,6 @@ def test_an_overwrite_meanwhile_is_not_thinned(store: Store) -> None:
     assert_whole(store["run/000"])
 
 
-def test_a_collection_meanwhile(store: Store) -> None:
-    fill(store, 4)
-
-    def delete_and_collect() -> None:
-        other = Store(store.uri)
-        other.delete("run/001")
-        other.gc(grace=0)
-        other.gc(grace=0)
-
-    with faults(LocalBackend, ["put_if_absent"], 0, elsewhere(delete_and_collect)):
-        assert set(store.thin({"optim/**": 1})) == {"run/000", "run/002"}
-    assert store.check(data=True).ok
-
-
 # --- costs, and the format ----------------------------------------------------------------------
 
 

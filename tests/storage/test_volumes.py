@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,6 @@ import casnap.maintenance.check
 import casnap.serving.pull
 import casnap.transfer.copy  # noqa: F401 - before any fork: another user may not read the sources
 from casnap import Snapshot, StateDict, Store
-from casnap.backends import LocalBackend
 from casnap.cli import cli
 from casnap.errors import (
     BackendError,
@@ -381,11 +379,3 @@ def test_a_quota_says_nothing_of_free_space(
         with pytest.raises(StorageFullError, match="no quota left") as caught:
             store.take({"s": StateDict(x=torch.ones(200_000))}, "step")
     assert "are free" not in str(caught.value)
-
-
-def test_a_new_file_is_what_the_folder_makes_of_it(tmp_path: Path) -> None:
-    Store(tmp_path / "store").make()
-    info = LocalBackend(tmp_path / "store").new_file()
-    assert info is not None
-    assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (os.geteuid(), 0o600)
-    assert LocalBackend(tmp_path / "none").new_file() is None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import enum
 import io
-import itertools
 import json
 import lzma
 import pathlib
@@ -18,30 +17,17 @@ import tarfile
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from blake3 import blake3
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.torch_version import TorchVersion
 
-from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.format.names import STORE_FOLDER
-from casnap.format.records import ID_SIZE, encode
-from casnap.storage.snapshots.changes import edit_row
-from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.copy_jobs import CopyJob, CopyOptions
-from tests.support.forger import Forger, chunks, container, tensor
-from tests.support.ranks import Pool
-from tests.support.remote import RemoteDouble
+from casnap import StateDict, Store
 from tools import read_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
@@ -230,155 +216,6 @@ class Made:
         self.states[name] = [state]
 
 
-def make_kinds(folder: Path) -> Made:
-    """Entries of every kind, and the state of random generators."""
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    made.take(kinds(), "kinds")
-    made.take(
-        {"random": RNGState(), "pickled": StateDict(x=Fraction(1, 3))}, "p", allow_pickle=True
-    )
-    return made
-
-
-def drifting(step: int) -> State:
-    """Return a state of which a few numbers change in each step, and others all do a little."""
-    sparse = torch.arange(9000, dtype=torch.int64) % 97
-    sparse[:: 1000 + step] += step
-    dense = (torch.arange(9000) % 61).to(torch.bfloat16).view(torch.int16) + step
-    wide = (torch.arange(2000) % 50).double() + step / 2**30
-    return {"sparse": sparse, "dense": dense.view(torch.bfloat16), "wide": wide, "step": step}
-
-
-def make_codecs(folder: Path) -> Made:
-    """Raw chunks, planes of each width, and chains of deltas of both forms."""
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    for step in range(6):
-        made.take({"m": StateDict(drifting(step))}, f"run/{step}")
-    made.store.gc(grace=0)
-    made.store.configure(codec="zstd")
-    for name, dtype in (("half", torch.float16), ("single", torch.float32)):
-        made.take({"m": StateDict(w=torch.arange(3000).to(dtype) / 64)}, f"planes/{name}")
-    made.take({"m": StateDict(w=b"some text " * 2000)}, "planes/text")
-    return made
-
-
-def sharded(step: int) -> dict[str, Any]:
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
-    weight = torch.arange(5 * CHUNK // 4).reshape(-1, 64) % 251 + step
-    odd = torch.arange(131 * 8, dtype=torch.float32).reshape(131, 8) + step
-    model = StateDict(
-        rows=distribute_tensor(weight.float(), mesh, [Shard(0)]),
-        columns=distribute_tensor(weight.int(), mesh, [Shard(1)]),
-        odd=distribute_tensor(odd, mesh, [Shard(0)]),
-        whole=distribute_tensor(odd + 1, mesh, [Replicate()]),
-        bias=torch.arange(100) + step,
-    )
-    own = StateDict(rank=rank, seen=torch.arange(500) * (rank + 1), common=step)
-    return {"model": model, "loader": own, "optimizer": StateDict(m=odd.sum(1), lr=0.1)}
-
-
-def take_sharded(folder: str) -> list[State]:
-    states = []
-    for step in range(3):
-        state = sharded(step)
-        Snapshot.take(f"{folder}/run/{step}", state, metadata={"step": step})
-        whole = {key: dict(value.data) for key, value in state.items()}
-        for name, value in whole["model"].items():
-            if hasattr(value, "full_tensor"):
-                whole["model"][name] = value.full_tensor()
-        states.append(whole)
-    return states
-
-
-def make_ranks(folder: Path) -> Made:
-    """A run of two ranks: sharded, and thinned, tagged, published, rewound and pruned."""
-    store = Store(folder, chunk_size=CHUNK).make()
-    with Pool() as pool:
-        of_ranks = pool.world(2).run(take_sharded, str(folder))
-    made = Made(
-        store, {f"run/{i}": list(states) for i, states in enumerate(zip(*of_ranks, strict=True))}
-    )
-    store.thin({"optimizer": 1, "loader": 1}, prefix="run")
-    for state in made.states["run/0"] + made.states["run/1"]:
-        del state["optimizer"], state["loader"]
-    store.tag("run/0", "best", "ü")
-    store.publish("stable", "run/0")
-    store.publish("stable", "run/1")
-    large = {"text": "x" * 400, "nested": {"loss": [0.5, None, True]}}
-    made.take({"model": StateDict(drifting(9))}, "run/3", metadata={"step": 3, **large})
-    store.rewind("run/2")
-    made.states["run/rewound-" + store.snapshots()[-1].name.split("-")[-1]] = made.states.pop(
-        "run/3"
-    )
-    store.take({"model": StateDict(w=torch.arange(9000))}, "run/gone")
-    store.delete("run/gone")
-    store.gc(grace="1h")
-    return made
-
-
-def make_many(folder: Path) -> Made:
-    """Trees with lists: of many snapshots, and of many entries; merged segments, moved packs."""
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    many = {"entries": StateDict({f"{i:05}": i for i in range(700)})}
-    made.take(many, "many entries")
-    for i in range(28):
-        made.take({"s": StateDict(i=i, w=torch.arange(20) + i)}, f"runs/{i // 14}/{i}")
-    for name in ("runs/0/3", "runs/1/20"):
-        made.store.delete(name)
-        del made.states[name]
-    made.store.gc(grace=0, repack=1.0)
-    return made
-
-
-class _StopError(Exception):
-    pass
-
-
-def make_copied(folder: Path) -> Made:
-    """A mirror that got snapshots, of a run that another store goes on with; an unfinished copy."""
-    elsewhere = folder.with_name("elsewhere")
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    source = Store(elsewhere / "a", chunk_size=CHUNK, mirror=str(folder))
-    states = [{"m": StateDict(drifting(step))} for step in range(3)]
-    for step, state in enumerate(states):
-        source.take(state, f"run/{step}", metadata={"step": step})
-        source.wait_mirrored(60)
-        made.states[f"run/{step}"] = [state]
-    large = {"m": StateDict(w=torch.arange(6 * CHUNK // 8) % 83)}
-    plain = Store(elsewhere / "b", chunk_size=CHUNK).make()
-    plain.take(large, "large")
-    plain.copy("large", to=made.store, rename="copied/large")
-    made.states["copied/large"] = [large]
-    plain.take({"m": StateDict(w=torch.arange(6 * CHUNK // 8) % 89)}, "second")
-    _copy_a_part(plain, made.store, "second")
-    _note(made.store, "copied/large", succeeded=True, thin=["optimizer*"], later={"x": [1, b"y"]})
-    _note(made.store, "run/0", unmirrored=True, follows=["f" * 32, 3])
-    return made
-
-
-def _note(store: Store, name: str, **notes: Any) -> None:
-    """Give a snapshot notes, also such as a version after this one may make."""
-    row = store._view.row(name)
-    repository = store._view.repository
-    edit_row(repository, name, row.commit.hex(), lambda row: row.with_notes(notes))
-
-
-def _copy_a_part(source: Store, destination: Store, name: str) -> None:
-    """Begin to copy a snapshot, and stop behind the first part."""
-    sent = []
-
-    def stop(*progress: object) -> None:
-        sent.append(progress)
-        if len(sent) > 4:
-            raise _StopError
-
-    here, there = source._view.repository, destination._view.repository
-    rows = dict(here.table(here.newest()).items_in())
-    job = CopyJob(name, name, rows[name])
-    with suppress(_StopError):
-        copy_snapshots(here, there, [job], CopyOptions(part_bytes=2 * CHUNK, part_seconds=0), stop)
-
-
 def make_small(folder: Path) -> Made:
     """The test vectors of docs/format.md: a little of most things."""
     made = Made(Store(folder, chunk_size=CHUNK).make(), {})
@@ -395,168 +232,8 @@ def make_small(folder: Path) -> Made:
     return made
 
 
-def make_remote(folder: Path) -> Made:
-    """What a bucket holds, with the hints that spare requests there; put into a folder."""
-    bucket = RemoteDouble(f"golden {folder}")
-    made = Made(Store(bucket, chunk_size=CHUNK).make(), {})
-    for step in range(4):
-        made.take({"m": StateDict(drifting(step))}, f"run/{step}")
-    for key in bucket.sizes(""):
-        (folder / STORE_FOLDER / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / STORE_FOLDER / key).write_bytes(bucket.read(key))
-    return Made(Store(folder, create=False), made.states)
-
-
-def in_planes(dtype: torch.dtype) -> torch.Tensor:
-    """Return integers that take least in planes of each of their bytes."""
-    size = 4800
-    noise = np.frombuffer(blake3(b"noise").digest(length=size), np.uint8) % 16
-    return torch.from_numpy(np.arange(size, dtype=np.uint8) % dtype.itemsize * 16 + noise).view(
-        dtype
-    )
-
-
-def few_changes(step: int) -> State:
-    """Return a state of wide elements, and of few that change, far from each other."""
-    state = {name: in_planes(getattr(torch, name)) for name in ("int32", "int64")}
-    far = torch.zeros(200_000, dtype=torch.int8)
-    for i in range(step):
-        far[[i, 70_000 + i, 199_999]] += 1
-        for numbers in state.values():
-            numbers[i::100] += i + 1
-    dense = {f"all of {name}": numbers + step for name, numbers in state.items()}
-    return {**state, **dense, "far": far}
-
-
-def odd_planes() -> State:
-    """Return bytes that are stored in planes of 2, 4 and 8, some longer than others."""
-    numbers = [in_planes(dtype).numpy() for dtype in (torch.int16, torch.int32, torch.int64)]
-    return {
-        f"{each.itemsize}, {rest} more": each.tobytes() + b"rest..."[:rest]
-        for each in numbers
-        for rest in (1, each.itemsize - 1)
-    }
-
-
-def make_chains(folder: Path) -> Made:
-    """Chains of several deltas, of wide elements and far distances; planes of unequal lengths."""
-    made = Made(Store(folder, chunk_size=4 * CHUNK).make(), {})
-    for step in range(6):
-        made.take({"m": StateDict(few_changes(step))}, f"run/{step}")
-        made.store.gc(grace=0, recode_after=1, repack=1.0)
-    made.store.configure(codec="zstd")
-    made.take({"m": StateDict(odd_planes())}, "planes")
-    return made
-
-
-def marked(depth: int, fanout: int, count: int) -> list[str]:
-    """Return keys behind which a leaf ends, and the lists above it up to a depth."""
-    found = []
-    for i in itertools.count():
-        marks = blake3(f"k{i}".encode()).digest()[:depth]
-        if all(mark % fanout == 0 for mark in marks):
-            found.append(f"k{i}")
-            if len(found) == count:
-                return sorted(found)
-    raise AssertionError
-
-
-def unmarked(fanout: int, count: int) -> list[str]:
-    """Return keys behind which no leaf ends by itself."""
-    keys = (f"k{i}" for i in itertools.count())
-    return sorted(
-        itertools.islice((k for k in keys if blake3(k.encode()).digest()[0] % fanout), count)
-    )
-
-
-def make_levels(folder: Path) -> Made:
-    """Trees of several levels of lists; leaves that end since they have all that they may have."""
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    full = dict.fromkeys(unmarked(256, 4096))
-    long_keys = {str(i) * 400_000: i for i in range(5)}
-    state = {
-        "levels": StateDict(dict.fromkeys(marked(2, 256, 5), 7)),
-        "full": StateDict(full),
-        "long keys": StateDict(long_keys),
-    }
-    made.take(state, "entries")
-    for i, name in enumerate(marked(3, 8, 6)):
-        made.take({"s": StateDict(i=i)}, name)
-    return made
-
-
-def _forger(folder: Path) -> tuple[Made, Forger]:
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
-    made.take({"s": StateDict(x=torch.arange(200), y=1)}, "good")
-    forger = Forger(folder)
-    forger.keep_good()
-    return made, forger
-
-
-def make_forged(folder: Path) -> Made:
-    """What readers accept though no version writes it: payloads that lie deeper than needed."""
-    made, forger = _forger(folder)
-    content = bytes(range(250)) * 600
-    pieces = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
-    entries = []
-    for depth in range(5):
-        digests = b"".join(map(forger.add, pieces))
-        for _ in range(depth):
-            # More lists than needed, of unequal lengths.
-            parts = [digests[:32], digests[32:]] if len(digests) > 32 else [digests]
-            digests = b"".join(map(forger.add, parts))
-        entries.append([f"/{depth}", ["v", chunks(len(content), digests, depth), "bytes"]])
-    spec = encode([list(map(str, range(5))), None, None])
-    forger.publish({"s": forger.tree(["", container("dict", 5, spec)], *entries)})
-    made.states["evil"] = [{"s": {str(depth): content for depth in range(5)}}]
-    return made
-
-
-def make_later(folder: Path) -> Made:
-    """What a later version may write: an unknown codec, kind and feature, beside what is known."""
-    made, forger = _forger(folder)
-    content = bytes(range(250)) * 16
-    payload = chunks(len(content), forger.add(content))
-    coded = bytes(reversed(content))
-    unknown = {
-        "codec": ["v", chunks(len(coded), forger.add(coded, codec=9)), "bytes"],
-        "kind": ["v", payload, "later"],
-        "sort": ["x", payload, "later"],
-        "dtype": tensor([4000], payload, "later1"),
-        "element": ["v", payload, "bytes", 1],
-    }
-    trees = {name: forger.tree(["", entry]) for name, entry in unknown.items()}
-    spec = encode([["x"], None, None])
-    trees["known"] = forger.tree(["", container("dict", 1, spec)], ["/x", ["v", payload, "bytes"]])
-    manifest = {"global": {"known": trees["known"]}, "ranks": {"0": {}}}
-    forger.rows["later feature"] = {
-        "commit": b"f" * ID_SIZE,
-        "manifest": [forger.add(encode(manifest)), None],
-        "seq": 1,
-        "time": 1.8e9,
-        "world_size": 1,
-        "stats": [0, 0, 0, 0.5],
-        "features": ["later"],
-    }
-    forger.publish(trees)
-    made.states["evil"] = [{"known": {"x": content}, **dict.fromkeys(unknown, UNSUPPORTED)}]
-    made.states["later feature"] = [{"known": UNSUPPORTED}]
-    return made
-
-
-MAKERS: dict[str, Callable[[Path], Made]] = {
-    "remote": make_remote,
-    "small": make_small,
-    "kinds": make_kinds,
-    "codecs": make_codecs,
-    "ranks": make_ranks,
-    "many": make_many,
-    "copied": make_copied,
-    "chains": make_chains,
-    "levels": make_levels,
-    "forged": make_forged,
-    "later": make_later,
-}
+MAKERS: dict[str, Callable[[Path], Made]] = {"small": make_small}
+"""What makes those that a version adds; those that stand were made by makers that went since."""
 
 
 # --- what they hold -------------------------------------------------------------------------------

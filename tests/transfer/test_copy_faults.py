@@ -7,7 +7,6 @@ goes on where the copy stopped.
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -24,14 +23,12 @@ from tests.support.faults import (
     CHUNK,
     WRITING_CALLS,
     backend_faults,
-    elsewhere,
     memory_folder,
     stop,
     take,
     while_stopped,
 )
-from tests.support.faulty import Fault, FaultyBackend, delay, fail, lose_answer
-from tests.support.remote import RemoteDouble
+from tests.support.faulty import Fault, FaultyBackend, fail, lose_answer
 from tests.support.sweep import sweep
 
 pytestmark = pytest.mark.sweep
@@ -127,40 +124,6 @@ def test_collected_while_it_stands_still(
             return
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
-def test_collected_at_every_call(
-    stores: tuple[Path, Path], meanwhile: Collect, record_property: Report
-) -> None:
-    """A collector that is faster every time stops a copy by an error, and nothing is lost."""
-    count = 0
-    for k in (0, 5, 20):
-        source, destination = fresh(stores)
-        collector = _Collector(partial(meanwhile, source, destination, 0.0))
-        faults = backend_faults(k, collector, names=WRITING_CALLS, lasting=True)
-        with faults, suppress(CasnapError):
-            copy_in_parts(source, destination, PART)
-        count += collector.count
-        assert_survives(source, destination, meanwhile)
-    record_property("cases", count)
-    print(f"{meanwhile.__name__}: {count} collections")
-
-
-class _Collector:
-    """Collects at each call, but not within itself."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._turn = threading.Lock()
-        self.count = 0
-
-    def __call__(self) -> None:
-        if self._turn.acquire(blocking=False):
-            self.count += 1
-            elsewhere(self._work)()
-            self._turn.release()
-
-
 @pytest.mark.parametrize("side", ["source", "destination"])
 @pytest.mark.parametrize("act", [fail(UnavailableError), lose_answer()], ids=["cut", "lost"])
 def test_a_link_that_is_cut(
@@ -194,14 +157,3 @@ def test_a_link_that_is_cut(
     assert all(a >= b - CHUNK for a, b in pairwise(sent))
     assert max(sent) <= whole.sent_bytes + CHUNK
     record_property("cases", len(sent))
-
-
-def test_a_slow_remote_place(tmp_path: Path) -> None:
-    """Answers that take their time change nothing."""
-    filled(RemoteDouble(f"{tmp_path}/source"))
-    source = FaultyBackend(RemoteDouble(f"{tmp_path}/source"))
-    destination = FaultyBackend(RemoteDouble(f"{tmp_path}/destination"))
-    slow = partial(Fault, delay(0.002), times=None)
-    with source.during(slow()), destination.during(slow()):
-        copy_in_parts(source, destination, PART)
-    assert_copied(source, destination)

@@ -25,7 +25,6 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
-from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
 from tests.support.faults import (
     CHUNK,
@@ -100,27 +99,6 @@ def test_the_source_is_collected_meanwhile(tmp_path: Path) -> None:
     assert {"step_0", "step_2"} <= {s.name for s in copy.snapshots()}
     assert copy.check(data=True).ok
     assert_copied(store, copy)
-
-
-def test_the_destination_is_collected_meanwhile(tmp_path: Path) -> None:
-    """Without grace, at the first packs and roots that the mirror writes there."""
-    there = FaultyBackend(LocalBackend(tmp_path / "there"))
-    plain = LocalBackend(tmp_path / "there")
-
-    def collect(call: Any) -> object:
-        Store(plain).gc(grace=0)
-        return call.go()
-
-    store = mirrored(tmp_path, there)
-    store.wait_mirrored(60)
-    with there.during(
-        Fault(collect, "write", times=4), Fault(collect, "put_if_absent", "roots/*", times=4)
-    ):
-        for step in range(3):
-            take(store, step)
-        store.wait_mirrored(120)
-    assert_copied(store, tmp_path / "there")
-    assert_all_well(tmp_path, 3)
 
 
 def test_a_link_that_is_cut_for_long(tmp_path: Path) -> None:
@@ -329,28 +307,6 @@ def test_follow_gives_up_in_the_end(tmp_path: Path) -> None:
     with there.during(Fault(fail(BackendError), times=None)), pytest.raises(BackendError):
         # A wrong argument would not get better.
         next(copier(tmp_path / "here", there).follow(0.001))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_follows_until_it_is_told_to_end(tmp_path: Path, number: int) -> None:
-    store = filled(tmp_path / "here", steps=2)
-    places = [str(tmp_path / "here"), str(tmp_path / "there")]
-    process = subprocess.Popen(
-        [*COMMAND, "cp", *places, "--follow", "--interval", "0.05s"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == f"{places[1]} is a new store\n"
-    said = [process.stdout.readline() for _ in range(2)]
-    take(store, 2)
-    said.append(process.stdout.readline())
-    assert [line.split(":")[0] for line in said] == [f"copied step_{n}" for n in range(3)]
-    process.send_signal(number)
-    rest, errors = process.communicate(timeout=60)
-    assert (process.returncode, rest, errors) == (0, "3 snapshots copied\n", "")
-    assert_copied(store, tmp_path / "there")
 
 
 def test_threads_end_with_the_store(tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import random
 import shutil
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import Retention, Snapshot, Store
 from casnap.errors import MirrorError
 from tests.support.cli_calls import document, invoke
 from tests.support.copies import mirrored, names
@@ -274,99 +269,6 @@ def test_a_disk_that_was_copied_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 # --- killed ---------------------------------------------------------------------------------------
-
-
-def state_of(line: list[int]) -> dict[str, StateDict]:
-    """Return the state that a line of steps leads to; the line has the node of each step."""
-    weight = torch.zeros(20_000, dtype=torch.float64)
-    for step, node in enumerate(line):
-        weight[step::7] = 0.9 * weight[step::7] + node + step / 3
-    return {"model": StateDict(weight=weight, line=list(line))}
-
-
-def line_of(snapshot: Snapshot) -> list[int]:
-    """Return the line of a snapshot, which holds what that leads to, bit for bit."""
-    state = state_of([])
-    snapshot.restore(state)
-    line: list[int] = state["model"]["line"]
-    assert torch.equal(state["model"]["weight"], state_of(line)["model"]["weight"])
-    return line
-
-
-def live(folder: Path, node: int, seed: int) -> None:
-    """Resume, at times from an earlier snapshot, and train until killed."""
-    rng = random.Random(seed)
-    store = begin(folder, f"node{node}", mirror_retention=LAST_SIX)
-    last = store.latest()
-    line = [] if last is None else line_of(last)
-    (folder / f"resumed{node}").write_text(json.dumps(line))
-    if node % 2:
-        earlier = rng.choice(Store(folder / "there", create=False).snapshots())
-        line = line_of(store[earlier.name])
-    while True:
-        line.append(node)
-        store.take(state_of(line), f"step_{len(line)}", retention=LAST_TWO)
-        if rng.random() < 0.7 or not (folder / f"taken{node}").exists():
-            try:
-                store.wait_mirrored(60)
-            except MirrorError as e:
-                (folder / f"told{node}").write_text(str(e))
-        # Some may be on their way while it does not wait.
-        assert len(store.snapshots()) <= 2 + 8
-        with (folder / f"taken{node}").open("a") as taken:
-            taken.write(".")
-
-
-def await_takes(folder: Path, node: int, count: int) -> None:
-    taken = folder / f"taken{node}"
-    while not taken.exists() or taken.stat().st_size < count:
-        time.sleep(0.002)
-
-
-def branch(folder: Path) -> list[int]:
-    """Return the line of the newest snapshot of the mirror; all others are on its way."""
-    there = Store(folder / "there", create=False)
-    assert there.check(data=True).ok
-    lines = [line_of(snapshot) for snapshot in there.snapshots()]
-    assert 1 <= len(lines) <= 6
-    for snapshot, line in zip(there.snapshots(), lines, strict=True):
-        assert snapshot.name == f"step_{len(line)}"
-        assert lines[-1][: len(line)] == line
-    return lines[-1]
-
-
-def test_a_node_is_killed_and_replaced_five_times() -> None:
-    """By one with an empty disk; half of them roll back. Some live on for a while."""
-    rng = random.Random(30)
-    with memory_folder() as folder:
-        newest_line: list[int] = []
-        stopped: int | None = None
-        for node in range(6):
-            pid = start(partial(live, folder, node, rng.randrange(1 << 30)))
-            await_takes(folder, node, rng.randrange(3, 9))
-            if stopped is not None:
-                # The node before this one lives still. It is told, and changes nothing there.
-                os.kill(stopped, signal.SIGCONT)
-                told = folder / f"told{node - 1}"
-                while not (told.exists() and "do not follow it" in told.read_text()):
-                    time.sleep(0.002)
-                await_takes(folder, node - 1, 12)
-                os.kill(stopped, signal.SIGKILL)
-                assert wait(stopped) == -signal.SIGKILL
-                stopped = None
-            else:
-                time.sleep(rng.uniform(0, 0.03))
-            assert json.loads((folder / f"resumed{node}").read_text()) == newest_line
-            if node % 3 == 1:
-                os.kill(pid, signal.SIGSTOP)
-                stopped = pid
-            else:
-                os.kill(pid, signal.SIGKILL)
-                assert wait(pid) == -signal.SIGKILL
-            newest_line = branch(folder)
-            assert newest_line[-1] == node
-            kept = Store(folder / f"node{node}", create=False).snapshots()
-            assert len(kept) <= 2 + 8
 
 
 @pytest.mark.sweep
