@@ -199,13 +199,6 @@ def test_a_save_of_dcp(tmp_path: Path) -> None:
     assert counts["to host"] < live["w1"].nbytes
 
 
-def test_it_can_be_turned_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    live = to_device(weights(1))
-    take(store, live, "a")
-    monkeypatch.setenv("CASNAP_DEVICE_HASH", "off")
-    assert take(store, live, "b") == live["w1"].nbytes
-
-
 def test_two_pending_takes(store: Store) -> None:
     """What only a pending take has is copied, and stored once."""
     live = to_device(weights(1, 2))
@@ -229,13 +222,6 @@ def test_little_memory_for_copies(store: Store) -> None:
     expected = live["w"].cpu()
     live["w"].zero_()
     assert torch.equal(pending.wait().read_object("s/w"), expected)
-
-
-def test_the_progress_counts_what_stays(store: Store) -> None:
-    live, told = to_device(weights(1)), list[tuple[str, int, int]]()
-    take(store, live, "a")
-    store.take({"s": StateDict(**live)}, "b", progress=lambda *args: told.append(args))
-    assert told[-1] == ("storing", live["w1"].nbytes, live["w1"].nbytes)
 
 
 # --- leaves that are new in each take ---------------------------------------------------------
@@ -369,23 +355,6 @@ def test_in_a_bucket_the_call_announces_the_take_at_once(
     assert backend.announced_bases(60) == []
 
 
-def test_a_call_that_fails_lets_collectors_go_on(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live = to_device(weights(1))
-    take(store, live, "a")
-    backend = store._view.repository.backend
-
-    def failing(*_: object) -> None:
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Asking, "_check_samples", failing)
-        with pytest.raises(ZeroDivisionError):
-            store.async_take({"s": StateDict(**live)}, "b")
-    assert list(backend.announced_bases(60)) == []
-
-
 def test_an_interrupt_of_the_call_lets_collectors_go_on(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,24 +414,6 @@ def test_on_a_full_disk_no_pending_take_keeps_what_can_be_freed(
             each.wait()
         assert torch.equal(store["5"].read_object("s/w5"), dense)
         assert len(store.snapshots()) == 1
-
-
-def test_a_take_that_starts_again_is_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    live = to_device(weights(1))
-    settle, once = Asking.settle, threading.Lock()
-
-    def fenced_once(*args: Any) -> None:
-        settle(*args)
-        if once.acquire(blocking=False):
-            raise FencedError
-
-    monkeypatch.setattr(Asking, "settle", fenced_once)
-    take(store, live, "a")
-    live["w1"].add_(1)
-    # Its second try found all new, as the first one: so this is asked, too.
-    assert take(store, live, "b") == live["w1"].nbytes + ROWS * DIGEST
-    [streaks] = asking._streaks.values()
-    assert streaks._takes == 2
 
 
 # --- devices that lie -------------------------------------------------------------------------

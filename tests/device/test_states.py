@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from casnap import RNGState, Snapshot, StateDict, Store, release_memory
 from casnap.errors import CasnapError
-from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.take import staging
 from tests.support.blocks import LEAST, small_blocks
 from tests.support.late_device import counts, module
@@ -146,41 +144,6 @@ def test_the_random_state_of_a_device(tmp_path: Path) -> None:
 # --- streams and threads ----------------------------------------------------------------------
 
 
-def test_training_goes_on_after_async_take(tmp_path: Path) -> None:
-    live = to_device(host_state())
-    pending = Snapshot.async_take(tmp_path / "run" / "step", {"s": StateDict(**live)})
-    for tensor in live.values():
-        tensor.zero_()
-    module.synchronize("late")
-    snapshot = pending.wait()
-    assert_same({k: snapshot.read_object(f"s/{k}") for k in live}, host_state())
-
-
-@pytest.mark.parametrize("how", ["take", "async_take"])
-def test_the_stream_of_the_caller(tmp_path: Path, how: str) -> None:
-    """What the caller has begun on its own stream is taken, also with another current device."""
-    with module.device(1), module.stream(module.Stream("late:0")), module.device(1):
-        x = torch.ones(ROWS, 300, device="late:0")
-        for _ in range(10):
-            x += x
-        snapshot = taken(tmp_path / "run" / "step", {"x": x, "turned": x.t()}, how)
-    assert bool((snapshot.read_object("s/x") == 1024).all())
-    assert bool((snapshot.read_object("s/turned") == 1024).all())
-
-
-def test_a_restore_comes_after_what_the_caller_has_begun(tmp_path: Path) -> None:
-    snapshot = taken(tmp_path / "run" / "step", host_state())
-    with module.stream(module.Stream("late:0")):
-        live = to_device(host_state())
-        for tensor in live.values():
-            tensor.zero_()
-        snapshot.restore({"s": StateDict(**live)})
-    # And what another stream does next sees it.
-    with module.stream(module.Stream("late:0")):
-        copies = {name: tensor.clone() for name, tensor in live.items()}
-        assert_same(copies, host_state())
-
-
 def test_several_threads(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
@@ -217,25 +180,6 @@ def test_read_object_into_a_tensor(tmp_path: Path) -> None:
     rows = torch.zeros(10, 500, device="late")
     snapshot.read_object("s/big", rows, index=slice(20, 30))
     assert torch.equal(rows.cpu(), state["big"][20:30])
-
-
-def test_load_into_a_module(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(300, 300)
-    snapshot = Snapshot.take(tmp_path / "run" / "step", {"model": model})
-    there = torch.nn.Linear(300, 300).to("late:1")
-    snapshot.load_into(there, "model")
-    assert_same(dict(there.named_parameters()), dict(model.named_parameters()))
-
-
-def test_dcp(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "step"
-    dcp.save(to_device(host_state()), storage_writer=CasnapWriter(path), no_dist=True)
-    target = {
-        name: torch.zeros_like(tensor, device="late:1") for name, tensor in host_state().items()
-    }
-    dcp.load(target, storage_reader=CasnapReader(path), no_dist=True)
-    assert_same(target, host_state())
 
 
 # --- what crosses -----------------------------------------------------------------------------

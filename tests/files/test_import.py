@@ -106,28 +106,6 @@ def test_it_shares_chunks_with_a_take(store: Store, tmp_path: Path) -> None:
         assert report.new_bytes < 2000
 
 
-def test_it_is_restored_into_a_module(store: Store, tmp_path: Path) -> None:
-    model, other = torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)
-    save_file(model.state_dict(), tmp_path / "m.safetensors")
-    store.import_file(tmp_path / "m.safetensors", "m")
-    store["m"].restore({"model": other})
-    assert_same(other.weight, model.weight)
-
-
-def test_shards_with_an_index(store: Store, tmp_path: Path) -> None:
-    parts = [{"a": torch.randn(100)}, {"b": torch.randn(50), "c": torch.randn(2, 2)}]
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    weights = {}
-    for name, part in zip(names, parts, strict=True):
-        save_file(part, tmp_path / name, metadata={"format": "pt"})
-        weights |= dict.fromkeys(part, name)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weights}))
-    for name, source in (("of-folder", tmp_path), ("of-index", index)):
-        assert store.import_file(source, name, key="net").files == 2
-        assert_same(store[name].get_state_dict_for_key("net"), {**parts[0], **parts[1]})
-
-
 PARTS = [{"a": torch.arange(100.0)}, {"b": torch.ones(50), "c": torch.zeros(2, 2)}]
 WHOLE = {**PARTS[0], **PARTS[1]}
 

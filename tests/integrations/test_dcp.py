@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.utils._pytree import tree_map_only
@@ -194,25 +194,6 @@ def test_tied_tensors_get_what_was_saved_for_the_last_of_them(tmp_path: Path) ->
 
 
 # --- planners ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _no_cached_plans() -> Iterator[None]:
-    caches = [v for k, v in vars(SavePlanner).items() if k.startswith("_cached")]
-    yield
-    for cache in caches:
-        cache.clear()
-
-
-@pytest.mark.usefixtures("_no_cached_plans")
-def test_plans_are_cached(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    for step in range(3):
-        state = {"x": torch.full((5,), step), "step": step}
-        save(store, f"{step}", state, planner=DefaultSavePlanner(enable_plan_caching=True))
-    for step in range(3):
-        found = load(store, f"{step}", {"x": torch.zeros(5, dtype=torch.int64), "step": 9})
-        assert_same(found, {"x": torch.full((5,), step), "step": step})
 
 
 def test_a_planner_that_does_not_flatten(tmp_path: Path) -> None:
@@ -515,13 +496,6 @@ def test_async_saves_of_storages_that_change_their_size(
         snapshot = Snapshot(tmp_path / f"{step}")
         assert_same(snapshot.read_object("grown"), torch.full((step + 1,), float(step)))
         assert (snapshot.read_object("same") == step).all()
-
-
-def test_a_writer_that_saves_twice_at_once_copies_twice(tmp_path: Path) -> None:
-    writer, x = CasnapWriter(tmp_path / "a"), torch.ones(1000)
-    first, second = (writer.stage({"x": x}) for _ in range(2))
-    assert first["x"].data_ptr() != second["x"].data_ptr()
-    assert "_stager" not in writer.__getstate__()
 
 
 def test_a_save_that_ends_leaves_the_copies_of_another(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
-from casnap import Snapshot, Store
+from casnap import Store
 from casnap.errors import FileFormatError, StateError, StoreError
-from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
+from casnap.integrations.dcp import CasnapReader, install, uninstall
 from casnap.integrations.dcp.redirect import FsspecReader, FsspecWriter
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
@@ -356,30 +355,6 @@ def test_until_that_is_undone(tmp_path: Path) -> None:
 # --- threads and processes --------------------------------------------------------------------
 
 
-def test_threads_save_while_another_installs(tmp_path: Path) -> None:
-    install(tmp_path / "0")
-    done = threading.Event()
-    failed: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            while not done.is_set():
-                assert isinstance(FileSystemWriter(tmp_path / "0/a"), CasnapWriter)
-                assert not isinstance(FileSystemWriter(tmp_path / "none/a"), CasnapWriter)
-        except BaseException as e:  # noqa: BLE001 - told below
-            failed.append(e)
-
-    threads = [threading.Thread(target=make) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for number in range(1, 20):
-        install(f"memory://{tmp_path.name}-{number}")
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-
-
 def test_a_fork_saves_too(tmp_path: Path) -> None:
     install(tmp_path)
     dcp.save(state(), checkpoint_id=tmp_path / "a")
@@ -387,23 +362,6 @@ def test_a_fork_saves_too(tmp_path: Path) -> None:
     dcp.save({"step": 4}, checkpoint_id=tmp_path / "c")
     assert names(tmp_path) == ["a", "b", "c"]
     assert not Store(tmp_path).check(data=True).damages
-
-
-def test_async_saves_by_a_path(tmp_path: Path) -> None:
-    install(tmp_path)
-    x = torch.zeros(1000)
-    for step in range(3):
-        how: dict[str, Any] = {"checkpoint_id": tmp_path / f"{step}"}
-        if step:
-            how["storage_writer"] = FileSystemWriter(
-                tmp_path / f"{step}", cache_staged_state_dict=step == 2
-            )
-        pending: Any = dcp.async_save({"x": x}, **how)
-        x += 1  # what was copied is saved
-        pending.result()
-    for step in range(3):
-        assert (Snapshot(str(tmp_path / f"{step}")).read_object("x") == step).all()
-    assert files_of_dcp(tmp_path) == []
 
 
 def composed(seed: int) -> dict[str, Any]:

@@ -479,38 +479,6 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
 
 # --- what is stored, and what is deleted ----------------------------------------------------------
 
-BASE = (400, 300)
-
-
-def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
-    def work() -> None:
-        from megatron.core import dist_checkpointing as dc
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        rank, base = dist.get_rank(), torch.randn(*BASE)
-        for step in range(4):
-            torch.manual_seed(step)
-            adapter = torch.randn(4, BASE[1])
-            for folder, strategy in (
-                (tmp_path / f"run/iter_{step}", CASNAP),
-                (tmp_path / f"own/iter_{step}", own_strategy()),
-            ):
-                folder.mkdir(parents=True, exist_ok=True)
-                state = {
-                    "base": ShardedTensor.from_rank_offsets("base", base, (0, rank, 2)),
-                    "adapter": ShardedTensor.from_rank_offsets("adapter", adapter, replica_id=rank),
-                    "step": step,
-                }
-                dc.save(state, str(folder), strategy)
-
-    all_end(2, work)
-    first, *later = Store(tmp_path / "run", create=False).snapshots()
-    base_bytes = 2 * 4 * BASE[0] * BASE[1]
-    assert first.stats.new_bytes > base_bytes
-    assert all(s.stats.new_bytes < base_bytes / 20 for s in later)
-    own = sum(path.stat().st_size for path in (tmp_path / "own").rglob("*.distcp"))
-    assert own > 3 * sum(s.stats.new_bytes for s in (first, *later))
-
 
 def test_a_checkpoint_is_forgotten_with_its_folder(tmp_path: Path) -> None:
     def work() -> None:

@@ -19,7 +19,6 @@ from casnap.errors import (
     UnsupportedTypeError,
 )
 from tests.support.bitwise import assert_same
-from tests.support.exports import assert_exports
 from tests.support.faults import disk_full, kill, system_faults
 from tests.support.pages import run_examples
 from tests.support.ranks import World
@@ -203,28 +202,6 @@ def test_a_checkpoint_of_its_own_is_not_saved_over(tmp_path: Path) -> None:
 
 
 # --- what casnap is for -----------------------------------------------------------------------
-
-
-def test_a_frozen_base_is_stored_once(tmp_path: Path) -> None:
-    from torch_checkpointing import CheckpointManager
-
-    model, optimizer = trained()
-    own = CheckpointManager(CheckpointManager.Config.with_sync_save())
-    ours = manager("sync", retention=Retention(keep_last=5))
-    for number in range(10):
-        step(model, optimizer)
-        own.save(str(tmp_path / f"own/step_{number}"), items(model, optimizer, number))
-        ours.save(str(tmp_path / f"run/step_{number}"), items(model, optimizer, number))
-    snapshots = Store(tmp_path / "run", create=False).snapshots()
-    assert [s.name for s in snapshots] == [f"step_{number}" for number in range(5, 10)]
-    assert all(s.stats.logical_bytes > BASE > 10 * s.stats.new_bytes for s in snapshots)
-    bytes_of = {
-        name: sum(p.stat().st_size for p in (tmp_path / name).rglob("*") if p.is_file())
-        for name in ("own", "run")
-    }
-    assert bytes_of["own"] > 10 * BASE
-    assert bytes_of["run"] < 2.5 * BASE
-    assert_exports(snapshots[-1], tmp_path, "model", model.state_dict())
 
 
 class TestManager(TrainerContract):

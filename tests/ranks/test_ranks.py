@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from casnap.errors import DamagedError
 from tests.support.ranks import RankDied, RankError, RankHung, RanksFailed, World
@@ -26,12 +24,6 @@ def summed(number: float) -> float:
     tensor = torch.tensor([number + dist.get_rank()])
     dist.all_reduce(tensor)
     return tensor.item()
-
-
-def summed_by_mesh(shape: tuple[int, ...]) -> float:
-    mesh = init_device_mesh("cpu", shape)
-    rows = distribute_tensor(torch.arange(60.0).reshape(10, 6), mesh, [Shard(0)] * len(shape))
-    return (rows @ rows.t()).full_tensor().sum().item()
 
 
 def fails(how: str) -> int:
@@ -49,19 +41,6 @@ def fails(how: str) -> int:
     if rank == 1 and how == "hang":
         threading.Event().wait()
     return rank
-
-
-def test_each_rank_answers_in_worlds_of_any_size(world: Worlds) -> None:
-    for size in (2, 4, 3, 4, 1):
-        results = world(size).run(summed, 10.0)
-        assert results == [10.0 * size + size * (size - 1) / 2] * size
-
-
-def test_meshes_of_groups_that_are_gone_do_no_harm(world: Worlds) -> None:
-    expected = torch.arange(60.0).reshape(10, 6)
-    for shape in ((2, 2), (3,), (2, 2), (4,), (2,), (2, 2)):
-        results = world(torch.Size(shape).numel()).run(summed_by_mesh, shape)
-        assert set(results) == {(expected @ expected.t()).sum().item()}
 
 
 def test_errors_arrive_with_their_types_and_places(world: Worlds) -> None:
@@ -87,21 +66,6 @@ def test_a_rank_that_dies_or_hangs_is_replaced(
     assert isinstance(second, error)
     assert all(part in str(second) for part in text.split("\n"))
     assert world(2).run(summed, 0.0) == [1.0, 1.0]
-
-
-def test_a_fresh_world_has_other_processes(world: Worlds) -> None:
-    usual = set(world(2).run(os.getpid))
-    with world(2).fresh() as fresh:
-        assert usual.isdisjoint(fresh.run(os.getpid))
-    assert set(world(2).run(os.getpid)) == usual
-
-
-def test_ranks_have_the_environment_of_the_test(
-    world: Worlds, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert world(2).run(os.getenv, "CASNAP_CACHE_DIR") == [str(cache_dir)] * 2
-    monkeypatch.delenv("CASNAP_CACHE_DIR")
-    assert world(2).run(os.getenv, "CASNAP_CACHE_DIR") == [None] * 2
 
 
 _SESSION = """

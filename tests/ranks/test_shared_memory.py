@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store, release_memory
 from casnap.ranks import processes
-from casnap.ranks.joining import join
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
 from casnap.take import exchange
 from tests.support.links import forget_links, links
@@ -167,16 +166,3 @@ def test_ranks_share_memory_where_they_can(world: Worlds, tmp_path: Path) -> Non
         if path.is_file()
     )
     assert written < 1.2 * sum(number(i).nbytes for i in range(3))
-
-
-def share_again(nbytes: int) -> bool:
-    """Share memory twice: the second operation gets the same; more than there is gets new."""
-    with join(None, 60, "sharing") as comm:
-        first = comm.share(nbytes)
-    with join(None, 60, "sharing again") as comm:
-        same, more = comm.share(nbytes - 1), comm.share(2 * nbytes)
-    return first is same and len(more.own_memory) == 2 * nbytes and more is not same
-
-
-def test_memory_is_kept_between_operations(world: Worlds) -> None:
-    assert world(2).run(share_again, 1 << 27) == [True, True]

@@ -12,10 +12,9 @@ import torch
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
-from casnap.errors import BackendError, DamagedError
+from casnap.errors import DamagedError
 from casnap.runtime.buffers import address_of
 from tests.support.bitwise import assert_same
-from tests.support.faulty import Fault, FaultyBackend, fail
 from tests.support.remote import RemoteDouble
 
 CHUNK = 128 << 10
@@ -78,27 +77,6 @@ def test_chunks_are_read_into_the_tensor(store: Store, backend: Watched) -> None
     ]
 
 
-class Far(RemoteDouble):
-    """Notes the addresses that it reads to."""
-
-    addresses: list[int]
-
-    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        self.addresses += [address_of(view) for _, view in targets]
-        return super().read_into(key, targets)
-
-
-def test_of_a_remote_store_too(tmp_path: Path) -> None:
-    backend = Far(str(tmp_path))
-    backend.addresses = []
-    store = Store(backend, chunk_size=CHUNK)
-    x = taken(store, torch.randn(100, 5000))
-    y = torch.zeros_like(x)
-    assert_same(restored(store, y), x)
-    inside = range(y.data_ptr(), y.data_ptr() + y.nbytes)
-    assert len([a for a in backend.addresses if a in inside]) == 25
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -124,22 +102,6 @@ def test_memory_that_is_written_to_meanwhile_is_no_damage(store, backend):
     assert store.check(data=True).ok
 
 
-def test_a_damaged_chunk_is_no_silent_mix(store, tmp_path):
-    x = taken(store, torch.randn(100, 5000))
-    pack = max(
-        (tmp_path / "store/casnap-store/packs").rglob("*"),
-        key=lambda p: p.is_file() and p.stat().st_size,
-    )
-    content = bytearray(pack.read_bytes())
-    content[100_000] ^= 1
-    pack.write_bytes(content)
-    with pytest.raises(DamagedError, match="may hold unverified bytes") as damaged:
-        restored(store, torch.zeros_like(x))
-    assert [path.removeprefix("0/") for path in damaged.value.paths] == ["s/x"]
-    with pytest.raises(DamagedError):
-        store["a"].read_object("s/x")
-
-
 def test_damage_is_named_wherever_it_is_among_many_chunks(tmp_path):
     # More chunks than are looked for before reading begins.
     store = Store(tmp_path / "store", chunk_size=64 << 10)
@@ -162,25 +124,6 @@ def spoil(packs: Path, begin: bytes) -> None:
         if (at := content.find(begin)) >= 0:
             content[at] ^= 1
             pack.write_bytes(content)
-
-
-def test_a_pack_that_is_cut_off_or_cannot_be_read(store, tmp_path):
-    x = taken(store, torch.randn(100, 5000))
-    pack = max(
-        (tmp_path / "store/casnap-store/packs").rglob("*"),
-        key=lambda p: p.is_file() and p.stat().st_size,
-    )
-    whole = pack.read_bytes()
-    pack.write_bytes(whole[:500_000])
-    with pytest.raises(DamagedError, match="cut off"):
-        restored(store, torch.zeros_like(x))
-    pack.write_bytes(whole)
-
-    unreadable = Fault(fail(), "read_into", times=None)
-    faulty = Store(FaultyBackend(LocalBackend(tmp_path / "store"), unreadable))
-    with pytest.raises(BackendError, match="on purpose"):
-        restored(faulty, torch.zeros_like(x))
-    assert_same(restored(store, torch.zeros_like(x)), x)
 
 
 def flip_all(pack: Path) -> None:
@@ -239,29 +182,6 @@ def test_a_pack_that_is_harmed_while_it_is_read(store, backend, tmp_path, how, v
     pack.write_bytes(whole)
     read()
     assert_same(y, x)
-
-
-def test_tied_weights_are_filled_once(store, backend):
-    x = torch.randn(100, 5000)
-    store.take({"s": StateDict(x=x, y=x)}, "a")
-    tied = torch.zeros_like(x)
-    state = StateDict(x=tied, y=tied)
-    backend.addresses.clear()
-    store["a"].restore({"s": state})
-    assert state["x"] is state["y"] is tied
-    assert_same(tied, x)
-    inside = range(tied.data_ptr(), tied.data_ptr() + tied.nbytes)
-    read = [a for a in backend.addresses if a in inside]
-    assert len(read) == len(set(read))
-
-
-def test_a_part_and_an_object_of_ones_own(store):
-    x = taken(store, torch.randn(100, 5000))
-    out = torch.zeros_like(x)
-    assert store["a"].read_object("s/x", obj_out=out) is out
-    assert_same(out, x)
-    assert_same(store["a"].read_object("s/x", index=slice(13, 57)), x[13:57])
-    assert_same(store["a"].read_object("s/x", memory_budget_bytes=1), x)
 
 
 def test_small_chunks_are_read_beside_large_ones(tmp_path):

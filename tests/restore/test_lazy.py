@@ -102,16 +102,6 @@ def test_a_handle_on_what_is_no_tensor(snapshot):
     assert (own.rank, own.is_global, own.is_sharded) == (0, False, False)
 
 
-def test_a_part_reads_only_its_chunks(snapshot):
-    opened, backend = counted(snapshot)
-    handle = opened["extra/big"]
-    handle[0]  # the tree is known from here on
-    backend.reads.clear()
-    assert_same(handle[-1], torch.arange(60_000).reshape(300, 200)[-1].clone())
-    assert 0 < backend.nbytes <= CHUNK + 8192
-    assert handle.nbytes > 6 * CHUNK
-
-
 def test_what_there_is(snapshot):
     assert "model/0.attn.bias" in snapshot
     assert "0/extra/list" in snapshot

@@ -132,28 +132,6 @@ def test_an_object_with_a_loader_of_its_own_gets_new_tensors(store: Store) -> No
     assert live["x"].unique().tolist() == [3.0]
 
 
-def test_known_loaders_are_filled_in_place(store: Store) -> None:
-    def state(value: float) -> dict[str, Any]:
-        weight = nn.Parameter(torch.full((20_000,), value))
-        weight.grad = torch.full((20_000,), value)
-        sgd = torch.optim.SGD([weight], lr=0.0, momentum=0.9)
-        sgd.step()
-        model = nn.Linear(300, 100)
-        nn.init.constant_(model.weight, value)
-        return {"s": StateDict(x=torch.full((50_000,), value)), "optim": sgd, "model": model}
-
-    store.take(state(3.0), "a")
-    live = state(1.0)
-    (moments,) = live["optim"].state.values()
-    tensors = [live["s"]["x"], moments["momentum_buffer"], live["model"].weight]
-    store["a"].restore(live)
-    (moments,) = live["optim"].state.values()
-    assert live["s"]["x"] is tensors[0]
-    assert moments["momentum_buffer"] is tensors[1]
-    for tensor in tensors:
-        assert tensor.unique().tolist() == [3.0]
-
-
 def test_an_error_of_a_loader_names_what_was_filled_in_place(store: Store) -> None:
     class Failing(Average):
         def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
-from casnap.format.names import rank_names
 from casnap.format.region import Region
-from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
 from tests.support.bitwise import assert_same, noise, raw
@@ -126,16 +124,6 @@ def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
     )
 
 
-def test_a_parameter_is_filled_in_place(store):
-    plain = torch.nn.Parameter(torch.randn(40, 1000))
-    snapshot, entry = written(store, plain)
-    target = torch.nn.Parameter(torch.zeros(40, 300))
-    loading = Loading(snapshot.contents)
-    loading.add("m/x", entry, [(Region((0, 350), (40, 300)), target)], target)
-    assert loading.load()["m/x"].content is target
-    assert torch.equal(target, plain[:, 350:650])
-
-
 # --- what a rank sees -------------------------------------------------------------------------
 
 WEIGHT = torch.arange(40_000.0).reshape(40, 1000)
@@ -175,34 +163,6 @@ def test_new_ranks_see_what_is_global_alone(world):
         world.read_object("3/m/w")
 
 
-def test_without_a_rank_it_is_global_or_that_of_rank_0(world):
-    assert_same(world.read_object("m"), rank_state(0)["m"])
-    assert world.read_object("m/seed") == 0
-    assert_same(world.read_object("m/w"), WEIGHT)
-
-
-def test_the_manifest_has_every_rank(world):
-    manifest = world.get_manifest()
-    assert {p for p in manifest if p.endswith("m/seed")} == {f"{r}/m/seed" for r in range(3)}
-    assert manifest["0/m/w"] == manifest["2/m/w"]
-    assert len(manifest) == 9 + 12 + 11
-    assert world.metadata.world_size == 3
-
-
-def test_own_entries_win(store):
-    """A faulty writer may put an entry into both scopes; a rank's own entry then wins."""
-    snapshot = write(store, "twice", [{"m": {"x": 0}}, {"m": {"x": 1}}], own=["m/x"])
-    both = {**snapshot.contents.manifest.shared}
-    contents = snapshot.contents
-    contents.manifest.shared["m"] = contents.manifest.ranks["1"]["m"]
-    try:
-        assert contents.trees(0)["m"].get("/x") != contents.trees(1)["m"].get("/x")
-        assert contents.trees(None)["m"].get("/x") == contents.trees(1)["m"].get("/x")
-        assert [p for p, _ in contents.trees(0)["m"].items()] == ["/x"]
-    finally:
-        contents.manifest.shared.update(both)
-
-
 @pytest.mark.parametrize(
     ("path", "of", "read"),
     [
@@ -220,20 +180,6 @@ def test_what_is_kept_for_others_says_so(world, path, of, read):
     world.read_object(read)
 
 
-def test_who_keeps_what(world):
-    keepers = world.contents.keepers
-    assert keepers("m/seed") == keepers("m/where/at") == keepers("m") == [0, 1, 2]
-    assert keepers("m/where") == [0, 1, 2]  # something below it
-    assert keepers("data") == [1, 2]
-    assert keepers("m/late") == [1]
-    assert keepers("m/w") == keepers("nowhere") == keepers("m/see") == []
-    with pytest.raises(EntryNotFoundError, match="nearest: m/seed"):
-        world.read_object("2/m/sed")
-    assert rank_names(range(1)) == "rank 0"
-    assert rank_names([0, 1, 5]) == "ranks 0, 1 and 5"
-    assert rank_names(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
-
-
 def test_rank_0_restores(world):
     state = StateDict(w=torch.zeros(40, 1000, dtype=torch.float64), seed=9)
     live = state["w"]
@@ -246,28 +192,6 @@ def test_rank_0_restores(world):
 
 
 # --- comparing and counting -------------------------------------------------------------------
-
-
-def test_diff_of_two_worlds(disk):
-    changed = WEIGHT.clone()
-    changed[39, 0] = -1
-    states = [rank_state(r) for r in range(2)]
-    own = [*OWN, "m", *(f"m/where/at/{i}" for i in range(3))]
-    write(disk, "a", states, own=own)
-    states[0]["m"]["w"], states[1]["m"]["seed"] = changed, 7
-    write(disk, "b", states, own=own)
-    seed, w = sorted(disk.diff("a", "b").changes, key=lambda c: c.path)
-    assert (seed.path, seed.kind, w.path) == ("1/m/seed", "changed", "m/w")
-    assert 0 < w.changed_bytes < w.total_bytes == 160_000
-    assert not disk.diff("a", "a")
-
-
-def test_moving_from_one_scope_to_the_other(disk):
-    write(disk, "a", [{"m": {"x": 1}}, {"m": {"x": 1}}])
-    write(disk, "b", [{"m": {"x": 1}}, {"m": {"x": 2}}], own=["m/x"])
-    changes = [(c.path, c.kind) for c in disk.diff("a", "b").changes]
-    assert changes == [("0/m/x", "added"), ("1/m/x", "added"), ("m/x", "removed")]
-    assert all(isinstance(c, Change) for c in disk.diff("a", "b").changes)
 
 
 def test_what_all_ranks_share_is_counted_once(disk):

@@ -18,13 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, MismatchError
 from casnap.integrations.dcp import CasnapReader
-from casnap.restore import reuse
 from casnap.storage.reading import repository
 from tests.support.bitwise import assert_same, noise, raw
 from tests.support.ranks import World
 from tests.support.reads import counted
 from tests.support.remote import RemoteDouble
-from tests.support.sharded import training
 
 Worlds = Callable[[int], World]
 
@@ -137,26 +135,10 @@ def test_only_cells_that_differ_are_read(store: Store) -> None:
     assert kept == taken.nbytes - (16 + 16 + 4) * 4000
 
 
-def test_without_the_option_all_is_read(store: Store) -> None:
-    taken = noise(torch.float32, (100, 1000))
-    store.take({"s": StateDict(x=taken)}, "step")
-    snapshot, backend = counted(store["step"])
-    assert snapshot.restore({"s": StateDict(x=taken)}).kept_bytes == 0
-    assert backend.nbytes >= taken.nbytes
-
-
 def test_progress_counts_what_is_kept(store: Store) -> None:
     taken, seen = noise(torch.float32, (100, 1000)), []
     rolled_back(store, taken, changed(taken, 5), progress=lambda *each: seen.append(each))
     assert max(seen)[1] == taken.nbytes
-
-
-def test_windows_do_not_change_what_is_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "_WINDOW_CELLS", 2)
-    taken = noise(torch.float32, (100, 1000))
-    x, kept = rolled_back(store, taken, changed(taken, 50_000))
-    assert_same(x, taken)
-    assert kept == taken.nbytes - 16 * 4000
 
 
 # --- targets of all kinds -------------------------------------------------------------------------
@@ -192,9 +174,7 @@ def test_of_any_layout(store: Store, how: str) -> None:
     assert kept == taken.nbytes - rows * 1000 * taken.itemsize
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool])
 def test_of_any_dtype(store: Store, dtype: torch.dtype) -> None:
     taken = noise(dtype, (500_000,))
     live = taken.clone()
@@ -336,21 +316,10 @@ def test_not_strict(store: Store) -> None:
         assert report.kept_bytes == BASE + 400 * 400 * 4
 
 
-def test_modules_on_the_meta_device_hold_nothing(store: Store) -> None:
-    model = Tuned()
-    store.take({"model": model}, "step")
-    with torch.device("meta"):
-        empty = Tuned()
-    report = store["step"].load_into(empty, device="cpu", reuse=True)
-    assert report.kept_bytes == 0
-    assert_same(dict(empty.state_dict()), dict(model.state_dict()))
-
-
-@pytest.mark.parametrize("chunk", ["64K", "1M"])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_random_states(tmp_path: Path, codec: str, chunk: str) -> None:
+def test_random_states(tmp_path: Path, codec: str) -> None:
     """Any elements of any tensors differ, or none."""
-    store = Store(tmp_path / "store", chunk_size=chunk).make()
+    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
     store.configure(codec=codec)
     drawn = random.Random(0)
     dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
@@ -434,34 +403,3 @@ def test_a_rank_that_has_all_reads_together_with_others(
 ) -> None:
     Store(tmp_path / "run", chunk_size=CHUNK).make()
     world(3).run(restore_on_ranks, str(tmp_path / "run" / "step"), read_once)
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def tensors(given: Any) -> list[torch.Tensor]:
-    """Return what this rank has of a training: its weights and their moments."""
-    parameters = list(given.model.parameters())
-    moments = [given.optimizer.state[p]["exp_avg"] for p in parameters]
-    return [local(each.detach()) for each in parameters + moments]
-
-
-def roll_back_a_training(folder: str) -> list[int]:
-    kept = []
-    for layout in ("ddp", "fsdp2", "fsdp_tp"):
-        given = training(layout, 1)
-        snapshot = Store(folder).take({"train": given}, layout)
-        expected = [each.clone() for each in tensors(given)]
-        for each in tensors(given)[::2]:
-            each.fill_(-1.0)
-        kept.append(snapshot.restore({"train": given}, reuse=True).kept_bytes)
-        for ours, theirs in zip(tensors(given), expected, strict=True):
-            assert torch.equal(ours, theirs)
-    return kept
-
-
-def test_a_training_that_ranks_divide(world: Worlds, tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
-    for kept in world(4).run(roll_back_a_training, store.uri):
-        assert min(kept) > 0

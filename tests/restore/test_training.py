@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -301,25 +300,3 @@ def test_dropout_goes_on_where_it_stopped(store):
     snapshot.restore(resumed)
     assert train(resumed) == expected
     assert_same(dict(resumed["model"].state_dict()), dict(run["model"].state_dict()))
-
-
-def test_batch_norm_and_spectral_norm(store):
-    def start():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            normed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(30, 40))
-        return nn.Sequential(normed, nn.BatchNorm1d(40), nn.LSTM(40, 20, 2))
-
-    def forward(model, steps):
-        for step in steps:
-            x = torch.randn(8, 30, generator=torch.Generator().manual_seed(step))
-            y, _ = model(x)
-        return y
-
-    run, resumed = start(), start()
-    forward(run, range(3))
-    snapshot = store.take({"m": run}, next(names))
-    expected = forward(run, range(3, 6))
-    snapshot.restore({"m": resumed})
-    assert_same(forward(resumed, range(3, 6)).detach(), expected.detach())
-    assert_same(dict(resumed.state_dict()), dict(run.state_dict()))

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import AbstractContextManager, asynccontextmanager
-from contextvars import copy_context
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -382,31 +381,6 @@ def test_a_child_that_is_forked_while_a_version_is_applied(store: Store, served:
     take(store, 1)
     assert follower.update()
     assert ends == [0]
-
-
-def test_what_a_forward_began_does_not_get_in_after_it() -> None:
-    """The forward leaves, and a copy begins, while its child is about to enter."""
-    gate, about, inside = Gate(), threading.Event(), threading.Event()
-
-    def child() -> None:
-        about.set()
-        with gate.shared():
-            inside.set()
-
-    forward = gate.shared()
-    forward.__enter__()
-    thread = threading.Thread(target=copy_context().run, args=(child,))
-    with gate._changed:
-        thread.start()
-        assert about.wait(60)
-        time.sleep(0.05)  # it comes to the lock
-        forward.__exit__(None, None, None)
-        alone = gate.alone()
-        alone.__enter__()
-    assert not inside.wait(0.2)
-    alone.__exit__(None, None, None)
-    thread.join(60)
-    assert inside.is_set()
 
 
 def interrupted(block: Callable[[], AbstractContextManager[object]], number: int) -> bool:

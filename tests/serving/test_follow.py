@@ -416,38 +416,6 @@ def versions_in(live: Path) -> list[Path]:
     return [path for path in live.with_name("live.versions").iterdir() if path.is_dir()]
 
 
-def test_a_link_that_cannot_be_synced(
-    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It leads to the new version, so the callback is called for that."""
-    called: list[str] = []
-    events = follow(
-        store,
-        live,
-        options=PullOptions(keep=1),
-        on_version=lambda path, _: called.append(path.name[:6]),
-    )
-    assert [next(events).event for _ in range(2)] == ["switched", "called"]
-    real_fsync = os.fsync
-
-    def fsync(fd: int) -> None:
-        if os.path.samestat(os.fstat(fd), live.parent.stat()):
-            raise OSError(errno.EIO, "Input/output error")
-        real_fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    take(store, 1)
-    assert [next(events).event for _ in range(2)] == ["switched", "called"]
-    assert called == ["step_0", "step_1"]
-    assert "may lead to the version before after a crash" in caplog.text
-    # So that one is kept until a later link is durable.
-    assert len(versions_in(live)) == 2
-    monkeypatch.undo()
-    take(store, 2)
-    assert [next(events).event for _ in range(2)] == ["switched", "called"]
-    assert versions_in(live) == [live.resolve()]
-
-
 @pytest.mark.parametrize("goes", ["removed", "moved"])
 def test_versions_that_go_under_a_follower(
     store: Store, live: Path, tmp_path: Path, goes: str
@@ -497,17 +465,3 @@ def test_whatever_fails_each_version_is_called_for(store: Store, live: Path) -> 
             if strike_at == number and not struck.struck:
                 return
         assert versions_of(live) == [live.resolve().name], "what was left is deleted by the next"
-
-
-def test_a_disk_that_goes_away_for_a_while(store: Store, live: Path) -> None:
-    place, away = live.with_name("place"), live.with_name("away")
-    place.mkdir()
-    events = follow(store, place / "live", on_version=lambda *_: None)
-    assert [next(events).event for _ in range(2)] == ["switched", "called"]
-    place.rename(away)
-    assert next(events).event == "failed"
-    away.rename(place)
-    take(store, 1)
-    while (event := next(events)).event != "called":
-        assert event.event in ("failed", "switched")
-    assert_served(place / "live", 1)

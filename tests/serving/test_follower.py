@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from casnap import Retention, StateDict, Store
+from casnap import StateDict, Store
 from casnap.backends.base import Target
 from casnap.errors import (
     CasnapError,
@@ -36,7 +31,6 @@ from casnap.runtime import buffers
 from casnap.runtime.typing import override
 from casnap.serving import AppliedVersion, Follower
 from tests.support.bitwise import assert_same
-from tests.support.faults import start, wait
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
 
@@ -145,16 +139,6 @@ def test_which_snapshots_count(store: Store) -> None:
     assert net.values() == {6.0}
     with pytest.raises(EntryNotFoundError, match="nothing below 'weights'"):
         following(store, net, path="weights")
-
-
-def test_thinned_versions_are_followed(store: Store) -> None:
-    for step in range(2):
-        state = {"model": Net(step), "optim": StateDict(m=torch.zeros(3))}
-        store.take(state, f"late/{step}", retention=Retention(thin={"optim": 1}))
-    store.delete("late/1")
-    net = Net()
-    Follower(f"{store.uri}/late", net, start=False)
-    assert net.values() == {0.0}
 
 
 # --- what is read and copied --------------------------------------------------------------------
@@ -270,17 +254,6 @@ def test_many_missed_versions_are_one(tmp_path: Path) -> None:
     assert backend.nbytes <= 1.1 * sum(sent)
 
 
-def test_tensors_that_somebody_has_changed_are_read_anew(tmp_path: Path) -> None:
-    there, versions = run_of_deltas(tmp_path, 2)
-    send(tmp_path, there, 0)
-    live = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
-    follower = Follower(RemoteDouble(there), live, start=False)
-    send(tmp_path, there, 1)
-    live["w"][5] = 1000
-    assert follower.update()
-    assert torch.equal(live["w"], versions[1])
-
-
 @pytest.mark.parametrize("changes", ["all", "a chunk", "nothing"])
 def test_tensors_that_somebody_has_replaced_are_read_whole(store: Store, changes: str) -> None:
     net = Net()
@@ -382,25 +355,6 @@ def test_it_casts_and_fills_any_layout(store: Store) -> None:
         store.take({"model": StateDict(state)}, f"state/{step}")
         assert follower.update()
     assert turned[50, 3] == 2
-
-
-def test_tensors_of_inference_mode(store: Store) -> None:
-    with torch.inference_mode():
-        net = Net()
-        follower = following(store, net)
-        take(store, 1)
-        assert follower.update()
-        assert net.values() == {1.0}
-
-
-def test_a_backward_of_older_values_fails(store: Store) -> None:
-    net = Net()
-    follower = following(store, net)
-    loss = (net.large * net.large).sum()
-    take(store, 1)
-    assert follower.update()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_names_are_changed(store: Store) -> None:
@@ -590,51 +544,6 @@ def test_a_store_that_is_rolled_back(store: Store, tmp_path: Path) -> None:
     take(Store(store.uri), 2)
     assert follower.update()
     assert net.values() == {2.0}
-
-
-def train(uri: str, begin: Connection, taken: Connection) -> None:
-    """Take versions, from the next one on, once this is told to begin."""
-    begin.recv_bytes()
-    store = Store(uri)
-    newest = store.latest()
-    assert newest is not None
-    value = int(newest.name.removeprefix("run/"))
-    while True:
-        value += 1
-        take(store, value, retention=Retention(keep_last=2))
-        taken.send_bytes(b"")
-
-
-def test_a_trainer_that_is_killed_again_and_again(store: Store) -> None:
-    net, mixes, stopping = Net(), list[set[float]](), threading.Event()
-    (begins, begin), (taken, takes) = Pipe(duplex=False), Pipe(duplex=False)
-    # They are forks from before there are threads.
-    trainers = [start(partial(train, store.uri, begins, takes)) for _ in range(2)]
-
-    def serve() -> None:
-        while not stopping.wait(0.0005):
-            with follower.applied() as version:
-                if net.values() != {float(version.name.removeprefix("run/"))}:
-                    mixes.append(net.values())
-
-    with Follower(store.uri, net, interval=0.001) as follower:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        for versions, trainer in zip((2, 3), trainers, strict=True):
-            begin.send_bytes(b"")
-            for _ in range(versions):
-                taken.recv_bytes()
-            os.kill(trainer, signal.SIGKILL)
-            assert wait(trainer) == -signal.SIGKILL
-        newest = Store(store.uri).latest()
-        assert newest is not None
-        while follower.version.name != newest.name:
-            time.sleep(0.01)
-        stopping.set()
-        thread.join()
-    assert mixes == []
-    assert net.values() == {float(newest.name.removeprefix("run/"))}
-    assert store.check().ok
 
 
 # --- ranks --------------------------------------------------------------------------------------

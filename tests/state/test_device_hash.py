@@ -51,25 +51,6 @@ def test_digests_come_in_the_order_of_the_cells() -> None:
     assert hashed([]) == []
 
 
-def test_batches_are_of_one_kind_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_hash, "_BATCH_LEAVES", 8)
-    batches: list[Batch] = []
-
-    def hash_batch(*args: object) -> None:
-        batches.append(args[1])  # type: ignore[arg-type]
-        hashing_device.hash_batch(*args)  # type: ignore[arg-type]
-
-    whole = memory(100_000)
-    runs = [Run(whole, (4096, 3072, 1024, 1024, 30_720)), Run(whole[8:], (1028, 4))]
-    assert hashed(runs, hash_batch) == [digest for run in runs for digest in expected(run)]
-    assert batches == [
-        Batch(0, 3, 8, 2, is_aligned=True, has_ends=False),
-        Batch(3, 1, 1, 0, is_aligned=True, has_ends=False),
-        Batch(4, 1, 30, 5, is_aligned=True, has_ends=False),
-        Batch(5, 2, 3, 1, is_aligned=False, has_ends=True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("start", "sizes", "is_hashable"),
     [

@@ -6,9 +6,7 @@ import collections
 import contextlib
 import datetime
 import enum
-import math
 import sys
-import time
 from collections import OrderedDict, defaultdict
 
 import msgspec
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, ValueEntry
 from casnap.state.flatten import Leaf, fill_targets, flatten, inflate
-from casnap.state.stateful import StateDict, Stateful
 from tests.support.leaves import leaves_of, round_trip
 from tests.support.states import Color, Pair, states
 
@@ -279,27 +276,3 @@ def test_missing_and_unknown_leaves():
 
 
 # --- real states ------------------------------------------------------------------------------
-
-
-def test_state_dicts():
-    state = StateDict(step=1)
-    assert isinstance(state, Stateful)
-    assert state.state_dict() == {"step": 1}
-    state.load_state_dict({"epoch": 2})
-    assert dict(state) == {"step": 1, "epoch": 2}
-    state.load_state_dict(state.state_dict())
-    assert dict(state) == {"step": 1, "epoch": 2}
-    assert isinstance(torch.nn.Linear(1, 1), Stateful)
-    assert not isinstance({}, Stateful)
-
-
-def test_the_order_of_time():
-    """50,000 small tensors take a fraction of a second: no work a leaf that need not be."""
-    state = {f"layer.{i}": t for i, t in enumerate(torch.zeros(50_000, 1).unbind())}
-    best = math.inf
-    for _ in range(3):
-        start = time.process_time()
-        count = sum(1 for _ in flatten(state, "m"))
-        best = min(best, time.process_time() - start)
-    assert count == 50_001
-    assert best < 2.0  # 0.2 to 0.35 s where this was written

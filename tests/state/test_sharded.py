@@ -9,25 +9,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from casnap.errors import UnsupportedTypeError
 from casnap.format.region import Region
-from casnap.state.flatten import fill_targets, flatten, inflate
+from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards, shards_of
-from casnap.state.tensors import Leaf, describe
+from casnap.state.tensors import describe
 from tests.support import spreading
 from tests.support.ranks import World
 from tests.support.sharded import assembled
@@ -74,14 +67,6 @@ class Case(NamedTuple):
     placements: tuple[Shard | Replicate, ...]
 
 
-@st.composite
-def cases(draw: st.DrawFn, axes: int) -> Case:
-    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    dims = st.none() | st.integers(0, len(shape) - 1) if shape else st.none()
-    chosen = draw(st.lists(dims, min_size=axes, max_size=axes))
-    return Case(shape, tuple(Replicate() if d is None else Shard(d) for d in chosen))
-
-
 def distributed(mesh_shape: tuple[int, ...], some: list[Case]) -> list[tuple[Pieces, torch.Tensor]]:
     results = []
     for shape, placements in some:
@@ -90,53 +75,7 @@ def distributed(mesh_shape: tuple[int, ...], some: list[Case]) -> list[tuple[Pie
     return results
 
 
-@pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2), (2, 2, 2)], ids=str)
-def test_boxes_hold_what_full_tensor_returns(world: Worlds, mesh: tuple[int, ...]) -> None:
-    @settings(max_examples=4)
-    @given(st.lists(cases(len(mesh)), min_size=4, max_size=12))
-    def whatever_the_placements(some: list[Case]) -> None:
-        by_rank = world(prod(mesh)).run(distributed, mesh, some)
-        for case, results in zip(some, zip(*by_rank, strict=True), strict=True):
-            check(case.shape, [pieces for pieces, _ in results])
-            for pieces, full in results:
-                assert torch.equal(full, counted(case.shape))
-                assert len(pieces) <= 1
-
-    whatever_the_placements()
-
-
 # --- strided placements -------------------------------------------------------------------------
-
-
-def linears(mesh_shape: tuple[int, ...], rows: list[int]) -> list[tuple[str, Pieces, Pieces]]:
-    """Shard the weight and bias of layers by FSDP over TP, with replicas if there are 3 axes."""
-    mesh = init_device_mesh(
-        "cpu", mesh_shape, mesh_dim_names=("replicas", "dp", "tp")[-len(mesh_shape) :]
-    )
-    return [linear(mesh, n) for n in rows]
-
-
-def linear(mesh: DeviceMesh, rows: int) -> tuple[str, Pieces, Pieces]:
-    module = nn.Linear(3, rows)
-    with torch.no_grad():
-        module.weight.copy_(counted((rows, 3)))
-        module.bias.copy_(counted((rows,)))
-    parallelize_module(module, mesh["tp"], ColwiseParallel())
-    fully_shard(module, mesh=mesh["dp"] if mesh.ndim == 2 else mesh["replicas", "dp"])
-    assert isinstance(module.weight, DTensor)
-    placements = module.weight.placements
-    return str(placements), pieces_of(module.weight), pieces_of(module.bias)
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (2, 2, 2)], ids=str)
-def test_fsdp_over_tp(world: Worlds, mesh: tuple[int, ...]) -> None:
-    sizes = [1, 7, 8, 9, 27]
-    by_rank = world(prod(mesh)).run(linears, mesh, sizes)
-    for rows, results in zip(sizes, zip(*by_rank, strict=True), strict=True):
-        assert "_StridedShard" in results[0][0]
-        check((rows, 3), [[(box, part.long()) for box, part in weight] for _, weight, _ in results])
-        check((rows,), [[(box, part.long()) for box, part in bias] for _, _, bias in results])
-        assert all(len(weight) <= 1 for _, weight, _ in results)
 
 
 def lone(
@@ -278,42 +217,6 @@ def test_refusals(world: Worlds, what: str, ranks: list[int], hint: str) -> None
 # --- several shards a rank ------------------------------------------------------------------------
 
 
-def tables(kind: str) -> tuple[Any, Pieces]:
-    """Hold rows 0–2 and 7–9 on rank 0, 3–6 on rank 1, none on rank 2."""
-    rank, full = dist.get_rank(), counted((10, 4))
-    rows = {0: [(0, 3), (7, 10)], 1: [(3, 7)], 2: []}[rank]
-    parts = [full[start:stop].clone() for start, stop in rows]
-    offsets = [(start, 0) for start, _ in rows]
-    if kind == "ShardedTensor":
-        shards = [
-            LocalShard.from_tensor_and_offsets(part, list(offset), rank)
-            for part, offset in zip(parts, offsets, strict=True)
-        ]
-        value: torch.Tensor = init_from_local_shards(shards, 10, 4)
-    elif kind == "LocalShardsWrapper":
-        value = DTensor.from_local(
-            LocalShardsWrapper(parts, offsets) if parts else LocalShardsWrapper([], []),
-            mesh_of((3,)),
-            [Shard(0)],
-            shape=full.shape,
-            stride=full.stride(),
-            run_check=False,
-        )
-    else:
-        group = dist.group.WORLD
-        value = _create_chunk_sharded_tensor(full, rank, dist.get_world_size(), 3, group)
-    return describe("x", value).entry if kind != "LocalShardsWrapper" else None, pieces_of(value)
-
-
-@pytest.mark.parametrize("kind", ["ShardedTensor", "LocalShardsWrapper", "as FSDP1"])
-def test_tables(world: Worlds, kind: str) -> None:
-    entries, held = zip(*world(3).run(tables, kind), strict=True)
-    check((10, 4), held)
-    assert entries[0] == entries[1] == entries[2]
-    if kind != "as FSDP1":
-        assert [len(pieces) for pieces in held] == [2, 1, 0]
-
-
 # --- as leaves of a state -------------------------------------------------------------------------
 
 
@@ -355,35 +258,6 @@ def test_entries_are_of_the_whole(world: Worlds) -> None:
     assert (frozen.kind, frozen.requires_grad, frozen.shape) == ("parameter", False, (3, 4))
     assert (first["s/half"].kind, first["s/half"].payload.nbytes) == ("tensor", 8)
     assert (first["s/scalar"].shape, first["s/scalar"].payload.nbytes) == ((), 4)
-
-
-def filled() -> None:
-    mesh = mesh_of((2,))
-    state = {
-        "weight": nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])),
-        "columns": distribute_tensor(torch.zeros(3, 5), mesh, [Shard(1)]),
-        "plain": torch.zeros(2),
-    }
-    targets = fill_targets(state, "s")
-    assert targets.pop("s/plain").value is state["plain"]
-    assert targets.keys() == {"s/weight", "s/columns"}
-    assert all(shards.is_sharded for shards in targets.values())
-    found = {leaf.path: leaf for leaf in flatten(state, "s")}
-    for path, shards in targets.items():
-        full = counted(shards.shape).float()
-        for box, part in zip(shards.boxes, shards.tensors, strict=True):
-            part.copy_(full[box.within(Region.whole(shards.shape))])
-        value = shards.value
-        assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor().detach(), full)
-        found[path] = Leaf(path, found[path].entry, value)
-    again = inflate("s", found)
-    assert again["weight"] is state["weight"]
-    assert again["columns"] is state["columns"]
-
-
-def test_live_parts_are_filled_in_place(world: Worlds) -> None:
-    world(2).run(filled)
 
 
 def test_without_sharded_tensors_nothing_is_imported_for_them() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from casnap import StateDict, Store
-from casnap.errors import StateError, UnsupportedTypeError
+from casnap.errors import UnsupportedTypeError
 from casnap.state.tensors import TENSOR_DTYPES
 from tests.support.bitwise import assert_same, noise, raw
 from tests.support.examples import FEW
@@ -255,13 +255,6 @@ def test_refusals_name_the_path_and_leave_nothing(store, name):
     assert store.snapshots() == []
     assert "step" not in store
     store.take({"s": StateDict(big=state["big"])}, "step")
-
-
-def test_a_cycle_is_refused(store):
-    ring = [1]
-    ring.append(ring)
-    with pytest.raises(StateError, match="itself"):
-        store.take({"s": StateDict(ring=ring)}, "step")
 
 
 # --- numpy, values and containers -------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
 from tests.support.bitwise import assert_same
-from tests.support.warm import run_python
 
 CHUNK = 64 << 10
 TREE = 16 << 10
@@ -38,15 +35,6 @@ def chunk_packs(store):
         for folder in backend.names("packs")
         for name in backend.names(f"packs/{folder}")
     )
-
-
-def test_the_first_take_stores_everything_once(store):
-    state = frozen_and_trained()
-    snapshot = store.take(state, "step_0")
-    size = 68 * CHUNK
-    assert size <= snapshot.stats.new_bytes < size + TREE
-    assert snapshot.stats.logical_bytes >= size
-    assert chunk_packs(store) < size + 4 * TREE
 
 
 def test_an_unchanged_take_writes_no_chunk(store):
@@ -83,29 +71,6 @@ def grid_of_backbone():
     from casnap.format.grid import grid_of
 
     return grid_of((64, 16384), 4, CHUNK)
-
-
-def test_frozen_weights_cost_nothing_from_step_to_step(store):
-    state = frozen_and_trained()
-    store.take(state, "step_0")
-    for step in range(1, 5):
-        state["adapter"]["a"] += 0.5
-        state["adapter"]["b"] += 0.5
-        state["progress"]["step"] = step
-        snapshot = store.take(state, f"step_{step}")
-        assert 4 * CHUNK <= snapshot.stats.new_bytes < 4 * CHUNK + TREE
-    for step in range(5):
-        assert store[f"step_{step}"].read_object("progress/step") == step
-
-
-def test_what_returns_to_an_earlier_value_costs_nothing(store):
-    state = frozen_and_trained()
-    store.take(state, "step_0")
-    before = state["backbone"]["w"].clone()
-    state["backbone"]["w"].add_(1)
-    store.take(state, "step_1")
-    state["backbone"]["w"].copy_(before)
-    assert store.take(state, "step_2").stats.new_bytes < TREE
 
 
 def test_equal_bytes_under_other_names_cost_nothing(store):
@@ -150,27 +115,6 @@ def test_after_a_snapshot_was_deleted_or_overwritten(store):
     assert_same(again.get_state_dict_for_key("backbone"), dict(state["backbone"]))
 
 
-def test_across_processes(store):
-    state = frozen_and_trained()
-    store.take(state, "step_0")
-    code = """
-import sys, torch
-from casnap import StateDict, Store
-
-torch.manual_seed(0)
-w = torch.randn(64, 16384)
-w[3] = 0
-print(Store(sys.argv[1]).take({"m": StateDict(w=w)}, "step_1").stats.new_bytes)
-"""
-    done = run_python(code, store.uri)
-    assert done.returncode == 0, done.stderr
-    assert CHUNK <= int(done.stdout) < CHUNK + TREE
-    taken = store["step_1"].read_object("m/w")
-    assert not taken[3].any()
-    taken[3] = state["backbone"]["w"][3]
-    assert_same(taken, state["backbone"]["w"])
-
-
 def test_compressed_stores(tmp_path):
     """Chunks are equal if their raw bytes are; casts and odd strides read compressed chunks too."""
     plain = Store(tmp_path / "store", chunk_size=CHUNK)
@@ -192,80 +136,3 @@ def test_compressed_stores(tmp_path):
 
 
 # --- two at once ------------------------------------------------------------------------------
-
-STEPS = 6
-
-
-def weights(writer, step):
-    """Return the state of a writer: a part both share, a part by step, and a part of its own."""
-    shared = torch.arange(16 * 16384, dtype=torch.float32).reshape(16, 16384)
-    shared[step % 16] = step
-    own = torch.full((2, 16384), 100.0 * writer + step)
-    return {"m": StateDict(shared=shared, own=own, step=step)}
-
-
-def write(uri, writer):
-    store = Store(uri)
-    for step in range(STEPS):
-        state = weights(writer, step)
-        if step % 2:
-            store.take(state, f"run_{writer}/step_{step}", metadata={"writer": writer})
-        else:
-            store.async_take(state, f"run_{writer}/step_{step}", metadata={"writer": writer})
-
-
-WRITER = """
-import os, sys, time
-from tests.take.test_incremental import write
-
-uri, writer, ready = sys.argv[1:]
-open(f"{ready}/{writer}", "w").close()
-while len(os.listdir(ready)) < 2:
-    time.sleep(0.001)
-write(uri, int(writer))
-"""
-
-
-def test_two_processes_take_into_one_store_at_once(store, tmp_path):
-    ready = tmp_path / "ready"
-    ready.mkdir()
-    with ThreadPoolExecutor(2) as threads:
-        for done in threads.map(lambda i: run_python(WRITER, store.uri, i, ready), range(2)):
-            assert done.returncode == 0, done.stderr
-    snapshots = Store(store.uri).snapshots()
-    assert len(snapshots) == 2 * STEPS
-    assert len({s.seq for s in snapshots}) == 2 * STEPS
-    for writer in range(2):
-        of_one = store.snapshots(f"run_{writer}")
-        assert [s.name for s in of_one] == [f"run_{writer}/step_{i}" for i in range(STEPS)]
-        for step, snapshot in enumerate(of_one):
-            assert snapshot.metadata.user == {"writer": writer}
-            fresh = {"m": StateDict()}
-            snapshot.restore(fresh)
-            assert_same(dict(fresh["m"]), dict(weights(writer, step)["m"]))
-    state = weights(0, 3)
-    assert store.take(state, "afterwards").stats.new_bytes < TREE
-
-
-def test_threads_take_into_one_store_at_once(store):
-    import threading
-
-    errors = []
-
-    def work(writer):
-        try:
-            for step in range(3):
-                store.take(weights(writer, step), f"run_{writer}/step_{step}")
-        except BaseException as e:  # noqa: BLE001 - shown below
-            errors.append(e)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    for writer in range(3):
-        for step in range(3):
-            state = store[f"run_{writer}/step_{step}"].get_state_dict_for_key("m")
-            assert_same(state, dict(weights(writer, step)["m"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import casnap.storage.writing.handovers
 import casnap.storage.writing.session
 import casnap.take.exchange
-from casnap import RNGState, Snapshot, StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from casnap.format.codec import Codec
 from casnap.runtime import buffers
@@ -30,10 +29,6 @@ def weights(seed: int, mib: int = 3) -> dict[str, torch.Tensor]:
         "b": torch.randn(1000, generator=generator),
         "c": torch.randn(700, 513, generator=generator),
     }
-
-
-def stored_bytes(store: Path) -> int:
-    return sum(p.stat().st_size for p in (store / "casnap-store/packs").rglob("*") if p.is_file())
 
 
 def take_equal(path: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -63,66 +58,6 @@ def test_equal_bytes_are_stored_once(world, tmp_path, size, options):
     many.restore({"model": restored})
     for name, tensor in weights(1).items():
         assert torch.equal(restored[name], tensor)
-
-
-def take_different(path: str) -> None:
-    rank = dist.get_rank()
-    state = {
-        "model": StateDict(weights(1)),
-        "mine": StateDict(position=torch.full((50_000,), rank), same=torch.ones(99), rank=rank),
-        "loader": StateDict(seed=3),
-        "rng": RNGState(),
-    }
-    torch.manual_seed(rank)
-    Snapshot.take(path, state, per_rank=["loader/**", "loader"])
-
-
-def test_what_differs_is_kept_for_its_rank(world, tmp_path):
-    world(3).run(take_different, str(tmp_path / "s"))
-    snapshot = Snapshot(tmp_path / "s")
-    assert snapshot.contents.manifest.shared.keys() == {"model", "mine"}
-    for rank in range(3):
-        assert snapshot.read_object(f"{rank}/mine/rank") == rank
-        assert snapshot.read_object(f"{rank}/mine/position").tolist() == [rank] * 50_000
-        assert snapshot.read_object(f"{rank}/loader") == {"seed": 3}
-        assert torch.equal(snapshot.read_object(f"{rank}/mine/same"), torch.ones(99))
-        torch.manual_seed(rank)
-        assert torch.equal(snapshot.read_object(f"{rank}/rng/torch"), torch.get_rng_state())
-
-
-def take_twice(folder: str) -> tuple[int, int]:
-    first = Snapshot.take(f"{folder}/1", {"model": StateDict(weights(1))})
-    second = Snapshot.take(f"{folder}/2", {"model": StateDict(weights(1))})
-    return first.stats.new_bytes, second.stats.new_bytes
-
-
-def test_a_second_take_writes_nothing_but_a_row(world, tmp_path):
-    for first, second in world(4).run(take_twice, str(tmp_path)):
-        assert first > 4 * MIB
-        assert second < 2000
-
-
-def take_async(folder: str) -> list[Any]:
-    model = weights(1)
-    pending = []
-    for step in range(3):
-        pending.append(Snapshot.async_take(f"{folder}/{step}", {"model": StateDict(model)}))
-        for tensor in model.values():
-            tensor += 1
-    return [p.wait().seq for p in pending]
-
-
-def test_async_takes_hold_what_was_there_at_the_call(world, tmp_path):
-    results = world(3).run(take_async, str(tmp_path))
-    assert results == [results[0]] * 3
-    for step in range(3):
-        got = Snapshot(tmp_path / str(step)).get_state_dict_for_key("model")
-        expected = weights(1)
-        for _ in range(step):
-            for tensor in expected.values():
-                tensor += 1
-        for name, tensor in expected.items():
-            assert torch.equal(got[name], tensor)
 
 
 def take_in_disagreement(folder: str, what: str) -> None:
@@ -159,62 +94,20 @@ def test_a_taken_name_is_refused_on_all_ranks(world, tmp_path):
     assert all(isinstance(o, SnapshotExistsError) for o in outcomes)
 
 
-def take_in_group(folder: str) -> str | None:
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return None
-    return Snapshot.take(f"{folder}/x", {"model": StateDict(weights(1))}, pg=group).commit_id
+def take_compressed(folder: str) -> None:
+    state = {"model": StateDict(x=torch.full((200_000,), dist.get_rank()))}
+    Store(folder).async_take(state, "s").wait()
 
 
-def test_a_group_without_rank_0_takes(world, tmp_path):
-    none, one, two = world(3).run(take_in_group, str(tmp_path))
-    assert none is None
-    assert one == two == Snapshot(tmp_path / "x").commit_id
-
-
-def take_compressed(folder: str, how: str) -> None:
-    rank = dist.get_rank()
-    store = Store(folder)
-    state = {"model": StateDict(x=torch.full((200_000,), rank))}
-    if how == "Snapshot.take":
-        Snapshot.take("s", state, store=store)
-    elif how == "Store.take":
-        store.take(state, "s")
-    else:
-        store.async_take(state, "s").wait()
-
-
-@pytest.mark.parametrize("how", ["Snapshot.take", "Store.take", "Store.async_take"])
-def test_the_codec_of_rank_0_counts(world, tmp_path, how):
+def test_the_codec_of_the_store_counts(world, tmp_path):
     Store(tmp_path, codec="zstd").make()
-    world(2).run(take_compressed, str(tmp_path), how)
+    world(2).run(take_compressed, str(tmp_path))
     contents = Store(tmp_path)["s"].contents
     for rank in range(2):
         path, entry, _ = contents.entry(f"{rank}/model/x")
         digests = [digest for digest, _ in contents.chunks(path, entry)]
         places = contents.store.index.find(contents.store.view(), digests)
         assert {place.codec for place in places} == {Codec.PLANES}
-
-
-def take_tiny_columns(path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    tiny = torch.arange(12, dtype=torch.float32).view(4, 3)
-    state = StateDict(
-        tiny=distribute_tensor(tiny, mesh, [Shard(1)], src_data_rank=None),
-        few=distribute_tensor(tiny, mesh, [Shard(0)], src_data_rank=None),
-    )
-    Snapshot.take(path, {"m": state})
-
-
-def test_sharded_tensors_of_a_few_bytes(world, tmp_path):
-    world(2).run(take_tiny_columns, str(tmp_path / "x"))
-    got = Snapshot(tmp_path / "x").get_state_dict_for_key("m")
-    expected = torch.arange(12, dtype=torch.float32).view(4, 3)
-    assert torch.equal(got["tiny"], expected)
-    assert torch.equal(got["few"], expected)
 
 
 def take_with_small_slots(path: str, cores: int) -> None:

@@ -23,7 +23,6 @@ from casnap.take.pending import PendingTake, wait_for_last
 from tests.support.bitwise import assert_same
 from tests.support.gates import Gate
 from tests.support.remote import RemoteDouble
-from tests.support.warm import run_python
 
 SIZE = 150_000
 
@@ -153,40 +152,6 @@ def test_all_pending_takes_share_the_memory_for_copies(store, monkeypatch):
     assert pool._made * pool.slot_bytes <= nbytes + nbytes // 2
     assert not two(30)
     assert 2 * nbytes <= pool._made * pool.slot_bytes < 2 * nbytes + 3 * pool.slot_bytes
-
-
-def test_the_interpreter_waits_for_both(store):
-    done = run_python(
-        """
-import sys, threading
-import torch
-from casnap import StateDict, Store
-
-store = Store(sys.argv[1]).make()
-backend, go = store._view.repository.backend, threading.Event()
-through = backend.write
-
-def late(key, content):
-    assert go.wait(60)
-    return through(key, content)
-
-backend.write = late
-for i in range(2):
-    store.async_take({"s": StateDict(x=torch.arange(300_000) + i)}, f"step_{i}", max_pending=2)
-threading.Timer(0.3, go.set).start()
-raise SystemExit(3)
-""",
-        store.uri,
-    )
-    assert (done.returncode, done.stderr) == (3, "")
-    for i in range(2):
-        assert_same(store[f"step_{i}"].read_object("s/x"), torch.arange(300_000) + i)
-
-
-@pytest.mark.parametrize("most", [0, -1, True, 1.5, None])
-def test_what_is_no_number_of_takes(store, most):
-    with pytest.raises(ValueError, match="max_pending is a whole number from 1 on"):
-        begin(store, numbers(), "a", max_pending=most)
 
 
 # --- many ranks -------------------------------------------------------------------------------

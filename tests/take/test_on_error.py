@@ -183,19 +183,6 @@ def test_an_error_that_is_to_be_raised_stays_so(tmp_path: Path, warnings: Any) -
         strict.wait()
 
 
-def test_two_pending_takes(tmp_path: Path, warnings: Any) -> None:
-    store = Store(tmp_path / "run").make()
-    gate = Gate(store, [UnavailableError("away")])
-    first = store.async_take(state(1), "step_1", max_pending=2, on_error="warn")
-    second = store.async_take(state(2), "step_2", max_pending=2, on_error="warn")
-    assert first.error is None
-    gate.open.set()
-    assert second.wait() is not None
-    assert first.wait() is None
-    assert isinstance(first.error, UnavailableError)
-    assert ["was NOT stored" in text for text in warnings()] == [True, False]
-
-
 # --- ranks --------------------------------------------------------------------------------------
 
 

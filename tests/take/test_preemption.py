@@ -140,17 +140,6 @@ def test_a_second_signal_during_the_last_take(tmp_path: Path, heard: list[int]) 
     assert [s.name for s in store.snapshots()] == ["preempted_5"]
 
 
-def test_a_signal_during_a_sleep(tmp_path: Path, heard: list[int]) -> None:
-    with casnap.on_preemption(Store(tmp_path / "store"), {"s": StateDict(x=1)}) as preemption:
-        sender = threading.Timer(0.05, terminate)
-        sender.start()
-        while not preemption.signalled:
-            time.sleep(0.1)
-        assert preemption.step(0)
-        sender.join()
-    assert preemption.snapshot is not None
-
-
 def multiply() -> None:
     a = torch.ones(1500, 1500, dtype=torch.float64)
     a @ a
@@ -299,40 +288,6 @@ def test_ranks_stop_after_the_same_step(
     assert step >= min(signals.values())
     assert name == f"preempted_{step}"
     assert both == 2.0 * (step + 1)
-
-
-def wait_for_a_signal(path: str, told: str) -> tuple[int, bool, str]:
-    """Train until the test signals rank 1."""
-    rank = dist.get_rank()
-    state = StateDict(x=torch.full((10,), float(rank)))
-    with casnap.on_preemption(Store(path), {"s": state}, every=0.05) as preemption:
-        for step in range(100_000):
-            time.sleep(0.002)
-            if step == 5 and rank == 1:
-                Path(told).write_text(str(os.getpid()))
-                Path(told).rename(f"{told}.whole")
-            if preemption.step(step):
-                break
-    assert preemption.snapshot is not None
-    return step, preemption.signalled, preemption.snapshot.name
-
-
-def test_a_signal_from_outside_to_one_rank(world: Worlds, tmp_path: Path) -> None:
-    told = tmp_path / "pid"
-
-    def send() -> None:
-        whole = Path(f"{told}.whole")
-        while not whole.exists():
-            time.sleep(0.01)
-        os.kill(int(whole.read_text()), signal.SIGTERM)
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    first, second = world(2).run(wait_for_a_signal, str(tmp_path / "store"), str(told))
-    sender.join()
-    step, name = first[0], f"preempted_{first[0]}"
-    assert (first, second) == ((step, False, name), (step, True, name))
-    assert 5 <= step < 99_999
 
 
 def count_agreements(path: str, steps: int) -> int:

@@ -50,6 +50,7 @@ class Net(nn.Module):
         self.head = nn.Linear(256, 8, bias=False)
         self.norm = nn.BatchNorm1d(256)
         self.seen = 0
+        self.register_buffer("count", torch.zeros(1))
 
     def get_extra_state(self) -> int:
         return self.seen
@@ -58,10 +59,16 @@ class Net(nn.Module):
         self.seen = state
 
 
-def wrapped(**options: Any) -> DistributedDataParallel:
+IGNORED = ["head.weight", "count"]
+
+
+def wrapped(ignores: bool = False, **options: Any) -> DistributedDataParallel:
+    net = Net()
+    if ignores:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, IGNORED)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch call it otherwise
-        return DistributedDataParallel(Net(), **options)
+        return DistributedDataParallel(net, **options)
 
 
 def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[str, Any], int, str]:
@@ -81,6 +88,9 @@ def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[s
             changed.body.weight.fill_(rank)
         elif what == "a chunk":
             changed.body.weight[64:128].fill_(rank)
+        elif what == "ignored":
+            changed.head.weight.fill_(rank)
+            changed.count.fill_(rank)
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("casnap").addHandler(handler)
@@ -94,6 +104,7 @@ def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[s
         "rows": net.body.weight[64:128].unique().tolist(),
         "head": net.head.weight.unique().tolist(),
         "mean": net.norm.running_mean.unique().tolist(),
+        "count": net.count.tolist(),
     }
     return values, net.seen, " ".join(said)
 
@@ -113,6 +124,12 @@ def test_buffers_that_ddp_broadcasts_are_rank_0s(world: Worlds, tmp_path: Path) 
     results = take_ddp(world, tmp_path, "buffers")
     assert [values["mean"] for values, _, _ in results] == [[0.0], [0.0]]
     assert own_paths(tmp_path) == [set()] * 2
+
+
+def test_what_ddp_ignores_is_each_ranks(world: Worlds, tmp_path: Path) -> None:
+    for rank, (values, *_) in enumerate(take_ddp(world, tmp_path, "ignored", ignores=True)):
+        assert (values["head"], values["count"], values["body"]) == ([rank], [rank], [7.0])
+    assert own_paths(tmp_path) == [{f"model/module.{name}" for name in IGNORED}] * 2
 
 
 def test_ddp_says_nothing_of_extra_state(world: Worlds, tmp_path: Path) -> None:
@@ -265,11 +282,6 @@ def test_scattered_differences_are_found() -> None:
         other = one.clone()
         other[:, :: 1 << 10] = 1
         assert not same(seed, one, other)
-
-
-def test_samples_are_few() -> None:
-    where = Sampler(1, 1 << 20)._positions(1 << 28, 4)
-    assert where.numel() * 4 == (1 << 30) // 2048
 
 
 def test_takes_look_at_other_places() -> None:

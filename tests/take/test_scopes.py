@@ -83,10 +83,8 @@ DIFFERENT = {"progress/mine", "progress/tensor"}
     ("options", "own"),
     [
         ({}, DIFFERENT),
-        ({"replicated": ["model/*"]}, DIFFERENT),  # the star crosses slashes
         ({"replicated": ["model/layers/[ab]", "**/step"]}, DIFFERENT),
-        ({"replicated": ["nothing/like/this"]}, DIFFERENT),
-        ({"per_rank": ["model/*"]}, DIFFERENT | MODEL - {"model"}),
+        ({"per_rank": ["model/*"]}, DIFFERENT | MODEL - {"model"}),  # the star crosses slashes
         ({"per_rank": ["*/a"], "replicated": ["model/*"]}, DIFFERENT | {"model/layers/a"}),
         ({"per_rank": ["*"]}, DIFFERENT | EQUAL),
     ],
@@ -158,30 +156,6 @@ def ddp(parameters: int, rest: int) -> DistributedDataParallel:
         for buffer in net.buffers():
             buffer.fill_(rest)
     return wrapped
-
-
-def values_of(module: nn.Module) -> dict[str, float]:
-    return {name: t.double().unique().item() for name, t in module.state_dict().items()}
-
-
-def through_ddp(path: str) -> dict[str, float]:
-    rank = dist.get_rank()
-    Snapshot.take(path, {"model": ddp(10, 20 + rank)})
-    given = ddp(1, 1)
-    Snapshot(path).restore({"model": given})
-    return values_of(given.module)
-
-
-def test_ddp_is_known_to_be_replicated(world: Worlds, tmp_path: Path) -> None:
-    path = str(tmp_path / "store/s")
-    for rank, found in enumerate(world(3).run(through_ddp, path)):
-        # Buffers are rank 0's, as in DDP; parameters that DDP ignores stay with their rank.
-        own = {"adapter.weight", "adapter.bias", "seen"}
-        for name, value in found.items():
-            is_buffer = "running" in name or "num_batches" in name
-            assert value == (20 + rank if name in own else 20 if is_buffer else 10), name
-    _, ranks = scopes_of(path)
-    assert ranks == [{f"model/module.{name}" for name in own}] * 3
 
 
 # --- any value -----------------------------------------------------------------------------------

@@ -106,18 +106,6 @@ def test_one_thread_copies_and_one_writes(store, monkeypatch):
     assert snapshot.stats.new_bytes > 16 * (256 << 10)
 
 
-@pytest.mark.parametrize("threads", [0, -1, True, "2", 1.0])
-def test_what_is_no_number_of_threads(store, threads):
-    for call in (
-        lambda: store.take(state(), "step", threads=threads),
-        lambda: store.async_take(state(), "step", threads=threads),
-        lambda: Store(store.uri, threads=threads),
-    ):
-        with pytest.raises(ValueError, match="threads is a whole number from 1 on"):
-            call()
-    assert store.snapshots() == []
-
-
 @pytest.mark.parametrize("text", ["0", "two", "-1", "1.5"])
 def test_a_variable_that_is_no_number(store, monkeypatch, text):
     monkeypatch.setenv("CASNAP_THREADS", text)

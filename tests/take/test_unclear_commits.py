@@ -94,17 +94,6 @@ def test_a_program_that_tries_again(tmp_path: Path, how: str) -> None:
     assert [s.commit_id for s in store.snapshots()] == [again.commit_id]
 
 
-def test_a_background_take_says_what_is_not_known(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend, store = store_at(tmp_path)
-    unclear(backend, "its sync fails")
-    pending = store.async_take(state(1), "step_1")
-    with pytest.raises(UnclearCommitError):
-        pending.wait()
-    assert "it is not known whether the snapshot 'step_1' is stored: Unclear" in caplog.messages[0]
-
-
 def test_an_interrupt_after_the_commit(tmp_path: Path) -> None:
     """A cell of a notebook that was interrupted late can be run again."""
     backend, store = store_at(tmp_path)

@@ -204,26 +204,3 @@ def test_while_a_pending_take_is_waited_for(tmp_path: Path) -> None:
         assert_store(store.uri, {1, 100})
 
     assert in_child(child) == 0
-
-
-def test_a_flag_is_looked_at_in_the_loop(tmp_path: Path) -> None:
-    """A handler that only sets a flag, as the error message advises."""
-
-    def child() -> None:
-        store = Store(tmp_path / "store", chunk_size=CHUNK)
-        stop: list[int] = []
-
-        def note(*_: object) -> None:
-            HANDLED.set()
-            stop.append(1)
-
-        signal.signal(signal.SIGTERM, note)
-        step = 0
-        while not stop:
-            step += 1
-            with backend_faults(0, terminate if step == 3 else lambda: None, names=["write"]):
-                take(store, step)
-        take(store, 100)
-        assert_store(store.uri, {1, 2, 3, 100})
-
-    assert in_child(child) == 0
