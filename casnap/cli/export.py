@@ -41,7 +41,7 @@ _SUFFIX = {"torch": ".pt", "dcp": ".dcp", "safetensors": ".safetensors"}
     "--all",
     "is_all",
     is_flag=True,
-    help="Export each snapshot of a store, or below a folder in it, to its name below OUT [torch].",
+    help="Export all snapshots of a store, or of a folder in it, by their names below OUT [torch].",
 )
 @click.option(
     "--format",

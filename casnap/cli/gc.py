@@ -74,9 +74,9 @@ def gc(
 ) -> None:
     """Collect garbage: delete what no snapshot of a store needs.
 
-    Processes that let snapshots go do this by themselves. Safe while runs take snapshots, and
-    beside other collectors. A run condemns unreferenced packs, and the first run after the grace
-    deletes them, so that readers can finish. After an interruption, run it again.
+    Processes that let snapshots go do this by themselves. It is safe while runs take snapshots, and
+    beside other collectors. It condemns the packs that no snapshot needs. The first gc after the
+    grace deletes them, so that readers can finish. After an interruption, repeat it.
 
     On a disk it first recodes older snapshots: it stores their chunks as differences from the
     snapshot before, where that is smaller. See `casnap config --help`.

@@ -45,8 +45,8 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     """Make a store.
 
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
-    this store and share equal chunks. A store that exists stays as it is; it then serves all below
-    it, too.
+    this store and share equal chunks. If there is a store, it stays as it is, and serves all below
+    it from then on.
     """
     location = locate_store(store, options_for(store))
     if location.name:

@@ -109,8 +109,8 @@ def pull(
 
     With --follow, the command pulls each new version until SIGINT, SIGTERM or SIGHUP. --exec runs
     in a shell with CASNAP_FOLDER, CASNAP_SNAPSHOT and CASNAP_COMMIT; a list of the tensors that
-    have changed is on its standard input, as JSON. If it fails, it is run again. If it runs when a
-    signal comes, it is ended with its children.
+    have changed is on its standard input, as JSON. If it fails, it runs again. A signal ends it and
+    its children.
     """
     given = click.get_current_context().get_parameter_source
     for option, name in (("interval", "interval"), ("no_notes", "no-notes"), ("command", "exec")):
