@@ -34,13 +34,13 @@ def find_row(view: View, name: str) -> FoundRow:
     """
     name = view.local_name(name)
     try:
-        return FoundRow(view, name, view.row(name))
+        return FoundRow(view, name, view.row_of(name))
     except SnapshotNotFoundError:
         mirror = view.at_mirror()
         if mirror is None:
             raise
     seq = mirror.repository.newest().seq
-    found = FoundRow(mirror, name, mirror.row(name))
+    found = FoundRow(mirror, name, mirror.row_of(name))
     _note_returned(view, found, seq)
     return found
 

@@ -15,7 +15,7 @@ from casnap.backends.local_paths import is_file
 from casnap.backends.uris import joined, name_below, store_uri
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry
-from casnap.format.names import component_of, key_of, name_text
+from casnap.format.names import check_name, component_of, key_of, name_text
 from casnap.format.records import Row, Stats
 from casnap.restore.indexing import Index
 from casnap.restore.renaming import Rename
@@ -194,7 +194,7 @@ class Snapshot:
         self.pg = pg
         self._requests = dict(requests)
         self._freed_bytes = freed_bytes
-        self.contents = Contents(view.repository, view.outer_name(name), row)
+        self.contents = Contents(view.repository, view.full_of(name), row)
 
     @classmethod
     def of(
@@ -842,14 +842,14 @@ class TakePlace(NamedTuple):
 
     @classmethod
     def of(cls, view: View, name: str, store: object) -> TakePlace:
-        """Return that of a name in a store that is open, or is to be made."""
+        """Return that of a local name in a store that is open, or is to be made."""
 
         def find(comm: Comm) -> tuple[View, str]:
             with comm.reporting_errors():
                 view.make()
             return view, name
 
-        return cls(view.full_name(name), view.path_of(name), find, store)
+        return cls(check_name(view.full_of(name)), view.path_of(name), find, store)
 
 
 def take_snapshot(
@@ -903,7 +903,7 @@ def take_from(
         view: The store.
         comm: The ranks. At the end, this leaves them.
         source: Returns the state of this rank.
-        name: The snapshot's name.
+        name: The snapshot's local name.
         options: How to take it.
         pg: The process group of the snapshot that is returned.
         store: The :class:`casnap.Store` that it gets, if there is one already.
@@ -911,7 +911,7 @@ def take_from(
     from casnap.take.take import take
 
     with comm:
-        full = view.full_name(name)
+        full = check_name(view.full_of(name))
         result = take(view.repository, full, source(), _for_view(options, view), comm)
     return _stored(view, name, pg, store, result)
 
@@ -932,7 +932,7 @@ def begin_take(
         view: The store.
         comm: The ranks. At its end, the take leaves them.
         source: The state of this rank.
-        name: The snapshot's name.
+        name: The snapshot's local name.
         options: How to take it.
         pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
         store: The :class:`casnap.Store` that it gets, if there is one already.
@@ -942,7 +942,8 @@ def begin_take(
     from casnap.take.take import async_take
 
     options = _for_view(options, view)
-    take = async_take(view.repository, view.full_name(name), source, options, comm)
+    full = check_name(view.full_of(name))
+    take = async_take(view.repository, full, source, options, comm)
 
     def stored(result: TakeResult) -> Snapshot:
         nonlocal on_stored
@@ -962,6 +963,5 @@ def _for_view(options: TakeOptions, view: View) -> TakeOptions:
 
 def _stored(view: View, name: str, pg: Any, store: object, result: TakeResult) -> Snapshot:
     """Return the snapshot that a take has stored."""
-    local_name = view.local_name(name)
     measured = result.requests, result.freed_bytes
-    return Snapshot.of(view, local_name, result.row, pg, store, *measured)
+    return Snapshot.of(view, name, result.row, pg, store, *measured)

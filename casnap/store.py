@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from casnap.backends import Backend
 from casnap.errors import MirrorError, SnapshotNotFoundError
-from casnap.format.names import name_text
+from casnap.format.names import check_name, name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.fork import cached_property
@@ -372,7 +372,7 @@ class Store:
                 rewound.name,
                 ", ".join(rewound.moved.values()),
             )
-        return Snapshot.of(view, view.inner_name(rewound.name), rewound.row, store=self)
+        return Snapshot.of(view, view.local_of(rewound.name), rewound.row, store=self)
 
     @property
     def mirror(self) -> casnap.Mirror | None:
@@ -473,12 +473,11 @@ class Store:
         from casnap.storage import publish_tag
 
         view = self._view
-        name, commit_id = (
-            (snapshot.name, snapshot.commit_id)
-            if isinstance(snapshot, Snapshot)
-            else (snapshot, view.row(snapshot).commit.hex())
-        )
-        return publish_tag(view.repository, tag, view.full_name(name), commit_id)
+        if isinstance(snapshot, Snapshot):
+            full, commit_id = view.full_of(snapshot.name), snapshot.commit_id
+        else:
+            full, commit_id = view.full_name(snapshot), view.row(snapshot).commit.hex()
+        return publish_tag(view.repository, tag, full, commit_id)
 
     def tagged(self, tag: str) -> Snapshot:
         """Return the snapshot that has a tag. If the tag was published, that is one look-up.
@@ -491,7 +490,7 @@ class Store:
 
         view = self._view
         name, row = tagged_row(view.repository, tag, view.folder(None))
-        return Snapshot.of(view, view.inner_name(name), row, store=self)
+        return Snapshot.of(view, view.local_of(name), row, store=self)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[casnap.TagMove]:
         """Return the moves of a published tag, the newest first: to what, from what, when, by whom.
@@ -718,7 +717,8 @@ class Store:
         from casnap.serving.pull import Source
 
         view = self._view
-        return Source(view.repository, view.folder(None if name is None else view.local_name(name)))
+        full = view.folder(None) if name is None else view.full_name(name)
+        return Source(view.repository, full)
 
     # --- maintenance ---
 
@@ -765,7 +765,7 @@ class Store:
         """
         refuse_nested_take()
         name = self._view.local_name(name)
-        full = self._view.full_name(name)
+        full = check_name(self._view.full_of(name))
         find = None if dry_run else lambda: (self.make()._view, name)
         options = {"overwrite": overwrite, "progress": progress}
         return import_snapshot(
@@ -827,7 +827,7 @@ class Store:
         view = self._view
         folder = view.folder(prefix)
         lost = thin_by(view.repository, rules, folder, view.free_later, dry_run=dry_run)
-        return {view.inner_name(name): keys for name, keys in lost.items()}
+        return {view.local_of(name): keys for name, keys in lost.items()}
 
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
@@ -860,13 +860,11 @@ class Store:
 
     def _named_here(self, report: casnap.PruneReport) -> casnap.PruneReport:
         """Return a report with the names of this view."""
-        inner_name = self._view.inner_name
+        local_of = self._view.local_of
         return replace(
             report,
-            verdicts=[
-                replace(verdict, name=inner_name(verdict.name)) for verdict in report.verdicts
-            ],
-            thinned={inner_name(name): keys for name, keys in report.thinned.items()},
+            verdicts=[replace(verdict, name=local_of(verdict.name)) for verdict in report.verdicts],
+            thinned={local_of(name): keys for name, keys in report.thinned.items()},
         )
 
     @property

@@ -234,34 +234,36 @@ class View:
         """Return the path or URI of a snapshot."""
         return joined(self.uri, name)
 
-    def local_name(self, name: str) -> str:
-        """Return the name in this view that a name means, or the path or URI of a snapshot in it.
+    # A *local* name is that in this view; a *full* one begins with the prefix. What a user gives is
+    # made local once: what looks like a path of the view may be a local name that begins like one.
+
+    def local_name(self, given: str) -> str:
+        """Return the local name that a user means by a name, or by the path or URI of a snapshot.
 
         Raises:
             InvalidNameError: The name cannot be used, or is a path that leads elsewhere.
         """
-        return check_name(self._without_path(name, self.place))
+        return check_name(self._without_path(given))
 
-    def _without_path(self, name: object, place: Location) -> str:
-        text = name_text(name)
-        given = self._uri if isinstance(self._uri, str) else place.backend.uri
-        return name_below(text, given, place.uri)
+    def _without_path(self, given: object) -> str:
+        place = self.place
+        uri = self._uri if isinstance(self._uri, str) else place.backend.uri
+        return name_below(name_text(given), uri, place.uri)
 
-    def full_name(self, name: str) -> str:
-        """Return the full name of a snapshot: the prefix, then the name.
+    def full_name(self, given: str) -> str:
+        """Return the full name that a user means likewise.
 
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        place = self.place
-        return check_name(_outer_name(place.name, check_name(self._without_path(name, place))))
+        return check_name(self.full_of(self.local_name(given)))
 
-    def outer_name(self, name: str) -> str:
-        """Return the full name for a name that is known to be valid."""
-        return _outer_name(self.prefix, name)
+    def full_of(self, local: str) -> str:
+        """Return the full name for a local one."""
+        return f"{self.prefix}/{local}" if self.prefix else local
 
-    def inner_name(self, full: str) -> str:
-        """Return a full name without the prefix, which it begins with."""
+    def local_of(self, full: str) -> str:
+        """Return the local name for a full one, which begins with the prefix."""
         return full[len(self.prefix) + 1 :] if self.prefix else full
 
     def folder(self, prefix: str | None) -> str:
@@ -270,8 +272,8 @@ class View:
         Raises:
             InvalidNameError: No snapshot can be below a folder of this name.
         """
-        inner = self._without_path("" if prefix is None else prefix, self.place)
-        return self.outer_name(check_name(inner)) if inner.strip("/") else self.prefix
+        local = self._without_path("" if prefix is None else prefix)
+        return self.full_of(check_name(local)) if local.strip("/") else self.prefix
 
     def folder_on_disk(self, prefix: str | None) -> Path | None:
         """Return the folder of this machine that snapshots are, or would be, marked in."""
@@ -286,17 +288,24 @@ class View:
         repository = self.repository
         return repository.read_at_newest(lambda root: look(repository.table(root)))
 
-    def row(self, name: str) -> Row:
-        """Return the row that the store's table has for a snapshot.
+    def row(self, given: str) -> Row:
+        """Return the row that the store's table has for a snapshot, by the name that a user gives.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        name = self.local_name(name)
-        full = self.full_name(name)
+        return self.row_of(self.local_name(given))
+
+    def row_of(self, local: str) -> Row:
+        """Return the same, by the local name.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name.
+        """
+        full = check_name(self.full_of(local))
         if self.look() is None:
             raise SnapshotNotFoundError(
-                f"there is no snapshot {name!r}: {self.uri} is not a store yet; the "
+                f"there is no snapshot {local!r}: {self.uri} is not a store yet; the "
                 "first take to it makes one"
             )
         return self.read(lambda table: row_of(table, full, self.repository.backend))
@@ -307,7 +316,7 @@ class View:
         if self.look() is None:
             return []
         rows = self.read(lambda table: list(table.items_in(folder)))
-        return [(self.inner_name(name), row) for name, row in in_commit_order(rows)]
+        return [(self.local_of(name), row) for name, row in in_commit_order(rows)]
 
     def free_later(self, rows: Sequence[Row]) -> None:
         """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
@@ -319,10 +328,6 @@ class View:
             free = self.repository.backend.free_bytes()
             if free is not None and free <= nbytes:
                 hooks.make_room(lambda: nbytes)
-
-
-def _outer_name(prefix: str, name: str) -> str:
-    return f"{prefix}/{name}" if prefix else name
 
 
 def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
@@ -475,7 +480,7 @@ def find_view_together(
         if comm.rank == 0:
             view, name = find_view(path, storage_options, store, create=True)
             repository = view.repository
-            answer = _SnapshotPlace(os.fspath(path), repository.backend.uri, view.outer_name(name))
+            answer = _SnapshotPlace(os.fspath(path), repository.backend.uri, view.full_of(name))
             if repository.backend.costs.one_asks and comm.size > 1:
                 answer.config, answer.root = repository.config, repository.recent()
             comm.broadcast_message(answer, _SnapshotPlace)

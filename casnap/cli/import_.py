@@ -160,7 +160,7 @@ def _identity(
         location = locate_snapshot(path, reach, is_typed=True)
         return identity(location.backend, location.name, None)
     view, name = place
-    return identity(view.repository.backend, view.outer_name(name), view.row(name).commit.hex())
+    return identity(view.repository.backend, view.full_of(name), view.row(name).commit.hex())
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def prune(
     report = forget(prefix=prefix, dry_run=dry_run)
     document = {**store_fields(place), **_facts_of(place, report)}
     if prefix:
-        document["prefix"] = view_of(place).outer_name(prefix.strip("/"))
+        document["prefix"] = view_of(place).full_of(prefix.strip("/"))
     if not as_json:
         _show(report)
     try:
@@ -164,7 +164,7 @@ def _check_grace(*, collect: bool) -> None:
 
 def _collect_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
     if options.dry_run:
-        names = frozenset(view_of(place).outer_name(verdict.name) for verdict in report.forgotten)
+        names = frozenset(view_of(place).full_of(verdict.name) for verdict in report.forgotten)
         options = replace(options, forgotten=names)
     return collect_garbage(place, options)
 
@@ -198,7 +198,7 @@ def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
         {
             **identity(
                 repository_of(place).backend,
-                view_of(place).outer_name(v.name),
+                view_of(place).full_of(v.name),
                 v.row.commit.hex(),
             ),
             "root": v.row.seq,

@@ -24,7 +24,7 @@ def rewind(path: str, as_json: bool) -> None:
     before = {s.commit_id: s.name for s in store.snapshots()}
     snapshot = store.rewind(snapshot.name)
     moved = [
-        {**identity_of(s), "before": view_of(store).outer_name(before[s.commit_id])}
+        {**identity_of(s), "before": view_of(store).full_of(before[s.commit_id])}
         for s in store.snapshots()
         if before.get(s.commit_id, s.name) != s.name and s.row.is_rewound
     ]

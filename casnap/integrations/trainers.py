@@ -135,7 +135,7 @@ class Save:
         operation = f"the save of {os.fspath(path)!r}"
         self._comm = join(None, options.timeout, operation) if comm is None else comm()
         self._view, self._name = find_view_together(path, storage_options, store, self._comm)
-        self._full_name = self._view.full_name(self._name)
+        self._full_name = self._view.full_of(self._name)
         if self._comm.rank == 0:
             forget_deleted(self._view, self._full_name)
 

@@ -51,6 +51,24 @@ def test_a_link_and_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(store) == ["step_1", "step_2"]
 
 
+def test_a_name_may_begin_like_the_path_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is taken off once, however deep the call: ``a/a/step`` is ``a/step`` in ``a``."""
+    monkeypatch.chdir(tmp_path)
+    store = Store("a")
+    store.take(app_state(1), "step")
+    inner = store.take(app_state(2), "a/a/step")
+    assert (inner.name, names(store)) == ("a/step", ["step", "a/step"])
+    assert store["a/a/step"].commit_id == inner.commit_id
+    assert store.async_take(app_state(3), "a/a/later").wait().name == "a/later"
+    store.publish("stable", inner)
+    assert inner.name == store.tagged("stable").name
+    store.untag("a/a/step", "stable")
+    store.delete("a/a/step")
+    assert names(store) == ["step", "a/later"]
+
+
 @pytest.mark.parametrize("name", ["/step_5", "/elsewhere/step_5", "s3://bucket/run1/step_5"])
 def test_another_path_is_an_error(tmp_path: Path, name: str) -> None:
     store = Store(tmp_path / "store")
