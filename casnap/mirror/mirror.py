@@ -340,6 +340,7 @@ class Mirror:
     def _settle(self, commits: dict[str, bytes]) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.
         self._backoff.note_success()
+        self._host.write(self._host_status())
         mark_mirrored(self._source, commits, self._given_up)
         commits.clear()
         self._given_up.clear()
