@@ -88,9 +88,7 @@ class Operation:
         self._attempts += 1
         self._reached |= error.reached
         until = self._limit()
-        longest = min(self._delay * (4 if error.busy else 1), self._retries.longest_delay)
-        self._delay = min(2 * self._delay, self._retries.longest_delay)
-        delay = _random.uniform(0, longest)
+        delay = self.next_delay(error)
         is_last = self._attempts >= self._retries.attempts or (error.hopeless and not self._reached)
         if is_last or time.monotonic() + delay > until:
             seconds = time.monotonic() - self._began
@@ -101,6 +99,12 @@ class Operation:
             ) from error
         self._warn(error)
         await asyncio.sleep(delay)
+
+    def next_delay(self, error: TransientError) -> float:
+        """Return how long to wait before the next attempt: at random, and longer each time."""
+        longest = min(self._delay * (4 if error.busy else 1), self._retries.longest_delay)
+        self._delay = min(2 * self._delay, self._retries.longest_delay)
+        return _random.uniform(0, longest)
 
     def _warn(self, error: TransientError) -> None:
         """Warn now and then that this goes on failing; of all operations, one does."""

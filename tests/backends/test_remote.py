@@ -161,6 +161,29 @@ def test_a_user_who_waits_is_told_why(
     assert "SlowDown" in caplog.text
 
 
+def test_writers_that_a_busy_server_refuses_come_back_at_different_times(
+    bucket: Bucket, direct: Backend, proxy: FaultyProxy
+) -> None:
+    """Else all of thousands of ranks would be refused again."""
+    writers, refused = 20, 3
+    asked_at: dict[str, list[float]] = {}
+
+    def refuse(exchange: Exchange) -> Answer:
+        times = asked_at.setdefault(exchange.path, [])
+        times.append(time.monotonic())
+        return answer(503, "SlowDown")(exchange) if len(times) <= refused else exchange.go()
+
+    options = {**bucket.storage_options, "endpoint_url": proxy.url}
+    backend = backend_at(f"{bucket.uri}/run", options)
+    with proxy.during(HttpFault(refuse, "PUT", times=None)), ThreadPoolExecutor(writers) as pool:
+        list(pool.map(lambda i: backend.write(f"packs/aa/{i}", b"mine"), range(writers)))
+    assert len(direct.names("packs/aa")) == writers
+    assert proxy.requests["PUT"] == (refused + 1) * writers
+    pauses = [times[-1] - times[-2] for times in asked_at.values()]
+    # At random up to 3.2 seconds.
+    assert max(pauses) - min(pauses) > 0.5
+
+
 def test_probes_that_were_killed_are_tidied_up_once_they_are_old(
     direct: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
