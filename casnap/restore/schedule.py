@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import TypeAlias
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from casnap.format.records import Place
+from casnap.format.decoding import decoder
+from casnap.format.records import Place, encode
 
 Unit: TypeAlias = tuple[bytes, int]
 """A pack, and a number of a run in it: runs are in the order of the pack."""
 Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
 """For each pack, in order: the runs that are wanted, and how many bytes of each."""
+_Told: TypeAlias = list[tuple[bytes, int, Raw]]
+"""For each pack: how many bytes of it are wanted, and of which runs."""
 # No pack is so long; the number of a run must fit in 64 bits, whatever the index says.
 _FAR = 1 << 56
 
@@ -38,6 +41,11 @@ def run_of(place: Place, nbytes: int, most: int) -> int:
     n = (max(0, place.raw_size - 1) // max(1, place.stored_size)).bit_length()
     length = min(nbytes, max(1, most >> n)) if n else nbytes
     return min(place.offset, _FAR) // length * length << 6 | min(n, 63)
+
+
+def request_of(units: Units) -> bytes:
+    """Return what a rank sends that wants some units."""
+    return encode([(pack, sum(nbytes for _, nbytes in runs), runs) for pack, runs in units])
 
 
 class ReadTurn(Struct, frozen=True, array_like=True, gc=False):
@@ -61,7 +69,7 @@ class Schedule(Struct, frozen=True, array_like=True):
 
 
 def schedule_reads(
-    requests: Sequence[tuple[list[int], Units]],
+    requests: Sequence[tuple[list[int], bytes | memoryview]],
     size: int,
     share: int,
     window: int,
@@ -70,21 +78,18 @@ def schedule_reads(
     """Assign the units that several ranks want to readers and windows.
 
     Args:
-        requests: Groups of ranks, each with the units that all ranks of the group want.
+        requests: Groups of ranks, each with the :func:`request_of` the units that all ranks of the
+            group want.
         size: The number of ranks.
         share: About how many bytes a rank reads for others in a window.
         window: About how many bytes a rank receives in a window.
         in_memory: Whether a chunk is in one place for all ranks that want it.
     """
-    by_unit: defaultdict[Unit, list[tuple[int, int]]] = defaultdict(list)
-    for i, (_, units) in enumerate(requests):
-        for pack, runs in units:
-            for number, nbytes in runs:
-                by_unit[pack, number].append((i, nbytes))
+    load = [0] * size
+    by_unit = _wanted_units(requests, load)
     by_lists: defaultdict[tuple[int, ...], list[Unit]] = defaultdict(list)
     for unit, digests in by_unit.items():
         by_lists[tuple([i for i, _ in digests])].append(unit)
-    load = [0] * size
     readers: dict[Unit, int] = {}
     # Units that few ranks want are assigned first.
     for lists in sorted(by_lists, key=lambda lists: sum(len(requests[i][0]) for i in lists)):
@@ -101,6 +106,30 @@ def schedule_reads(
         assigned = ReadTurn(windows.place(readers[unit], by_unit[unit]), readers[unit])
         schedule[unit[0]][unit[1]] = assigned
     return Schedule(windows.count, list(schedule.items()))
+
+
+def _wanted_units(
+    requests: Sequence[tuple[list[int], bytes | memoryview]], load: list[int]
+) -> dict[Unit, list[tuple[int, int]]]:
+    """Return which units each group wants, and how many bytes of them.
+
+    Of a pack that one rank alone wants, only the load of that rank grows: of many ranks that
+    restore shards, most packs are such.
+    """
+    told = [decoder(_Told).decode(text) for _, text in requests]
+    alone: dict[bytes, int | None] = {}
+    for i, (ranks, _) in enumerate(requests):
+        for pack, _, _ in told[i]:
+            alone[pack] = ranks[0] if len(ranks) == 1 and pack not in alone else None
+    by_unit: defaultdict[Unit, list[tuple[int, int]]] = defaultdict(list)
+    for i, packs in enumerate(told):
+        for pack, wanted_bytes, runs in packs:
+            if (rank := alone[pack]) is not None:
+                load[rank] += wanted_bytes
+                continue
+            for number, nbytes in decoder(list[tuple[int, int]]).decode(runs):
+                by_unit[pack, number].append((i, nbytes))
+    return by_unit
 
 
 def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:

@@ -30,7 +30,7 @@ from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import error_text
 from casnap.ranks.shared_memory import not_shared
-from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_reads
+from casnap.restore.schedule import Schedule, Unit, request_of, run_of, schedule_reads
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores
@@ -277,13 +277,13 @@ class _SharedFetch:
             (pack, [(n, sum(self._nbytes(d) + _EXTRA for d in by_unit[pack, n])) for _, n in group])
             for pack, group in groupby(by_unit, key=itemgetter(0))
         ]
-        listed = encode(units)
+        listed = request_of(units)
         chunks = b"".join(self._request(digests) for digests in by_unit.values())
         digests_of_ranks = self._comm.all_gather(digest_of(listed)[:16] + digest_of(chunks)[:16])
         size, in_memory = self._comm.size, self._shared.by_all
         if len(set(map(bytes, digests_of_ranks))) == 1:
-            units_by_ranks = [(list(range(size)), units)]
-            return schedule_reads(units_by_ranks, size, share, window, in_memory), True
+            of_all = [(list(range(size)), listed)]
+            return schedule_reads(of_all, size, share, window, in_memory), True
         ranks_by_digest: defaultdict[bytes, list[int]] = defaultdict(list)
         for rank, digests in enumerate(digests_of_ranks):
             ranks_by_digest[bytes(digests[:16])].append(rank)
@@ -291,12 +291,8 @@ class _SharedFetch:
         lists = self._comm.gather(listed if self._comm.rank in speakers else b"")
         schedule = b""
         if self._comm.rank == 0:
-            units_by_ranks = [
-                (speakers[rank], decoder(Units).decode(text))
-                for rank, text in enumerate(lists)
-                if text
-            ]
-            schedule = encode(schedule_reads(units_by_ranks, size, share, window, in_memory))
+            requests = [(speakers[rank], text) for rank, text in enumerate(lists) if text]
+            schedule = encode(schedule_reads(requests, size, share, window, in_memory))
         return decoder(Schedule).decode(self._comm.broadcast(schedule)), False
 
     def _nbytes(self, digest: Digest) -> int:

@@ -18,7 +18,7 @@ from casnap.format.entries import Payload, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.records import encode
 from casnap.format.region import Region
-from casnap.restore.schedule import Units, schedule_reads
+from casnap.restore.schedule import request_of, schedule_reads
 from casnap.restore.shared_reads import window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import python_gc_paused
@@ -196,13 +196,12 @@ def _wanted(unit: int, first: int, stop: int) -> bytes:
     units: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for number in range(first // unit, -(-stop // unit)):
         units[number // per_pack].append((number % per_pack, unit))
-    return encode([(pack.to_bytes(16, "big"), runs) for pack, runs in units.items()])
+    return request_of([(pack.to_bytes(16, "big"), runs) for pack, runs in units.items()])
 
 
 def _dealt(ranks: int, said: list[tuple[list[int], bytes]], share: int) -> _Cost:
     def work() -> bytes:
-        wanted = [(some, msgspec.msgpack.decode(text, type=Units)) for some, text in said]
-        return encode(schedule_reads(wanted, ranks, share, window_for(ranks)))
+        return encode(schedule_reads(said, ranks, share, window_for(ranks)))
 
     # Of so many objects, tracing each would take minutes.
     with PeakMemory() as memory:
