@@ -153,6 +153,7 @@ def test_a_marker_that_another_removed(local: LocalBackend) -> None:
     assert local.put_if_absent("roots/0/0", b"root")
 
 
+@pytest.mark.slow
 def test_a_suite_that_fails_says_what_it_compared(tmp_path: Path) -> None:
     """For those who write a backend: pytest rewrites the asserts of the suite as it does theirs."""
     module = tmp_path / "test_mine.py"

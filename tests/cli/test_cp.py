@@ -108,40 +108,19 @@ def test_into_the_current_folder(
     assert f"{tmp_path} is a new store\n" in invoke("cp", source, ".").stdout
 
 
-@pytest.mark.parametrize("left", ["casnap.json", "casnap.json tmp"])
-@pytest.mark.parametrize("follow", [False, True])
-def test_into_a_store_whose_making_was_cut_off(
-    source: Path, tmp_path: Path, left: str, *, follow: bool
-) -> None:
+def test_into_a_store_whose_making_was_cut_off(source: Path, tmp_path: Path) -> None:
     """It is finished, as a take does, and not refused for ever."""
     there = tmp_path / "there"
     whole = Store(there, chunk_size=CHUNK).make()
     for path in (there / "casnap-store").iterdir():
-        if path.name not in left.split():
+        if path.name != "casnap.json":
             shutil.rmtree(path)
-    if follow:
-        arguments = ["--follow", "--interval", "1s"]
-        following = subprocess.Popen(
-            [sys.executable, "-m", "casnap.cli", "cp", str(source), str(there), *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert following.stdout is not None
-        said = ""
-        while not all(f"{name}:" in said or f"{name}," in said for name in names(source)):
-            line = following.stdout.readline()
-            assert line
-            said += line
-        following.send_signal(signal.SIGINT)
-        following.communicate()
-        assert following.returncode == 0
-    else:
-        invoke("cp", source, there)
+    invoke("cp", source, there)
     assert names(there) == names(source)
     assert Store(there).id == whole.id
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_what_follows(source: Path, tmp_path: Path, number: signal.Signals) -> None:
     def heed() -> None:
         # The tests may run under nohup, and what a program is started to ignore, it ignores.

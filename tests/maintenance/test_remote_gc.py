@@ -146,7 +146,7 @@ class SlowDouble(RemoteDouble):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("how", ["take", "async_take", "copy"])
+@pytest.mark.parametrize("how", ["async_take", "copy"])
 def test_beside_collectors_without_grace(tmp_path: Path, how: str) -> None:
     """Each relies on what others let go meanwhile."""
     name = str(tmp_path / "bucket")
@@ -159,8 +159,6 @@ def test_beside_collectors_without_grace(tmp_path: Path, how: str) -> None:
             if how == "copy":
                 source.take(state, f"step_{step}")
                 source.copy(f"step_{step}", to=store)
-            elif how == "take":
-                store.take(state, f"step_{step}")
             else:
                 pending = store.async_take(state, f"step_{step}")
                 # What the pending take relies on, no snapshot needs any more.

@@ -128,4 +128,4 @@ def test_a_trace_tells_the_whole_story() -> None:
 
 def test_the_search_stops_at_its_bound() -> None:
     with pytest.raises(MemoryError, match="more than 3 states"):
-        explore(LostUpdate(), at_most=3)
+        explore(HOLDS["take"].model(reduced=True), at_most=3)

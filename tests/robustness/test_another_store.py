@@ -21,8 +21,8 @@ from tests.support.faults import backend_faults, content_of, untouched
 from tests.support.sweep import spread
 
 
-@pytest.fixture(params=["at once", "walked"], autouse=True)
-def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=["at once", "walked"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have the kernel resolve paths, and walk them, as where it cannot."""
     if request.param == "at once":
         yield
@@ -76,6 +76,7 @@ USES: dict[str, Callable[[Store], object]] = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("use", USES)
 def test_before_a_use(path: Path, use: str) -> None:
     store = Store(path)
@@ -184,6 +185,7 @@ def test_a_copy_of_the_store_in_its_place_is_used(path: Path) -> None:
     assert Store(path).check(data=True).ok
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("how", ["moved", "its inner folder", "with what is above it", "deleted"])
 def test_a_store_that_is_gone(path: Path, how: str) -> None:
     """All that asks the store says so, in the same words; and nothing is made at its place."""

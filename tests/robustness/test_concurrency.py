@@ -59,13 +59,14 @@ def takes(path: Path, first: int, count: int) -> Callable[[], None]:
 
 
 def test_processes_that_make_one_store_at_once(tmp_path: Path) -> None:
-    for i in range(5):
+    for i in range(2):
         path = tmp_path / f"store{i}"
         at_once(*[takes(path, first, 1) for first in range(4)])
         assert_store(path, {0, 1, 2, 3})
 
 
-def processes_that_take(path: Path, processes: int, each: int) -> None:
+def test_processes_that_take_at_once(tmp_path: Path) -> None:
+    path, processes, each = tmp_path / "store", 4, 6
     at_once(*[takes(path, n * each, each) for n in range(processes)])
     store = Store(path)
     assert_store(path, set(range(processes * each)))
@@ -75,10 +76,6 @@ def processes_that_take(path: Path, processes: int, each: int) -> None:
         own = [s.metadata.user["step"] for s in snapshots]
         own = [step for step in own if step // each == n]
         assert own == sorted(own)
-
-
-def test_processes_that_take_at_once(tmp_path: Path) -> None:
-    processes_that_take(tmp_path / "store", 4, 6)
 
 
 def test_processes_that_take_one_name(tmp_path: Path) -> None:
@@ -202,7 +199,7 @@ def test_a_failed_take_does_not_disturb_others(tmp_path: Path) -> None:
     def fail() -> None:
         raise CasnapError("on purpose")
 
-    for _ in range(20):
+    for _ in range(6):
         with backend_faults(0, fail, names=["write"]), pytest.raises(CasnapError, match="purpose"):
             take(store, 1)
         store.async_take(app_state(1), "step_1").wait()
@@ -222,19 +219,19 @@ def test_segments_stay_few(tmp_path: Path, cache_dir: Path) -> None:
     """Small segments are merged as they come, and every snapshot can still be read."""
     store = Store(tmp_path / "store", chunk_size=CHUNK)
     most = 0
-    for step in range(80):
+    for step in range(50):
         take(store, step)
         most = max(most, len(store._view.repository.newest().segments))
     assert most <= 20
-    assert_store(store.uri, set(range(80)))
+    assert_store(store.uri, set(range(50)))
     # So can a process that has no cache, from the segments alone.
     live = store._view.repository.newest().segments
-    assert sum(ref.count for ref in live) >= 80
+    assert sum(ref.count for ref in live) >= 50
     for name in files(store.uri, "index"):
         if name.removeprefix("index/") not in {ref.id.hex() for ref in live}:
             (Path(store.uri) / "casnap-store" / name).unlink()
     shutil.rmtree(cache_dir)
-    assert_store(store.uri, set(range(80)))
+    assert_store(store.uri, set(range(50)))
 
 
 def test_processes_that_merge_at_once(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_interrupted_by_signals(base: Path, work: Callable[[Store, int], object]
     def interrupted() -> None:
         store = Store(base)
         # A restore may be done before the signal comes.
-        interrupts = interrupted_at_random(lambda i: work(store, i + 2), 60)
-        assert interrupts > 10 or work is restore
+        interrupts = interrupted_at_random(lambda i: work(store, i + 2), 30)
+        assert interrupts > 5 or work is restore
         take(store, 1000)
         assert_given_back()
         steps = {s.metadata.user["step"] for s in Store(base).snapshots()}

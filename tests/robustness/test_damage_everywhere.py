@@ -347,12 +347,12 @@ KINDS = [
 
 
 ALIKE = {
-    "newest root": 3,
-    "older roots": 4,
-    "segments": 3,
-    "packs of chunks": 4,
-    "packs of nodes": 6,
-    "what is never read": 4,
+    "newest root": 4,
+    "older roots": 6,
+    "segments": 5,
+    "packs of chunks": 6,
+    "packs of nodes": 9,
+    "what is never read": 6,
 }
 """Of how many cases one is tried quickly: a seal covers all of a root, and the packs are many."""
 

@@ -162,8 +162,7 @@ def test_garbage_is_freed_though_copies_do_not_fit(tmp_path: Path) -> None:
         assert torch.equal(store["kept"].read_object("s/kept"), kept)
 
 
-@pytest.mark.parametrize("pages", [0, 1])
-def test_what_a_killed_take_left_is_freed_first(tmp_path: Path, pages: int) -> None:
+def test_what_a_killed_take_left_is_freed_first(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", "4m") as disk:
         path = garbage(disk)
 
@@ -173,7 +172,7 @@ def test_what_a_killed_take_left_is_freed_first(tmp_path: Path, pages: int) -> N
 
         assert in_child(killed) == -signal.SIGKILL
         assert files(path, "tmp")
-        fill(disk, leave=pages * PAGE)
+        fill(disk)
         assert Store(path).gc(grace=0).freed_bytes > 1_000_000
         assert_no_orphans(path)
         assert left(path) == {"step_0", "large_1", "large_2"}
@@ -207,9 +206,7 @@ def littered() -> Iterator[Path]:
         yield littered_store(folder / "littered")
 
 
-@pytest.mark.parametrize(
-    "pages", [0, 1, 4, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8, 32))]
-)
+@pytest.mark.parametrize("pages", [0, 4])
 @pytest.mark.usefixtures("collected_by_hand")
 def test_a_full_disk_under_the_cache(
     littered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int

@@ -136,15 +136,6 @@ def again(path: Path) -> None:
     Store(path).take(app_state(1), "again", metadata={"step": 1})
 
 
-def again_async(path: Path) -> None:
-    Store(path).async_take(app_state(1), "again", metadata={"step": 1}).wait()
-
-
-def new(path: Path) -> None:
-    """Take what is half new."""
-    Store(path).take(app_state(2), "again", metadata={"step": 2})
-
-
 def new_async(path: Path) -> None:
     Store(path).async_take(app_state(2), "again", metadata={"step": 2}).wait()
 
@@ -179,10 +170,14 @@ def condemn_then_collect(path: Path) -> None:
     Store(path).gc(grace=0)
 
 
-QUICK = [(again, collect_all), (again, condemn_all), (new_async, condemn_then_collect)]
-TAKES = [again, again_async, new, new_async]
+TAKES = [again, new_async]
 STALLS = [collect_all, collect_one, condemn_all, condemn_then_collect]
-OTHERS = [pair for pair in itertools.product(TAKES, STALLS) if pair not in QUICK]
+# What a session does that a collector passes at any call: tests/storage/test_session.py.
+QUICK = [(again, condemn_all), (new_async, condemn_then_collect)]
+PAIRS = [
+    pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow, pytest.mark.timeout(600)])
+    for pair in itertools.product(TAKES, STALLS)
+]
 
 
 def check_take(path: Path, ended: int) -> None:
@@ -198,38 +193,14 @@ def check_take(path: Path, ended: int) -> None:
     assert held(path) == steps | {"step_20": 20}
 
 
-def take_that_stands_still(
-    pair: Path, work: Act, meanwhile: Act, faults: Faults, record: Report
-) -> None:
-    # A state that is not there any more cannot be hashed again.
-    act = refusing(work, FencedError) if work in (again_async, new_async) else work
-    count = stalls(pair, act, meanwhile, check_take, faults)
-    note(record, f"{work.__name__}, {meanwhile.__name__}", count)
-
-
-@pytest.mark.parametrize(("work", "meanwhile"), QUICK)
+@pytest.mark.parametrize(("work", "meanwhile"), PAIRS)
 def test_a_take_that_stands_still(
     pair: Path, work: Act, meanwhile: Act, record_property: Report
 ) -> None:
-    take_that_stands_still(pair, work, meanwhile, backend_faults, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("work", "meanwhile"), OTHERS)
-def test_any_take_that_stands_still(
-    pair: Path, work: Act, meanwhile: Act, record_property: Report
-) -> None:
-    take_that_stands_still(pair, work, meanwhile, backend_faults, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("work", TAKES)
-def test_a_take_that_stands_still_at_a_system_call(
-    pair: Path, work: Act, record_property: Report
-) -> None:
-    take_that_stands_still(pair, work, collect_all, system_faults, record_property)
+    # A state that is not there any more cannot be hashed again.
+    act = refusing(work, FencedError) if work is new_async else work
+    count = stalls(pair, act, meanwhile, check_take, backend_faults)
+    note(record_property, f"{work.__name__}, {meanwhile.__name__}", count)
 
 
 @pytest.mark.usefixtures("unannounced")
@@ -294,31 +265,24 @@ def check_collector(left: set[int], path: Path, ended: int) -> None:
     assert held(path) == steps | {"step_30": 30}
 
 
-def collector_that_stands_still(
-    littered: Path, work: Act, meanwhile: Act, faults: Faults, record: Report
-) -> None:
-    left = {0, 2, 4, 20} if meanwhile is take_and_collect else {0, 2, 3, 4}
-    count = stalls(littered, work, meanwhile, partial(check_collector, left), faults)
-    note(record, f"{work.__name__}, {meanwhile.__name__}", count)
-
-
 @pytest.mark.parametrize("meanwhile", [take_and_collect, take_garbage])
-def test_a_collector_that_stands_still_before_it_writes(
-    littered: Path, meanwhile: Act, record_property: Report
-) -> None:
-    faults = partial(backend_faults, names=["write", "put_if_absent"])
-    collector_that_stands_still(littered, collect, meanwhile, faults, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
-@pytest.mark.parametrize("meanwhile", [take_and_collect, take_garbage])
-@pytest.mark.parametrize("work", [collect, collect_with_grace])
+@pytest.mark.parametrize(
+    ("work", "faults"),
+    [
+        (collect, partial(backend_faults, names=["write", "put_if_absent"])),
+        *(
+            pytest.param(work, faults, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+            for work, faults in ((collect, backend_faults), (collect_with_grace, system_faults))
+        ),
+    ],
+    ids=["writing", "backend", "system"],
+)
 def test_a_collector_that_stands_still(
     littered: Path, work: Act, meanwhile: Act, faults: Faults, record_property: Report
 ) -> None:
-    collector_that_stands_still(littered, work, meanwhile, faults, record_property)
+    left = {0, 2, 4, 20} if meanwhile is take_and_collect else {0, 2, 3, 4}
+    count = stalls(littered, work, meanwhile, partial(check_collector, left), faults)
+    note(record_property, f"{work.__name__}, {meanwhile.__name__}", count)
 
 
 def test_a_take_and_a_collector_that_stand_still(littered: Path, record_property: Report) -> None:
@@ -388,7 +352,7 @@ def test_a_recoding_that_stands_still(
         shutil.rmtree(path.with_name("there"))
 
     base = run_store(memory / f"run-{end}")
-    count = stalls(base, recode, undercut, check, backend_faults, end, times=16)
+    count = stalls(base, recode, undercut, check, backend_faults, end, times=32)
     note(record_property, "recode, undercut", count)
 
 

@@ -125,7 +125,7 @@ def too_long_a_chain(forger: Forger) -> None:
 
 
 def a_very_long_chain(forger: Forger) -> None:
-    a_chain(forger, 1200)
+    a_chain(forger, 400)
 
 
 CASES = (

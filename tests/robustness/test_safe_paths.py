@@ -40,8 +40,8 @@ def state(step: int) -> dict[str, StateDict]:
     return {"s": StateDict(x=torch.randn(50_000, generator=generator), step=step)}
 
 
-@pytest.fixture(params=["at once", "walked"], autouse=True)
-def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=["at once", "walked"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have the kernel resolve paths, and walk them, as where it cannot."""
     if request.param == "at once":
         assert safe_paths.has_openat2()
@@ -49,6 +49,9 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with mock.patch("casnap.backends.safe_paths.has_openat2", return_value=False):
         yield
+
+
+BOTH_WAYS = pytest.mark.usefixtures("way")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,7 @@ def every_use(path: Path) -> None:
 # --- links ------------------------------------------------------------------------------------
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("place", ["packs", "index", "roots", "roots/0", "tmp"])
 def test_a_folder_that_is_a_link_to_another_store(path: Path, other: Path, place: str) -> None:
     """A collector deleted the live packs of the other store as orphans."""
@@ -128,6 +132,7 @@ def test_a_folder_that_is_a_link_to_another_store(path: Path, other: Path, place
             Store(path).take(state(7), "run/step_7")
 
 
+@BOTH_WAYS
 def test_a_folder_of_packs_that_is_a_link(path: Path, other: Path) -> None:
     for folder in sorted((other / "casnap-store/packs").iterdir()):
         shutil.rmtree(path / "casnap-store/packs" / folder.name, ignore_errors=True)
@@ -136,6 +141,7 @@ def test_a_folder_of_packs_that_is_a_link(path: Path, other: Path) -> None:
         every_use(path)
 
 
+@BOTH_WAYS
 def test_a_pack_that_is_a_link(path: Path, tmp_path: Path) -> None:
     """Also to itself, whole, elsewhere: what lies elsewhere may go, or change."""
     for pack in (path / "casnap-store/packs").glob("*/*"):
@@ -148,6 +154,7 @@ def test_a_pack_that_is_a_link(path: Path, tmp_path: Path) -> None:
         Store(path)["run/step_2"].restore(state(0))
 
 
+@BOTH_WAYS
 def test_copies_of_roots_that_lie_in_another_store(path: Path, other: Path) -> None:
     """Any commit removed the roots there, as older copies."""
     (path / "casnap-store/packs").mkdir(exist_ok=True)
@@ -159,6 +166,7 @@ def test_copies_of_roots_that_lie_in_another_store(path: Path, other: Path) -> N
         every_use(path)
 
 
+@BOTH_WAYS
 def test_a_marker_behind_a_linked_folder(path: Path, other: Path) -> None:
     """The folder of a snapshot, and the folder of its run, are links into another store."""
     shutil.rmtree(path / "run")
@@ -175,6 +183,7 @@ def test_a_marker_behind_a_linked_folder(path: Path, other: Path) -> None:
         every_use(path)
 
 
+@BOTH_WAYS
 def test_links_that_change_meanwhile(path: Path, other: Path) -> None:
     """The folder of the packs is again and again a link to another store's, while it is used."""
     link = path / "packs-aside"
@@ -260,6 +269,7 @@ PLACES = (
 )
 
 
+@BOTH_WAYS
 @pytest.mark.sampled
 @pytest.mark.parametrize("put", [pipe, listening, zeros, sparse])
 @pytest.mark.parametrize("place", PLACES)
@@ -333,6 +343,7 @@ def test_a_row_that_is_passed_over_is_repaired(path: Path) -> None:
     assert len(Store(path).snapshots()) == 3
 
 
+@BOTH_WAYS
 def test_no_key_climbs_out(path: Path) -> None:
     backend = LocalBackend(path)
     for call in (backend.read, backend.delete, backend.size, backend.names, backend.sizes):

@@ -108,7 +108,7 @@ def test_an_open_store_opens_a_cache_in_place_of_one_that_others_deleted(
 
 def test_a_truncated_cache(store: Path, cache_dir: Path) -> None:
     size = data_of(cache_dir).stat().st_size
-    for step, keep in enumerate([0, 1, 4096, 8192, size // 2, size - 4096, size - 1], start=3):
+    for step, keep in enumerate([0, 4096, size // 2, size - 1], start=3):
         os.truncate(data_of(cache_dir), keep)
         use(store, step)
 
@@ -189,7 +189,7 @@ def test_the_cache_of_a_long_run_levels_off(
     monkeypatch.setattr("casnap.storage.lookup.index._SMALL_CACHE_BYTES", 64 << 10)
     store = Store(tmp_path / "store").make()
     sizes: list[int] = []
-    for step in range(160):
+    for step in range(80):
         store.take({"s": StateDict(step=step)}, f"step_{step}", retention=Retention(keep_last=2))
         if step % 10 == 0:
             store.gc(grace=0)
@@ -270,7 +270,7 @@ def fuzz(store: Path, cache_dir: Path, seeds: range) -> list[str]:
 
 
 def test_a_cache_damaged_at_random(store: Path, cache_dir: Path) -> None:
-    assert fuzz(store, cache_dir, range(25, 35)) == []
+    assert fuzz(store, cache_dir, range(25, 31)) == []
 
 
 @pytest.mark.slow
@@ -387,7 +387,7 @@ def test_processes_that_share_a_cache(store: Path) -> None:
 
 
 def test_processes_that_make_a_cache_at_once(store: Path, cache_dir: Path) -> None:
-    for _ in range(5):
+    for _ in range(2):
         shutil.rmtree(cache_dir)
         children = [start(lambda: assert_store(store, {0, 1, 2})) for _ in range(4)]
         assert [wait(pid) for pid in children] == [0, 0, 0, 0]

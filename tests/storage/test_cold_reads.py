@@ -148,8 +148,7 @@ def test_hints_are_not_believed(
 @pytest.mark.parametrize(
     "change",
     [
-        {"codec": 9},
-        {"offset": -1, "stored_size": -5},
+        {"offset": -1, "stored_size": -5, "codec": 9},
         {"pack": b"", "stored_size": 1 << 40, "raw_size": 1 << 40},
     ],
 )

@@ -44,7 +44,7 @@ def test_another_process_makes_the_store_at_any_moment(
     tmp_path: Path, make: Callable[[Path], Store]
 ) -> None:
     """One stops before each call in turn, and finds the store made when it goes on."""
-    for k in sweep():
+    for k in sweep(2):
         place = tmp_path / str(k)
         place.mkdir()
         made: list[str] = []

@@ -286,6 +286,7 @@ assert store.snapshots() == []
 """
 
 
+@pytest.mark.slow
 def test_a_marker_whose_name_cannot_be_written(tmp_path: Path) -> None:
     """Nothing that fails after the commit makes a take, or a deletion, fail."""
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -41,9 +41,9 @@ def assert_whole(backend: RemoteDouble, writer: PackWriter) -> None:
         assert place.pack in writer.lengths
 
 
-def test_5_000_packs_move_past_fence_after_fence(tmp_path: Path) -> None:
+def test_2_000_packs_move_past_fence_after_fence(tmp_path: Path) -> None:
     """Each is copied once a fence, several at a time; the old names are left to the collector."""
-    backend, count = RemoteDouble(str(tmp_path)), 5_000
+    backend, count = RemoteDouble(str(tmp_path)), 2_000
     with Crew() as crew:
         writer = writer_of(backend, crew, count)
         backend.reset()

@@ -65,7 +65,7 @@ def test_a_store_is_made_by_few_requests(tmp_path: Path) -> None:
 
 def test_an_unchanged_take_of_a_warm_host(name: str) -> None:
     """Also in a new process, which the cache of the host makes warm."""
-    for number in range(20):
+    for number in range(6):
         backend = RemoteDouble(name)
         store = Store(backend).make()
         store.take(state_of(), f"step_{number}")
@@ -207,7 +207,7 @@ def put_roots(name: str, count: int) -> Root:
 def test_requests_do_not_grow_with_the_snapshots(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_roots(name, 3500)
+    put_roots(name, 1500)
     fresh_host(tmp_path, monkeypatch)
     backend = RemoteDouble(name)
     store = Store(backend).make()

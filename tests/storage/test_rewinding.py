@@ -368,8 +368,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert answer["moved"] == []
 
 
-@pytest.mark.parametrize("taken", ["rewound-4/step_2", "rewound-4/step_2/x", "rewound-4"])
-@pytest.mark.parametrize("run", ["", "/run"])
+@pytest.mark.parametrize(
+    ("taken", "run"), [("rewound-4/step_2", ""), ("rewound-4/step_2/x", "/run"), ("rewound-4", "")]
+)
 def test_what_has_the_name_of_a_folder_of_rewound_snapshots_is_kept(
     tmp_path: Path, taken: str, run: str
 ) -> None:

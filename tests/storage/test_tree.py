@@ -154,7 +154,7 @@ def test_leaves_are_bounded() -> None:
     top: Digest | None = nodes.built(model)
     assert max(count for _, _, count in nodes.tree(top).children) == most_in_node(ENTRY_FANOUT)
     dice = random.Random(3)
-    for _ in range(20):
+    for _ in range(5):
         chosen = dice.sample(inner, 5)
         change = {key: dice.choice([None, 1]) for key in chosen}
         model = apply(model, change)
@@ -177,7 +177,7 @@ def test_one_change_in_many_items() -> None:
 def test_one_change_of_the_table_writes_little() -> None:
     """However many items there are: that is what the table of snapshots is made of."""
     dice = random.Random(1)
-    for items, most in ((100, 2_500), (20_000, 4_500), (100_000, 5_500)):
+    for items, most in ((100, 2_500), (20_000, 4_500)):
         nodes = Nodes(TABLE_FANOUT)
         model = {f"run/step_{i}": i for i in range(items)}
         top = nodes.built(model)

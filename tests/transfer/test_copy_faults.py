@@ -133,7 +133,7 @@ def test_a_link_that_is_cut(
     filled(MemoryBackend(f"{tmp_path}/source"))
     whole = copy_in_parts(MemoryBackend(f"{tmp_path}/source"), f"memory:/{tmp_path}/whole", PART)
     sent = []
-    for k in sweep():
+    for k in sweep(2):
         source = FaultyBackend(MemoryBackend(f"{tmp_path}/source"))
         destination = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
         Store(destination, chunk_size=CHUNK).make()

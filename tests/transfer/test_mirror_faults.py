@@ -173,14 +173,8 @@ def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
     assert_all_well(tmp_path, 3)
 
 
-@pytest.mark.parametrize(
-    "number",
-    # Python has no handler for SIGTERM, so to a process it is as SIGKILL, which other tests send.
-    [
-        signal.SIGINT,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGKILL)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_end_the_process(tmp_path: Path, number: int) -> None:
     script = f"{SCRIPT}\nwhile True: take(store, 3, overwrite=True)\n"
     process = subprocess.Popen(
