@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from casnap.backends import Backend, backend_at
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,
-    NotAStoreError,
     Reason,
     StoreError,
     UnavailableError,
@@ -357,23 +355,6 @@ def test_wrong_options(bucket: Bucket, options: dict[str, Any], reason: Reason |
         assert secret not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("uri", "told"),
-    [
-        ("ss3://bucket/run", "nearest: s3"),
-        ("s3//:bucket", None),
-        ("s3://", "names no bucket"),
-        ("nonsense://x", "no backend knows nonsense://"),
-    ],
-)
-def test_a_typo_in_the_scheme(uri: str, told: str | None) -> None:
-    if told is None:
-        assert backend_at(uri).folder  # a path like any other
-        return
-    with pytest.raises(NotAStoreError, match=told):
-        backend_at(uri)
-
-
 @pytest.mark.parametrize(("uri", "extra"), [("s3://b/x", "s3"), ("gs://b/x", "gcs")])
 def test_an_extra_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, uri: str, extra: str
@@ -535,16 +516,3 @@ def test_an_interrupt_ends_a_request(bucket: Bucket, proxy: FaultyProxy, call: s
         error = process.communicate()[1]
     assert "KeyboardInterrupt" in error
     assert process.returncode != 0
-
-
-def test_threads_share_a_backend(backend: Backend) -> None:
-    """Requests of many threads are counted, each once."""
-
-    def work(me: int) -> None:
-        for n in range(10):
-            backend.write(f"packs/{me:02x}/{n}", bytes([me]) * 1000)
-            assert backend.read(f"packs/{me:02x}/{n}") == bytes([me]) * 1000
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert backend.requests == {"put": 80, "get": 80}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +20,6 @@ from tests.support.cli_calls import (
     document,
     failure,
     invoke,
-    process,
 )
 
 # --- the group --------------------------------------------------------------------------------
@@ -59,39 +56,7 @@ def test_version() -> None:
     assert invoke("--version").stdout == f"casnap {casnap.__version__}\n"
 
 
-def test_the_entry_point_and_the_module_are_the_same() -> None:
-    code = "from casnap.cli import main; main()"
-    script = subprocess.run(
-        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
-    )
-    assert script.stdout == process("--version").stdout
-    module = [sys.executable, "-m", "casnap", "--version"]
-    assert (
-        subprocess.run(module, capture_output=True, text=True, check=True).stdout == script.stdout
-    )
-
-
 # --- ls ---------------------------------------------------------------------------------------
-
-SNAPSHOT_KEYS = {
-    "store",
-    "name",
-    "path",
-    "commit",
-    "root",
-    "time",
-    "world_size",
-    "logical_bytes",
-    "new_bytes",
-    "entry_count",
-    "seconds",
-    "metadata",
-    "tags",
-    "unmirrored",
-    "thinned",
-    "rewound",
-    "unknown_features",
-}
 
 
 def test_ls(store: Path) -> None:
@@ -185,12 +150,8 @@ def test_show_how_much_of_a_snapshot_was_new(tmp_path: Path) -> None:
 
 def test_show_a_snapshot_json(store: Path) -> None:
     result = document("show", store / "run1/step_1")
-    assert set(result) == {"keys", "thinned_keys"} | SNAPSHOT_KEYS
     keys = {key["entry"]: key for key in result["keys"]}
     assert set(keys) == {"model", "progress", "0/rng"}
-    assert all(
-        set(key) == {"entry", "rank", "entry_count", "logical_bytes"} for key in result["keys"]
-    )
     assert (keys["model"]["rank"], keys["0/rng"]["rank"]) == (None, 0)
     assert sum(key["entry_count"] for key in result["keys"]) == result["entry_count"]
     assert sum(key["logical_bytes"] for key in result["keys"]) == result["logical_bytes"]
@@ -254,8 +215,6 @@ def test_show_a_small_tensor(store: Path) -> None:
 )
 def test_show_a_value(store: Path, path: str, kind: str, value: object) -> None:
     result = document("show", store / "run1/step_1", f"0/progress/{path}")
-    facts = {"entry", "rank", "type", "kind", "logical_bytes", "value"}
-    assert set(result) == {"store", "name", "path", "commit", *facts}
     assert (result["type"], result["kind"]) == ("value", kind)
     assert result["value"] == (value.hex() if isinstance(value, bytes) else value)
     assert repr(value) in invoke("show", store / "run1/step_1", f"progress/{path}").stdout
@@ -281,9 +240,6 @@ def test_show_a_container(store: Path) -> None:
         "0/progress/many/1",
         "0/progress/many/2",
     ]
-    assert all(
-        set(c) == {"entry", "what", "entry_count", "logical_bytes"} for c in result["children"]
-    )
 
 
 def test_show_the_keys_that_paths_do_not_show(tmp_path: Path) -> None:
@@ -354,13 +310,8 @@ def test_diff(store: Path) -> None:
 
 def test_diff_json(store: Path) -> None:
     result = document("diff", store / "run1/step_2", store / "run2/step_0")
-    totals = {"changed_count", "added_count", "removed_count", "changed_bytes"}
-    assert set(result) == {"a", "b", "changes", *totals}
-    assert set(result["a"]) == {"store", "name", "path", "commit"}
     assert (result["a"]["name"], result["b"]["name"]) == ("run1/step_2", "run2/step_0")
     changes = {change["entry"]: change for change in result["changes"]}
-    keys = {"entry", "change", "changed_bytes", "total_bytes", "old", "new"}
-    assert all(set(change) == keys for change in changes.values())
     assert changes["model/extra"]["change"] == "added"
     assert changes["model/extra"]["old"] is None
     assert changes["model/extra"]["new"]["shape"] == [100]
@@ -414,18 +365,8 @@ def test_du(store: Path) -> None:
     assert re.search(rf"{store} takes up [0-9.]* [kM]B$", total)
 
 
-PARTS = (
-    *("kept_bytes", "waiting_bytes", "orphaned_bytes", "other_bytes"),
-    *("saved_bytes", "waiting_until_time"),
-)
-
-
 def test_du_json(store: Path) -> None:
     result = document("du", store)
-    assert set(result) == {"store", "prefix", "snapshots", "logical_bytes", "stored_bytes", *PARTS}
-    sizes = {"logical_bytes", "stored_bytes", "unique_bytes"}
-    keys = {"store", "name", "path", "commit", *sizes}
-    assert all(set(s) == keys for s in result["snapshots"])
     assert result["logical_bytes"] == sum(s["logical_bytes"] for s in result["snapshots"])
     first, _, third, other = result["snapshots"]
     assert CHUNK < first["unique_bytes"] < 2 * CHUNK
@@ -505,20 +446,6 @@ def test_rm_asks_on_a_terminal(own_store: Path, answer: str, status: int, left: 
     assert ended == status
     assert ("casnap: nothing was done" in said) == (answer != "y")
     assert len(Store(own_store).snapshots()) == left
-
-
-def test_ctrl_c_ends_it_with_130(own_store: Path) -> None:
-    terminal = Terminal("rm", own_store / "run1/step_0")
-    terminal.read_until("Delete")
-    # A signal that comes between the prompt and the read of the answer is lost on the read.
-    while terminal.process.poll() is None:
-        terminal.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            terminal.process.wait(3)
-    status, seen = terminal.rest()
-    assert status == 130
-    assert "Traceback" not in seen
-    assert len(Store(own_store).snapshots()) == 4
 
 
 def test_bash_completes_as_the_guide_shows() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,7 @@ from casnap.errors import BackendError, DamagedError
 from casnap.maintenance.gc import GcOptions
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.damaged import (
-    FROZEN,
     copied_store,  # noqa: F401 - a fixture
-    damage_chunk,
     damage_everywhere,
     forget_cache,
     forget_copies,
@@ -182,12 +179,6 @@ def test_shares_are_written_in_two_ways(store: Path, share: str) -> None:
     assert document("check", store, "--sample", share)["sample"] == 0.5
 
 
-def test_gc_shows_its_examples_apart() -> None:
-    lines = invoke("gc", "--help").stdout.splitlines()
-    assert "    casnap gc /ckpts --grace 1h" in lines
-    assert not any("\b" in line or "\\b" in line for line in lines)
-
-
 def test_numbers_that_are_none_are_printed(tmp_path: Path) -> None:
     metadata = {"a": math.nan, "b": -math.inf, "c": [math.inf, 1.5]}
     Store(tmp_path).take({"s": StateDict(x=1)}, "one", metadata=metadata)
@@ -287,13 +278,3 @@ def test_where_writers_cannot_be_kept_apart(runs: Path) -> None:
     invoke("tag", path, "best", "--exclusive")
     assert document("prune", runs, *PRUNE, "--yes", "--exclusive")["gc"]["deleted_pack_count"]
     invoke("rm", path, "--tagged", "--yes", "--exclusive")
-
-
-def test_a_copy_of_the_store_does_heal(store: Path, tmp_path: Path) -> None:
-    """The advice of `check` is followed to the letter."""
-    copy = shutil.copytree(store, tmp_path / "copy")
-    damage_chunk(store, FROZEN)
-    invoke("repair", store, "--yes", status=1)
-    assert "--from STORE" in invoke("check", store, status=1).stdout
-    invoke("repair", store, "--from", copy, "--yes")
-    assert "no damage found" in invoke("check", store, "--data").stdout

@@ -89,24 +89,6 @@ def test_deltas_of_a_chain_apply_in_one_buffer() -> None:
     assert raw == chunks[-1]
 
 
-@pytest.mark.parametrize("share", [0.02, 0.5])
-def test_damaged_deltas(share: float) -> None:
-    """They give other bytes, or a typed error, and take no more memory than the chunk."""
-    base = random.Random(1).randbytes(1 << 14)
-    delta = encode_delta(changed(base, share, 1, 3), base, digest_of(base))
-    assert delta is not None
-    choose = random.Random(4)
-    for _ in range(3000):
-        damaged = bytearray(delta)
-        for _ in range(choose.randrange(1, 4)):
-            damaged[choose.randrange(32, len(damaged))] = choose.randrange(256)
-        end = choose.choice([len(damaged), choose.randrange(len(damaged) + 1)])
-        raw = bytearray(base)
-        with suppress(DamagedError):
-            apply_delta(memoryview(bytes(damaged[:end])), raw)
-        assert len(raw) == len(base)
-
-
 def test_impossible_deltas() -> None:
     base = bytes(1 << 12)
     head = bytes(Digest(bytes(32)))

@@ -368,16 +368,6 @@ def test_stats_say_what_was_freed(tmp_path: Path) -> None:
     assert store["step_7"].stats.freed_bytes == 0
 
 
-def test_stats_say_what_was_freed_to_have_room(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", 4 * STATE + SMALL) as disk:
-        store = Store(disk / "run")
-        store.configure(gc="off")
-        for step in range(4):
-            take(store, step)
-        store.configure(gc="auto")
-        assert take(store, 4).stats.freed_bytes >= 2 * STATE
-
-
 def test_short_processes(tmp_path: Path) -> None:
     """Each ends right after it has let a snapshot go, and still collects."""
     store = Store(tmp_path / "store")

@@ -83,14 +83,6 @@ def test_a_whole_store(store: Path) -> None:
     assert files(store) == before
 
 
-@pytest.mark.parametrize("uri", ["memory://empty-to-check", "memory://one-to-check"])
-def test_stores_in_memory(uri: str) -> None:
-    store = Store(uri).make()
-    assert store.check(data=True).ok
-    store.take({"s": StateDict(x=torch.arange(1000))}, "one")
-    assert store.check(data=True).snapshots == 1
-
-
 def test_compressed_chunks(tmp_path: Path) -> None:
     store = Store(tmp_path, chunk_size=CHUNK, codec="zstd").make()
     store.take({"s": StateDict(x=torch.zeros(100_000))}, "zeros")
@@ -114,24 +106,6 @@ def test_a_flipped_chunk(store: Path) -> None:
     assert damage.object == pack_key(place.pack)
     assert damage.digest == digest.hex()
     assert {(h.snapshot, h.path) for h in damage.hurts} == everywhere(f"{KEY}/frozen")
-
-
-def test_a_pack_that_is_cut_off(store: Path) -> None:
-    """The chunks before the cut are whole and hurt no snapshot."""
-    digest, place = record_of(store, FROZEN)
-    change(
-        store / "casnap-store" / pack_key(place.pack),
-        lambda raw: raw[: place.offset + place.stored_size],
-    )
-    lost = {
-        r.hex() for r, p in listing_of(store).of_pack(PackId(place.pack)) if p.offset > place.offset
-    }
-    for data in (False, True):
-        [damage] = check(store, data=data).damages
-        assert (damage.kind, damage.object) == ("cut off", pack_key(place.pack))
-        assert damage.hurts
-    assert lost
-    assert digest.hex() not in lost
 
 
 def test_a_missing_pack(store: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.errors import DamagedError, EntryNotFoundError, StoreError
+from casnap.errors import EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, digest_of, split_digests
-from casnap.format.entries import Payload, TensorEntry, ValueEntry
+from casnap.format.entries import Payload, TensorEntry
 from casnap.format.tree import Branch
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
@@ -221,26 +221,6 @@ def test_stores_of_equal_chunks_can(store: Store) -> None:
     assert not diff(take(store, "a", t=t), take(other, "a", t=t))
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        TensorEntry(Payload(1000, digests=bytes(32)), "float32", (3, -5)),
-        TensorEntry(Payload(1000, digests=bytes(32)), "float32", (3,)),
-        TensorEntry(Payload(1000, digests=bytes(32)), "float32", (0,)),
-        TensorEntry(Payload(1 << 20, digests=bytes(32)), "float32", ()),
-        TensorEntry(Payload(1 << 62, digests=bytes(32)), "float32", (1 << 60,)),
-        ValueEntry(Payload(1000, digests=bytes(64)), "str"),
-        ValueEntry(Payload(1000, digests=bytes(32), depth=99), "str"),
-    ],
-)
-def test_entries_that_contradict_themselves_are_damaged(
-    store: Store, entry: TensorEntry | ValueEntry
-) -> None:
-    contents = take(store, "a", x=1)
-    with pytest.raises(DamagedError, match="path/of/it"):
-        contents.chunks("path/of/it", entry)
-
-
 # --- usage ------------------------------------------------------------------------------------
 
 
@@ -350,16 +330,6 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
     assert max(reads[leaf] for leaf in leaves) <= 2
 
 
-def test_disk_usage_counts_all_packs_and_segments(store: Store) -> None:
-    take(store, "a", t=chunks_of_floats(3))
-    backend = store._view.repository.backend
-    sizes = {**backend.sizes("packs"), **backend.sizes("index")}
-    assert disk_usage(store._view.repository).kept_bytes == sum(sizes.values()) > 3 * CHUNK
-    pack = next(key for key in sizes if key.startswith("packs"))
-    backend.delete(pack)
-    assert disk_usage(store._view.repository).kept_bytes == sum(sizes.values()) - sizes[pack]
-
-
 def test_disk_usage_is_all_that_the_disk_gave(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in range(20):
@@ -399,21 +369,6 @@ def test_shared_bytes_stops_when_all_is_found(store: Store, reads: Counter[bytes
     told: list[tuple[str, int, int]] = []
     assert shared_bytes(last, "s/t", entry, lambda *a: told.append(a)) == 2 * CHUNK
     assert told == [("looking through earlier snapshots", 0, 4)]
-
-
-def test_a_list_of_digests_that_is_none_is_damaged(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = take(store, "a", t=chunks_of_floats(6))
-    (listed,) = split_digests(contents.entry("s/t")[1].payload.digests)
-    node = Repository.node
-
-    def cut_short(self: Repository, digest: Digest, hint: Any = None) -> bytes:
-        return node(self, digest, hint)[: -1 if digest == listed else None]
-
-    monkeypatch.setattr(Repository, "node", cut_short)
-    with pytest.raises(DamagedError, match="list of digests"):
-        store.usage()
 
 
 def test_a_path_that_is_not_there_names_the_nearest(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""A repair that is not alone harms nothing, and no whole chunk is lost by it."""
+"""A repair that is not alone harms nothing; what is lost it finds in other stores and the cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from casnap.maintenance.repair import RepairReport
 from tests.support.damaged import (
     FROZEN,
     KEY,
+    STEPS,
     WEIGHT,
     broken,
     change,
@@ -27,17 +29,33 @@ from tests.support.damaged import (
     content,
     copied_store,  # noqa: F401 - a fixture
     damage_chunk,
+    damage_everywhere,
     damages,
     expected,
+    flip,
+    forget_cache,
     listing_of,
     lost_in,
+    make,
     named,
     objects_of,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
 )
 from tests.support.examples import FEW
-from tests.support.faults import backend_faults, elsewhere, faults
+from tests.support.faults import (
+    CHUNK,
+    assert_store,
+    backend_faults,
+    elsewhere,
+    faults,
+    memory_folder,
+    take,
+)
+from tests.support.faults import content as content_at
+from tests.support.faulty import Call, Fault, FaultyBackend
+from tests.support.sweep import sweep
 
 
 def test_a_take_that_relied_on_a_damaged_pack(store: Path) -> None:
@@ -133,3 +151,120 @@ def _survivors(store: Path, pristine: Path, packs: tuple[PackId, ...]) -> set[Di
 
 def _bytes(file: Path) -> bytes:
     return file.read_bytes() if file.exists() else b""
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with segments to merge and a damaged chunk; do not change it."""
+    path = tmp_path_factory.mktemp("damaged") / "store"
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    place = record_of(path, content_at(3)["weight"][: CHUNK // 4])[1]
+    change(path / "casnap-store" / pack_key(place.pack), flip(place.offset + 11))
+    return path
+
+
+def churn(path: Path) -> None:
+    """Rewrite all segments and delete the old ones."""
+    store = Store(path)
+    store.delete("step_0")
+    take(store, 0)
+    store.gc(grace=0, repack=0, recode_after=None)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("calls", ["read", "size", "read_into", "write", "put_if_absent"])
+def test_repair_beside_a_collector_without_grace(damaged: Path, calls: str) -> None:
+    for number in sweep(2 if calls != "read" else 1):
+        with memory_folder() as folder:
+            path = shutil.copytree(damaged, folder / "store")
+            backend = FaultyBackend(LocalBackend(path))
+
+            def act(call: Call, path: Path = path) -> object:
+                elsewhere(churn)(path)
+                return call.go()
+
+            fault = Fault(act, calls, "index/*" if calls == "read" else "*", skip=number)
+            store = Store(backend)
+            with backend.during(fault):
+                store.repair()
+            if not fault.struck:
+                return
+            assert {d.kind for d in repair(path).remaining} <= {"lost"}
+            Store(path).delete("step_3")
+            assert_store(path, {0, 1, 2})
+            assert Store(path).check(data=True).ok
+
+
+def test_healed_from_another_store(store: Path, tmp_path: Path) -> None:
+    damage_chunk(store, FROZEN)
+    damage_chunk(store, WEIGHT)
+    report = repair(store, make(tmp_path / "other").uri)
+    assert report.ok
+    assert report.healed_chunks == 2
+    assert not report.skipped
+    assert lost_in(store) == set()
+    assert broken(store) == set()
+
+
+def test_healed_long_after(store: Path, tmp_path: Path) -> None:
+    """First lost, later found; a source may be a backup of this very store, and damaged itself."""
+    backup = Path(shutil.copytree(store, tmp_path / "backup"))
+    lost, _ = damage_chunk(backup, WEIGHT)
+    for raw in (WEIGHT, FROZEN):
+        (store / "casnap-store" / pack_key(record_of(store, raw)[1].pack)).unlink()
+    assert named(repair(store)) == set(STEPS)
+    report = repair(store, backup)
+    assert report.healed_chunks > 10
+    assert lost_in(store) == {lost}
+    assert broken(store) == {"b"}
+
+
+def test_trees_are_healed_from_the_cache(store: Path) -> None:
+    """Nodes that this host remembers need no source."""
+    opened = Store(store)
+    for name, step in STEPS.items():
+        opened[name].restore({KEY: StateDict(content(step))})
+    for row in map(opened._view.row, STEPS):
+        for place in listing_of(store).of(Digest(row.manifest.digest)):
+            (store / "casnap-store" / pack_key(place.pack)).unlink(missing_ok=True)
+    report = opened.repair()
+    assert report.healed_chunks > 5
+    assert report.ok
+    assert broken(store) == set()
+
+
+def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> None:
+    """Without its table a store can do nothing; a backup has it."""
+    backup = Path(shutil.copytree(store, tmp_path / "backup"))
+    table = Store(store)._view.repository.newest().table
+    assert table is not None
+    damage_everywhere(store, table.digest)
+    forget_cache(cache_dir)
+    assert named(repair(store)) == {"*"}
+    assert repair(store, backup).ok
+    assert broken(store) == set()
+
+
+def test_an_import_heals(store: Path, tmp_path: Path) -> None:
+    """A file that has the lost bytes is imported: a take of them stores them anew."""
+    damage_chunk(store, FROZEN)
+    assert not repair(store).ok
+    torch.save({"frozen": expected(0)["frozen"]}, tmp_path / "weights.pt")
+    Store(store).import_file(tmp_path / "weights.pt", "imported")
+    assert repair(store).ok
+    assert broken(store) == set()
+
+
+def test_sources_that_are_no_stores(store: Path, tmp_path: Path) -> None:
+    digest, _ = damage_chunk(store, FROZEN)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "weights.pt").touch()
+    unusable = [tmp_path / name for name in ("folder", "weights.pt", "nowhere")]
+    report = repair(store, *unusable, "memory://no-store-here")
+    assert {bytes.fromhex(d.digest) for d in report.remaining} == {digest}
+    assert len(report.skipped) == 4
+    for name, why in zip([*unusable, "memory://no-store-here"], report.skipped, strict=True):
+        assert str(name) in why
+    assert not (tmp_path / "nowhere").exists()

@@ -88,18 +88,6 @@ def assert_kept(store: Path, cache_dir: Path) -> None:
     assert not report.unsupported
 
 
-def test_reads_name_it(store: Path) -> None:
-    snapshot = opened(store)["later"]
-    for read in (
-        lambda: snapshot.read_object("m/x"),
-        lambda: snapshot.restore({"m": StateDict(x=torch.zeros_like(NEW), y=BOTH.clone())}),
-    ):
-        with pytest.raises(UnsupportedFormatError, match=r"codec 9.*m/x.*update casnap"):
-            read()
-    assert torch.equal(snapshot.read_object("m/y"), BOTH)
-    assert torch.equal(opened(store)["plain"].read_object("m/z"), OLD)
-
-
 @pytest.mark.parametrize("data", [False, True])
 def test_a_check_finds_no_damage(store: Path, data: bool) -> None:
     report = opened(store).check(data=data)
@@ -109,13 +97,6 @@ def test_a_check_finds_no_damage(store: Path, data: bool) -> None:
     assert unknown.kind == UNSUPPORTED
     assert {(h.snapshot, h.path) for h in unknown.hurts} == {("first", "m/x"), ("later", "m/x")}
     assert opened(store).check(name="plain").unsupported == []
-
-
-def test_the_command_says_so(store: Path) -> None:
-    told = invoke("check", store, status=1).stdout
-    assert "codec 9" in told
-    assert "update casnap" in told
-    assert "no damage found" in told
 
 
 def test_a_repair_gives_nothing_up(store: Path, cache_dir: Path) -> None:
@@ -179,15 +160,6 @@ def test_a_take_does_not_rely_on_it(store: Path, cache_dir: Path) -> None:
     assert report.ok
     assert [damage.hurts for damage in report.unsupported] == [{}]
     assert_kept(store, cache_dir)
-
-
-def test_a_copy_names_it(store: Path, tmp_path: Path) -> None:
-    there = Store(tmp_path / "there", chunk_size=CHUNK).make()
-    with pytest.raises(UnsupportedFormatError, match="codec 9"):
-        opened(store).copy("later", to=there)
-    opened(store).copy("plain", to=there)
-    assert [snapshot.name for snapshot in there.snapshots()] == ["plain"]
-    assert torch.equal(there["plain"].read_object("m/z"), OLD)
 
 
 def test_a_tree_that_cannot_be_read_stops_a_collection(store: Path, cache_dir: Path) -> None:

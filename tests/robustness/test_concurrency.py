@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.errors import CasnapError, SnapshotExistsError, SnapshotNotFoundError
+from casnap.errors import CasnapError, SnapshotExistsError
 from casnap.storage.commit_log.roots import COPIES
 from tests.support.faults import (
     CHUNK,
@@ -114,24 +114,6 @@ def test_processes_that_overwrite_one_name(tmp_path: Path) -> None:
     assert_holds(snapshot, snapshot.metadata.user["step"])
 
 
-def test_processes_that_delete_one_snapshot(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    take(path, 0)
-    take(path, 1)
-
-    def work() -> None:
-        try:
-            Store(path).delete("step_0")
-        except SnapshotNotFoundError:
-            return
-        with (tmp_path / "winners").open("a") as f:
-            f.write("1")
-
-    at_once(work, work, work)
-    assert (tmp_path / "winners").read_text() == "1"
-    assert_store(path, {1})
-
-
 def test_processes_that_take_delete_and_read(tmp_path: Path) -> None:
     path = tmp_path / "store"
     for step in range(8):
@@ -167,19 +149,6 @@ def test_threads_that_take_through_one_store(tmp_path: Path) -> None:
 
     assert on_threads(*[work(step) for step in (0, 10, 20, 30)]) == []
     assert_store(store.uri, {0, 1, 10, 11, 20, 21, 30, 31})
-
-
-def test_threads_that_restore_one_snapshot_while_others_take(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
-    snapshot = take(store, 0)
-
-    def restore() -> None:
-        for _ in range(10):
-            assert_holds(snapshot, 0)
-            assert_holds(Store(store.uri)["step_0"], 0)
-
-    assert on_threads(restore, restore, takes(tmp_path / "store", 1, 5), restore) == []
-    assert_store(store.uri, set(range(6)))
 
 
 def test_threads_that_take_one_name(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ from tests.support.faults import (
     assert_holds,
     assert_no_orphans,
     backend_faults,
-    elsewhere,
     held,
-    in_child,
     littered_store,
     memory_folder,
     start,
@@ -201,32 +199,6 @@ def test_a_take_that_stands_still(
     act = refusing(work, FencedError) if work is new_async else work
     count = stalls(pair, act, meanwhile, check_take, backend_faults)
     note(record_property, f"{work.__name__}, {meanwhile.__name__}", count)
-
-
-@pytest.mark.usefixtures("unannounced")
-def test_a_take_that_is_passed_again_and_again(pair: Path) -> None:
-    """Whenever it is about to commit, what it relies on is collected, and taken anew."""
-    path, me, passed = fresh(pair), os.getpid(), itertools.count()
-
-    def renew() -> None:
-        Store(path).delete("step_1")
-        Store(path).gc(grace=0)
-        take(path, 1)
-
-    def collector_passes() -> None:
-        if os.getpid() == me:
-            next(passed)
-            assert in_child(renew) == 0
-
-    with (
-        backend_faults(0, elsewhere(collector_passes), ["put_if_absent"], lasting=True),
-        pytest.raises(FencedError, match="take again"),
-    ):
-        again(path)
-    assert next(passed) == 5
-    assert held(path) == {"step_0": 0, "step_1": 1}
-    Store(path).gc(grace=0)
-    assert_no_orphans(path)
 
 
 # --- collectors -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tests.support.faulty import (
 )
 from tests.support.object_stores import IMPATIENT, assert_bucket, store_in
 from tests.support.ranks import World
-from tests.support.servers import Bucket, Server, deaf_port
+from tests.support.servers import Bucket, Server
 from tests.support.unavailable import unavailable
 from tests.support.verbs import LITTERED, VERBS, whole
 
@@ -280,16 +280,6 @@ def test_an_outage(
                 direct_take(store, uri, options)
             else:
                 VERBS[work].do(store, tmp_path)
-
-
-def test_a_server_that_never_answered_is_given_up_early(bucket: Bucket) -> None:
-    """Also one that takes connections, and is silent, as after each attempt."""
-    options = {**bucket.storage_options, "casnap": QUICK}
-    with (
-        deaf_port(drops=False) as url,
-        unavailable("unreachable", match=r"attempts? in \d\.\d s"),
-    ):
-        Store(f"{bucket.uri}/run", storage_options={**options, "endpoint_url": url}).make()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])

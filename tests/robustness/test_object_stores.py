@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
 from tests.support.faults import KEY, app_state, assert_holds, content, take
-from tests.support.garbage import collecting
 from tests.support.object_stores import assert_bucket, assert_no_orphans_in, store_in
 from tests.support.ranks import World
 from tests.support.servers import Bucket, Server
@@ -110,34 +108,3 @@ def test_ranks(bucket: Bucket, world: Callable[[int], World]) -> None:
     assert [s.name for s in store.snapshots()] == ["step_1", "step_2"]
     assert store.check(data=True).ok
     assert isinstance(store, Store)
-
-
-def _ranks_take_slowly(bucket: Bucket) -> list[str]:
-    store = store_in(bucket)
-    backend, write = store._view.repository.backend, store._view.repository.backend.write
-
-    def write_slowly(key: str, content: memoryview | bytes) -> None:
-        write(key, content)
-        time.sleep(0.3)
-
-    backend.write = write_slowly  # type: ignore[method-assign]
-    names = []
-    for step in range(2):
-        own = torch.arange(30_000) + step * 1000 + dist.get_rank()
-        pending = store.async_take({KEY: StateDict(own=own, step=step)}, f"step_{step}")
-        names.append(pending.wait().name)
-    return names
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize("bucket", ["seaweedfs", "moto"], indirect=True)
-@pytest.mark.usefixtures("cache_dir")
-def test_ranks_beside_a_collector_without_grace(
-    bucket: Bucket, world: Callable[[int], World]
-) -> None:
-    """Each rank writes for longer than a collection takes."""
-    store = store_in(bucket).make()
-    with collecting(store):
-        assert world(2).run(_ranks_take_slowly, bucket) == [["step_0", "step_1"]] * 2
-    assert store.check(data=True).ok
-    assert store_in(bucket)._view.repository.backend.names("tmp") == []

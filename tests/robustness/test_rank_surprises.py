@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import StateError, StoreError
 from casnap.format.records import pack_key
@@ -185,25 +185,6 @@ def take_from_folders_of_their_own(folder: str) -> str:
 def test_a_relative_path_is_that_of_rank_0(world, tmp_path):
     paths = world(2).run(take_from_folders_of_their_own, str(tmp_path))
     assert paths == [str(tmp_path / "rank0/ckpts/x")] * 2
-
-
-def take_as_a_run(folder: str) -> tuple[list[str], bool]:
-    state = {"a": StateDict(x=torch.arange(1000.0))}
-    for i in range(3):
-        path = f"{folder}/run/{i}"
-        taken = Snapshot.take(path, state, retention=Retention(keep_last=1), metadata={"i": i})
-    again = Snapshot.take(path, state, overwrite=True)
-    store = Store(folder)
-    latest = store.latest()
-    assert latest is not None
-    return [
-        s.name for s in store.snapshots()
-    ], latest.commit_id == again.commit_id != taken.commit_id
-
-
-def test_retention_and_overwriting_on_ranks(world, tmp_path):
-    Store(tmp_path).make()
-    assert world(2).run(take_as_a_run, str(tmp_path)) == [(["run/2"], True)] * 2
 
 
 def fail_often(folder: str) -> tuple[int, int]:

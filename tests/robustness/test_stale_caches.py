@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 
 from casnap import Store
 from tests.support.faults import (
-    BACKEND_CALLS,
     WRITING_CALLS,
     app_state,
     assert_holds,
@@ -27,7 +25,6 @@ from tests.support.faults import (
     memory_folder,
     take,
 )
-from tests.support.sweep import sweep
 
 pytestmark = pytest.mark.sweep
 
@@ -110,33 +107,6 @@ def assert_stored_anew(path: Path, cache: Path, filled_cache: Path) -> None:
     shutil.rmtree(cache)
     assert in_child(with_cache(cache, check)) == 0
     shutil.rmtree(cache)
-
-
-@pytest.mark.parametrize(
-    ("repack", "names"),
-    [
-        (0.9, ["put_if_absent", "delete"]),
-        pytest.param(0.9, BACKEND_CALLS, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
-        pytest.param(0, BACKEND_CALLS, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
-    ],
-    ids=["deleting", "any-call", "any-call-without-repack"],
-)
-def test_a_take_with_a_cache_from_before_a_collection_that_was_killed(
-    littered: Path, filled_cache: Path, repack: float, names: list[str]
-) -> None:
-    for k in sweep(times=2):
-        path = fresh(littered)
-
-        def killed(k: int = k, path: Path = path) -> None:
-            with backend_faults(k, kill, names):
-                Store(path).gc(grace=0, repack=repack)
-
-        status = in_child(killed)
-        assert_stored_anew(path, littered.with_name("stale-cache"), filled_cache)
-        if status == 0:
-            assert k > 5
-            return
-        assert status == -signal.SIGKILL
 
 
 def test_a_cache_that_is_put_back(littered: Path, filled_cache: Path) -> None:

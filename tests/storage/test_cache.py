@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -64,14 +65,33 @@ def data_of(cache_dir: Path) -> Path:
     return data
 
 
-def test_a_deleted_cache(store: Path, cache_dir: Path) -> None:
-    shutil.rmtree(cache_dir)
-    use(store, 3)
+def garbage(path: Path) -> None:
+    path.write_bytes(random.Random(1).randbytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "boot"])
-def test_a_deleted_file_of_the_cache(store: Path, cache_dir: Path, name: str) -> None:
-    (data_of(cache_dir).parent / name).unlink()
+def in_the_way(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("in the way")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        (".", shutil.rmtree),
+        (".", in_the_way),
+        *(
+            (name, harm)
+            for name in ("data.mdb", "lock.mdb", "boot")
+            for harm in (Path.unlink, garbage)
+        ),
+        ("data.mdb", lambda path: path.unlink() or path.mkdir()),
+        ("boot", lambda path: path.write_text("another boot")),
+    ],
+)
+def test_what_becomes_of_a_cache(
+    store: Path, cache_dir: Path, name: str, harm: Callable[[Path], object]
+) -> None:
+    harm((data_of(cache_dir).parent / name).resolve())
     use(store, 3)
 
 
@@ -113,13 +133,6 @@ def test_a_truncated_cache(store: Path, cache_dir: Path) -> None:
         use(store, step)
 
 
-@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "boot"])
-def test_a_file_of_garbage_for_a_cache(store: Path, cache_dir: Path, name: str) -> None:
-    path = data_of(cache_dir).parent / name
-    path.write_bytes(random.Random(1).randbytes(path.stat().st_size))
-    use(store, 3)
-
-
 def test_a_cache_that_a_process_died_writing(store: Path, cache_dir: Path) -> None:
     folder = data_of(cache_dir).parent
     witness = folder / "witness"
@@ -133,20 +146,6 @@ def test_a_cache_that_a_process_died_writing(store: Path, cache_dir: Path) -> No
     use(store, 4)
     assert not witness.exists()
     assert not (folder / f"writing-{pid}").exists()
-
-
-def test_a_folder_for_a_cache(store: Path, cache_dir: Path) -> None:
-    data = data_of(cache_dir)
-    data.unlink()
-    data.mkdir()
-    use(store, 3)
-
-
-def test_a_file_for_the_folder_of_a_cache(store: Path, cache_dir: Path) -> None:
-    folder = data_of(cache_dir).parent
-    shutil.rmtree(folder)
-    folder.write_text("in the way")
-    use(store, 3)
 
 
 def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
@@ -207,13 +206,6 @@ def test_the_cache_of_a_long_run_levels_off(
         if "data.mdb (deleted)" in line and str(cache_dir) in line
     ]
     assert store.check().ok
-
-
-def test_a_cache_of_another_boot(store: Path, cache_dir: Path) -> None:
-    boot = data_of(cache_dir).parent / "boot"
-    boot.write_text("another boot")
-    use(store, 3)
-    assert boot.read_text() != "another boot"
 
 
 def damage_at_random(data: Path, dice: random.Random) -> str:

@@ -186,14 +186,6 @@ def test_a_record_that_lies_is_damage(large: RemoteDouble) -> None:
         Store(large)["first"].read_object("m/a")
 
 
-def test_a_whole_place_is_found_beside_a_lie(large: RemoteDouble) -> None:
-    true = newest_root(large).segments
-    mixed_in(large, lie=True)
-    root = newest_root(large)
-    assert put_next_root(large, root, segments=(*root.segments, *true)) is not None
-    assert torch.equal(Store(large)["first"].read_object("m/a"), torch.arange(300_000.0))
-
-
 def test_a_restore_of_many_chunks_reads_the_index(large: RemoteDouble, tmp_path: Path) -> None:
     """To search it for each of them would take longer."""
     state = {f"w{i}": torch.full((20_000,), float(i)) for i in range(200)}

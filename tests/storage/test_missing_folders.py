@@ -66,13 +66,6 @@ def test_a_trainer_that_deletes_folders(tmp_path: Path, run: str) -> None:
     assert store.check(data=True).ok
 
 
-def test_a_view_of_a_folder(path: Path) -> None:
-    view = Store(path / "run").make()
-    shutil.rmtree(path / "run/step_1")
-    assert [v.name for v in view.prune_missing_folders().forgotten] == ["step_1"]
-    assert names(view) == ["step_0", "step_2", "step_3"]
-
-
 def test_without_a_missing_folder_nothing_is_committed(path: Path) -> None:
     store = Store(path).make()
     seq = store._view.repository.newest().seq
@@ -185,11 +178,6 @@ def restore_in_place(path: Path) -> None:
     (path / "run").mkdir()
 
 
-def restore_in_the_same_folders(path: Path) -> None:
-    for folder in list((path / "run").iterdir()):
-        shutil.rmtree(folder)
-
-
 def restore_anew(path: Path) -> None:
     """Restore a backup in place of a store that was lost."""
     backup = path.with_name("backup")
@@ -201,7 +189,7 @@ def restore_anew(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "restore",
-    [restore_in_place, restore_in_the_same_folders, restore_anew],
+    [restore_in_place, restore_anew],
     ids=lambda f: f.__name__,
 )
 def test_a_restored_backup_without_markers(path: Path, restore: Change) -> None:

@@ -367,7 +367,20 @@ def test_durations() -> None:
         assert duration_or_none(nothing) == 0
         with pytest.raises(click.BadParameter, match=r"2w or 1\.5h"):
             duration(nothing)
-    for text in ("", "7", "d", "-1d", "1 d", "1D", "nan", "1e3s", "1y", "1.s", "٣d", "9" * 400 + "s"):
+    for text in (
+        "",
+        "7",
+        "d",
+        "-1d",
+        "1 d",
+        "1D",
+        "nan",
+        "1e3s",
+        "1y",
+        "1.s",
+        "٣d",
+        "9" * 400 + "s",
+    ):
         for read in (duration, duration_or_none):
             with pytest.raises(click.BadParameter, match="write 30s, 15m, 24h, 7d, 2w"):
                 read(text)

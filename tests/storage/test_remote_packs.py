@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,6 @@ class Fencing(RemoteDouble):
     """A store whose collector raises the fence whenever a take is about to commit."""
 
     fences = 0
-    after: Callable[[], None] | None = None
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
@@ -87,8 +85,6 @@ class Fencing(RemoteDouble):
             double = RemoteDouble("/" + self.uri.removeprefix("double://"))
             root = newest_root(double)
             put_next_root(double, root, fence=root.seq + 1)
-            if self.after is not None:
-                self.after()
         return super().put_if_absent(key, content)
 
 
@@ -104,18 +100,6 @@ def test_a_take_beside_repeated_fences(tmp_path: Path) -> None:
     assert backend.requests["copy"] <= 3 + 4 + 5 + 6
     assert torch.equal(store["second"].read_object("m/a"), state["m"]["a"])
     assert Store(RemoteDouble(name)).check(data=True).ok
-
-
-def test_a_take_whose_packs_were_deleted_begins_again(tmp_path: Path) -> None:
-    name = str(tmp_path)
-    Store(RemoteDouble(name)).take({"m": StateDict(a=torch.ones(500_000))}, "first")
-    backend = Fencing(name)
-    backend.fences = 1
-    backend.after = lambda: Store(RemoteDouble(name)).gc(grace=0) and None
-    store = Store(backend)
-    state = {"m": StateDict(a=torch.arange(500_000.0))}
-    store.async_take(state, "second").wait()
-    assert torch.equal(store["second"].read_object("m/a"), state["m"]["a"])
 
 
 def test_packs_are_read_together(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,45 +112,6 @@ def test_packs_are_looked_at_by_a_list(tmp_path: Path, monkeypatch: pytest.Monke
     backend.reset()
     store.take(every, "again")
     assert "list" not in backend.requests
-
-
-class Copying(RemoteDouble):
-    """A store whose collector copies and frees packs right after a take has listed them."""
-
-    then: Callable[[], object] | None = None
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        found = super().sizes(folder)
-        then, self.then = self.then, None
-        if then is not None and folder == "packs":
-            then()
-        return found
-
-
-def test_packs_that_were_written_after_the_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copies of a collector are relied on instead of what it has deleted."""
-    name = str(tmp_path)
-    store = Store(RemoteDouble(name)).make()
-    store.take(state_of(20), "most")
-    state = state_of(3)
-    store.take(state, "few")
-
-    def collect() -> None:
-        with monkeypatch.context() as patch:
-            patch.setenv("CASNAP_CACHE_DIR", str(tmp_path))
-            host = Store(RemoteDouble(name)).make()
-            host.delete("most")
-            assert host.gc(grace=0, repack=1.0).deleted_packs
-
-    fresh_host(tmp_path, monkeypatch)
-    backend = Copying(name)
-    backend.then = collect
-    store = Store(backend).make()
-    pending = store.async_take(state, "same")
-    pending.wait()
-    assert torch.equal(store["same"].read_object("model/w0"), state["model"]["w0"])
 
 
 def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str) -> None:

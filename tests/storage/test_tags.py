@@ -16,10 +16,8 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
-from casnap.format.records import Row
 from tests.support.cli_calls import Terminal, document, failure, invoke
 from tests.support.faults import assert_holds, elsewhere, faults, files, take
-from tests.support.written import publish
 
 TINY = {"s": StateDict(x=1)}
 
@@ -211,19 +209,3 @@ def test_rm_shows_tags_and_does_not_delete_what_replaced_what_it_showed(store: S
     store.tag("step_0", "again")
     document("rm", f"{store.uri}/step_0", "--tagged", "--yes")
     assert "step_0" not in store
-
-
-def test_tags_of_a_store_that_somebody_else_wrote(store: Store) -> None:
-    row = store["step_0"].row
-    evil = "\x1b[2J"
-    publish(
-        store,
-        {"step_0": Row(row.commit, row.manifest, row.seq, 0, 1, row.stats, {}, (evil, evil))},
-    )
-    for arguments in (["tag", f"{store.uri}/step_0"], ["tag", f"{store.uri}/step_0", "a"]):
-        assert "\x1b" not in invoke(*arguments).output
-    with pytest.raises(SnapshotExistsError) as refused:
-        store.take(TINY, "step_0", overwrite=True)
-    assert len(str(refused.value)) < 500
-    store.untag("step_0", evil)
-    assert store["step_0"].tags == ("a",)

@@ -29,7 +29,6 @@ from casnap.errors import (
 from casnap.format.records import NodeRef, UnfinishedCopy, pack_key, root_key
 from casnap.storage.writing import delta_copies
 from casnap.storage.writing.copying import ChunkBuffer
-from casnap.transfer import snapshot_copy
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.bitwise import assert_same
@@ -53,29 +52,6 @@ def source(tmp_path: Path) -> Store:
 
 
 # --- what is copied ---------------------------------------------------------------------------
-
-
-def test_what_is_there_is_not_looked_for_something_like_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To look through the snapshots before would take longer than the copy."""
-    source = Store(tmp_path / "source", chunk_size=CHUNK)
-    there = Store(tmp_path / "there", chunk_size=CHUNK, codec="zstd").make()
-    for name in ("first", "same"):
-        source.take(app_state(0), name)
-    looked: list[object] = []
-    real = snapshot_copy.bases_in
-
-    def look(*arguments: Any) -> Any:
-        looked.append(arguments)
-        return real(*arguments)
-
-    monkeypatch.setattr(snapshot_copy, "bases_in", look)
-    source.copy("first", to=there.uri)
-    assert len(looked) == 1
-    source.copy("same", to=there.uri)
-    assert len(looked) == 1
-    assert_holds(there["same"], 0)
 
 
 @pytest.mark.parametrize("make", [lambda path: path, lambda path: f"memory:/{path}"])

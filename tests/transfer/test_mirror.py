@@ -282,26 +282,6 @@ def test_tags_of_its_own(tmp_path: Path, there: FaultyBackend) -> None:
     assert store._view.row("step_1").notes == {}
 
 
-class Undecided(Retention):
-    """Rules that cannot judge."""
-
-    def reasons(self, *_: Any) -> dict[str, list[str]]:
-        raise ValueError("odd")
-
-
-def test_a_retention_that_cannot_judge_leaves_the_copy_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As it leaves a take done."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    store = mirrored(here, there, mirror_retention=Undecided(keep_last=1))
-    for step in range(2):
-        take(store, step)
-    store.wait_mirrored(60)
-    assert names(Store(there).make()) == ["step_0", "step_1"]
-    assert "step_1 is stored, but its run is not pruned: ValueError: odd" in caplog.text
-
-
 def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
     last_two = Retention(keep_last=2)
     store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=last_two)
