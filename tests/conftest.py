@@ -17,10 +17,11 @@ from weakref import WeakSet
 import pytest
 from hypothesis import HealthCheck, settings
 
+from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.mirror.mirror import Mirror
 from tests.support import servers, warm
-from tests.support.ranks import Pool, World
+from tests.support.ranks import Pool, Worlds
 from tests.support.sweep import STEP
 
 # Read by torch when it is imported. Its own threads spin while they wait, and tests share cores.
@@ -83,6 +84,12 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = TemporaryDirectory(prefix="casnap-tests-", dir=MEMORY, ignore_cleanup_errors=True)
         config.option.basetemp = f"{folder.name}/session"
         config.add_cleanup(folder.cleanup)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return a store of small chunks, so that a few hundred kilobytes are several of them."""
+    return Store(tmp_path / "store", chunk_size=64 << 10).make()
 
 
 @pytest.fixture
@@ -210,7 +217,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world(_cache_dir: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[int], World]]:
+def world(_cache_dir: Path, request: pytest.FixtureRequest) -> Iterator[Worlds]:
     """Return the worlds of a module by their size; see ``tests/support/ranks.py``.
 
     They end with it: each group that a rank has met in keeps a thread of gloo that polls.

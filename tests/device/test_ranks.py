@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import FencedError
 from casnap.take.take import _Steps
 from tests.support import hashing_device, late_device
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
 
 def weights() -> torch.Tensor:
@@ -56,7 +55,7 @@ def restore(path: str) -> None:
             assert torch.equal(live[key][name].cpu(), tensor), name
 
 
-def test_two_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
+def test_two_ranks(tmp_path: Path, world: Worlds) -> None:
     path = str(tmp_path / "run" / "step")
     world(2).run(take, path)
     world(2).run(restore, path)
@@ -92,7 +91,7 @@ def restore_parts(path: str) -> None:
             assert torch.equal(values[f"by_{dim}"].to_local().cpu(), expected)
 
 
-def test_parts_on_the_devices_of_two_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
+def test_parts_on_the_devices_of_two_ranks(tmp_path: Path, world: Worlds) -> None:
     """Parts of rows and of columns, which cut cells, and are restored the other way round."""
     path = str(tmp_path / "run" / "step")
     world(2).run(take_parts, path)
@@ -137,7 +136,7 @@ def take_again(path: str, how: str) -> list[int]:
 
 @pytest.mark.parametrize("how", ["take", "async_take"])
 def test_what_the_store_has_stays_on_the_devices_of_the_ranks(
-    tmp_path: Path, world: Callable[[int], World], how: str
+    tmp_path: Path, world: Worlds, how: str
 ) -> None:
     """But for the parts of cells that shard edges cut: no device has the whole."""
     path = str(tmp_path / "run")
@@ -184,9 +183,7 @@ def take_fenced(path: str) -> None:
         pending.wait()
 
 
-def test_all_ranks_end_if_what_stayed_on_a_device_is_gone(
-    tmp_path: Path, world: Callable[[int], World]
-) -> None:
+def test_all_ranks_end_if_what_stayed_on_a_device_is_gone(tmp_path: Path, world: Worlds) -> None:
     path = str(tmp_path / "run")
     Store(path, chunk_size=64 << 10).make()
     outcomes = world(2).run(take_fenced, path, expect_errors=True)

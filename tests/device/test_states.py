@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,16 +98,6 @@ def test_the_same_state_of_two_devices_and_the_host_is_stored_once(tmp_path: Pat
     assert_same(target, {f"{d}{k}": v for d in (0, 1, "host") for k, v in host_state().items()})
 
 
-def test_tied_tensors_and_views_of_one_memory(tmp_path: Path) -> None:
-    base = host_state()["big"].to("late")
-    state = {"base": base, "same": base, "rows": base[10:20], "turned": base.t()}
-    snapshot = taken(tmp_path / "run" / "step", state)
-    assert snapshot.stats.new_bytes < 2.1 * base.nbytes
-    assert_same(
-        {k: snapshot.read_object(f"s/{k}") for k in state}, {k: v.cpu() for k, v in state.items()}
-    )
-
-
 def test_a_module_and_its_optimizer_go_on_with_the_same_bits(tmp_path: Path) -> None:
     def train(model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):
@@ -142,29 +131,6 @@ def test_the_random_state_of_a_device(tmp_path: Path) -> None:
 
 
 # --- streams and threads ----------------------------------------------------------------------
-
-
-def test_several_threads(tmp_path: Path) -> None:
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            with module.stream(module.Stream(f"late:{number % 2}")):
-                live = to_device(host_state(), f"late:{number % 2}")
-                live["big"] += number
-                snapshot = taken(tmp_path / "run" / f"step_{number}", live)
-                live["big"].zero_()
-                snapshot.restore({"s": StateDict(**live)})
-                assert_same(live, {**host_state(), "big": host_state()["big"] + number})
-        except BaseException as e:  # noqa: BLE001 - the test raises it
-            errors.append(e)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 # --- reads ------------------------------------------------------------------------------------

@@ -28,13 +28,7 @@ from casnap.errors import (
 from tests.support.bitwise import assert_same, noise
 from tests.support.mounts import tmpfs
 
-CHUNK = 64 << 10
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", chunk_size=CHUNK)
 
 
 def training() -> dict[str, Any]:

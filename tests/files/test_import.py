@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from casnap import RNGState, StateDict, Store
 from casnap.errors import FileFormatError
 from tests.support.bitwise import assert_same, noise
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.torchsnapshots import (
     SEED,
     app_of_every_kind,
@@ -28,7 +27,6 @@ from tests.support.torchsnapshots import (
 )
 from tests.support.warm import run_python
 
-CHUNK = 64 << 10
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 DTYPES = [
@@ -56,11 +54,6 @@ def state_of_training() -> dict[str, Any]:
     model(torch.randn(4, 200)).sum().backward()
     optimizer.step()
     return {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 100}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", chunk_size=CHUNK)
 
 
 def test_more_files_than_descriptors(store: Store, tmp_path: Path) -> None:
@@ -351,7 +344,7 @@ WEIGHT = torch.arange(2000.0).reshape(500, 4)
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(world: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_two_ranks(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("step_7")
     world(2).run(write_with_torch_checkpointing, str(folder))
     return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from tests.support.cli_calls import invoke
 from tests.support.dcp_saves import save
 from tests.support.parts import PADDING, blank, holding, say, say_as
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
 protocol = pytest.importorskip(
     "torch.distributed.checkpoint.protocol",
     reason="this torch has no CheckpointableTensor: it needs 2.14 or newer",
 )
 
-Worlds = Callable[[int], World]
 Layout = tuple[list[tuple[int, int]], int]
 
 CHUNK = 64 << 10

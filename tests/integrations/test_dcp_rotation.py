@@ -20,7 +20,7 @@ from casnap.integrations.dcp import CasnapWriter, install, uninstall
 from tests.support.disk import SAVES, STATE
 from tests.support.faults import in_child
 from tests.support.mounts import tmpfs
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.volumes import volume
 
 pytestmark = pytest.mark.filterwarnings(
@@ -141,9 +141,7 @@ def save_on_ranks(path: str, how: Callable[[Path, int], None]) -> list[int]:
 
 
 @pytest.mark.parametrize("how", [by_writer, in_background])
-def test_two_ranks(
-    tmp_path: Path, world: Callable[[int], World], how: Callable[[Path, int], None]
-) -> None:
+def test_two_ranks(tmp_path: Path, world: Worlds, how: Callable[[Path, int], None]) -> None:
     assert world(2).run(save_on_ranks, str(tmp_path / "run"), how) == [[2, 3, 4]] * 2
 
 

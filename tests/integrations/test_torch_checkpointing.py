@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from casnap.errors import (
 from tests.support.bitwise import assert_same
 from tests.support.faults import disk_full, kill, system_faults
 from tests.support.pages import run_examples
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.trainer_contract import TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -272,7 +271,7 @@ def load_sharded(path: str) -> tuple[bool, Any, Any]:
     return is_equal and loaded["model"]["w"] is weight, loaded["both"], own
 
 
-def test_ranks_load_in_another_sharding(world: Callable[[int], World], tmp_path: Path) -> None:
+def test_ranks_load_in_another_sharding(world: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "step_1")
     world(2).run(save_sharded, path)
     assert world(3).run(load_sharded, path) == [(True, 1, 0), (True, 1, 1), (True, 1, None)]
@@ -297,7 +296,7 @@ def save_its_own(path: str) -> None:
     own.close()
 
 
-def test_its_folders_are_imported(world: Callable[[int], World], tmp_path: Path) -> None:
+def test_its_folders_are_imported(world: Worlds, tmp_path: Path) -> None:
     """Of one process and of two ranks; a manager of casnap's goes on from the snapshot."""
     from torch_checkpointing import CheckpointManager
 

@@ -315,16 +315,6 @@ def test_an_adapter_stands_beside_its_snapshot_as_peft_saves_it(tmp_path: Path, 
     assert in_child(both) == 0
 
 
-def test_a_plain_trainer_does_not_go_on_with_a_fresh_optimizer(tmp_path: Path) -> None:
-    def go() -> None:
-        trainer_of(tmp_path / "out", adapter="wrapped", max_steps=4).train()
-        plain = trainer_of(tmp_path / "out", adapter="wrapped", plain=True, max_steps=6)
-        with pytest.raises(Exception, match="read_this_with_casnap"):
-            plain.train(resume_from_checkpoint=True)
-
-    assert in_child(go) == 0
-
-
 def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) -> None:
     """Killed right before and right after the commit."""
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,17 +22,14 @@ from casnap.ranks import link as link_module
 from casnap.ranks.comm import Comm, SingleProcess
 from casnap.ranks.joining import join
 from tests.support.links import forget_links, links
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.talks import carry, carry_by_all_means, err
 from tests.support.yard import OnPurposeError, Seen, Yard, heard_of, talk, watch
-
-Worlds = Callable[[int], World]
-
 
 # --- what is carried --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [[0], [2], [0, 10, 4000], [0, 0, 6, 0], [1 << 21, 0, 2]])
+@pytest.mark.parametrize("sizes", [[0], [0, 10, 4000, 0], [1 << 21, 0, 2]])
 def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int]) -> None:
     for size, kind in ((4, "bytes"), (3, "writable"), (2, "read-only")):
         world(size).run(carry, sizes, kind)
@@ -62,8 +58,7 @@ def test_a_single_process_talks_to_itself() -> None:
 # --- errors -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", [[0], [1], [0, 2], [0, 1, 2]])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("failing", "at"), [([1], 0), ([0, 2], 1), ([0, 1, 2], 2)])
 def test_an_error_on_some_ranks_is_raised_on_all(
     world: Worlds, failing: list[int], at: int
 ) -> None:

@@ -25,11 +25,10 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.ranks.processes import Process
 from tests.support.faults import kill, stop
-from tests.support.ranks import RankDied, World
+from tests.support.ranks import RankDied, World, Worlds
 from tests.support.talks import LONG, STILL, die, stand_still, start_with
 from tests.support.yard import SOON, Seen, Yard, heard_of, talk, watch
 
-Worlds = Callable[[int], World]
 SHORT = 1.0
 
 
@@ -92,7 +91,7 @@ def do_less(skipping: int, before: int) -> tuple[Seen, Seen]:
     return seen, watch(partial(talk, 60, doing="the third talk"))
 
 
-SKIPS = [(0, 0), (1, 0), (0, 2), (1, 2)]
+SKIPS = [(0, 0), (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +146,7 @@ def come_late(absent: int, before: int, timeout: float) -> tuple[Seen, list[str]
     return seen, told.lines
 
 
-ABSENT = [(0, 0), (2, 0), (0, 2), (2, 2)]
+ABSENT = [(0, 0), (2, 2)]
 
 
 @pytest.mark.parametrize(("absent", "before"), ABSENT)
@@ -207,16 +206,7 @@ def test_nothing_is_told_of_ranks_that_work(world: Worlds) -> None:
 
 
 DEATHS = [
-    (dying, *when)
-    for dying in (0, 1)
-    for when in [
-        (0, 1, False),
-        (0, 2, True),
-        (0, 3, False),
-        (2, 0, False),
-        (1, 0, True),
-        (1, 3, False),
-    ]
+    (dying, *when) for dying in (0, 1) for when in [(0, 1, False), (0, 2, True), (1, 3, False)]
 ]
 
 
@@ -327,7 +317,7 @@ def die_on_the_way(dying: int, where: str) -> Seen:
     return watch(partial(talk, STILL if where == "before" else LONG))
 
 
-EARLY_DEATHS = [(dying, where) for where in ("before", "met", "connected") for dying in (0, 1)]
+EARLY_DEATHS = [(dying, where) for where in ("before", "met", "connected") for dying in (1,)]
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +383,7 @@ def test_ranks_that_cannot_be_connected_try_again(world: Worlds, times: int, lat
 # --- ranks that stand still -------------------------------------------------------------------
 
 
-STOPS = [(0, 0, 0, False), (1, 0, 0, False), (1, 0, 2, True), (0, 1, 0, False), (1, 1, 3, False)]
+STOPS = [(0, 0, 0, False), (1, 0, 2, True), (1, 1, 3, False)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
 from casnap.runtime.typing import override
 from tests.support.far import FarFolder
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.servers import Bucket
 
 RANKS = 3
@@ -90,9 +90,7 @@ def tree_packs(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("hosts", ["one", "three"])
-def test_rank_0_reads_roots_and_trees_for_all(
-    world: Callable[[int], World], tmp_path: Path, hosts: str
-) -> None:
+def test_rank_0_reads_roots_and_trees_for_all(world: Worlds, tmp_path: Path, hosts: str) -> None:
     """Another rank asks only for what is its own, and once a host for the index."""
     caches = str(tmp_path / "caches") if hosts == "three" else ""
     seen = world(RANKS).run(take_and_restore, str(tmp_path / "store"), caches)
@@ -136,7 +134,7 @@ def restore_what_is_gone(path: str, caches: str) -> str:
     return ""
 
 
-def test_trees_that_are_gone(world: Callable[[int], World], tmp_path: Path) -> None:
+def test_trees_that_are_gone(world: Worlds, tmp_path: Path) -> None:
     """Rank 0 leaves them out; every rank says so when it needs them."""
     path = tmp_path / "store"
     world(RANKS).run(take_only, str(path))
@@ -156,9 +154,7 @@ def take_by_path(path: str, options: dict[str, Any], caches: str) -> dict[str, i
     return dict(snapshot.store._view.repository.backend.requests)
 
 
-def test_ranks_that_take_by_a_path_only_put(
-    world: Callable[[int], World], bucket: Bucket, tmp_path: Path
-) -> None:
+def test_ranks_that_take_by_a_path_only_put(world: Worlds, bucket: Bucket, tmp_path: Path) -> None:
     """Rank 0 makes the store, probes its server, and tells the others all that they would ask."""
     path = f"{bucket.uri}/run/step_1"
     for requests in world(RANKS).run(take_by_path, path, bucket.storage_options, str(tmp_path))[1:]:
@@ -194,7 +190,7 @@ def bytes_sent(path: str) -> int:
     return backend.sent
 
 
-def test_each_byte_is_sent_once(world: Callable[[int], World], tmp_path: Path) -> None:
+def test_each_byte_is_sent_once(world: Worlds, tmp_path: Path) -> None:
     """Ranks of a host take turns in a pack, but not so often that each is sent all of it."""
     Store(FarFolder(tmp_path / "store")).take(large(1), "s")
     sent = world(2).run(bytes_sent, str(tmp_path / "store"))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tools import growth
 
 
 @pytest.mark.slow
-def test_what_eight_hosts_of_eight_ranks_send(
-    world: Callable[[int], World], tmp_path: Path
-) -> None:
+def test_what_eight_hosts_of_eight_ranks_send(world: Worlds, tmp_path: Path) -> None:
     of_ranks = world(64).run(growth.measure, str(tmp_path), 8)
     for rank, found in enumerate(of_ranks):
         speaks = rank % 8 == 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
 
 def save_alone(folder: Path) -> tuple[int, int, int]:
@@ -37,5 +36,5 @@ def save_alone(folder: Path) -> tuple[int, int, int]:
     return int(model.bias.sum()), progress["step"], read
 
 
-def test_rank_0_saves_alone_and_all_restore(world: Callable[[int], World], tmp_path: Path) -> None:
+def test_rank_0_saves_alone_and_all_restore(world: Worlds, tmp_path: Path) -> None:
     assert world(2).run(save_alone, tmp_path / "run1") == [(0, 100, 100)] * 2

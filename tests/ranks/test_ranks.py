@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from casnap.errors import DamagedError
-from tests.support.ranks import RankDied, RankError, RankHung, RanksFailed, World
+from tests.support.ranks import RankDied, RankError, RankHung, RanksFailed, Worlds
 from tests.support.warm import run_python
-
-Worlds = Callable[[int], World]
 
 
 def summed(number: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from casnap.ranks import processes
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
 from casnap.take import exchange
 from tests.support.links import forget_links, links
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
-Worlds = Callable[[int], World]
 CHUNK = 64 << 10
 
 

@@ -167,7 +167,10 @@ def suffer_and_go_on(path: str, folder: str, verb: str, timeout: float, striking
     return seen
 
 
-@pytest.mark.parametrize(("verb", "striking", "end"), [("take", 3, 0), ("restore", 0, 1)])
+@pytest.mark.parametrize(
+    ("verb", "striking", "end"),
+    [pytest.param("take", 3, 0, marks=pytest.mark.slow), ("restore", 0, 1)],
+)
 def test_the_line_between_the_hosts_is_cut(
     disk_path: Path, verb: str, striking: int, end: int
 ) -> None:
@@ -193,7 +196,11 @@ def test_the_line_between_the_hosts_is_cut(
 
 @pytest.mark.parametrize(
     ("verb", "killed"),
-    [("take", 1), pytest.param("async_take", 0, marks=pytest.mark.slow), ("restore", 0)],
+    [
+        ("take", 1),
+        pytest.param("async_take", 0, marks=pytest.mark.slow),
+        pytest.param("restore", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_host_dies(disk_path: Path, verb: str, killed: int) -> None:
     gone, left = [((0, 1), (2, 3)), ((2, 3), (0, 1))][killed]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from casnap import RNGState, Snapshot, StateDict
 from casnap.errors import MismatchError
 from casnap.restore.restore_report import RestoreReport
-from tests.support.ranks import World
-
-Worlds = Callable[[int], World]
+from tests.support.ranks import Worlds
 
 COMMON = ("model", "optim", "progress")
 OWN = ("loader", "rng")

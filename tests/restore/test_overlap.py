@@ -99,3 +99,46 @@ def test_read_object_into_what_overlaps_itself(store, name, index):
         snapshot.read_object("s/t", obj_out=out, index=index)
     assert snapshot.read_object("s/agreed", obj_out=out, index=index) is out
     assert raw(out) == raw(agreed)
+
+
+# --- as modules have it -----------------------------------------------------------------------
+
+
+def test_an_alias_that_the_snapshot_has_not_is_parted(store):
+    model = torch.nn.Linear(700, 700)
+    best = {k: v + 1 for k, v in model.state_dict().items()}
+    state = {"model": model, "best": StateDict(best)}
+    snapshot = store.take(state, "step")
+
+    fresh = torch.nn.Linear(700, 700)
+    alias = StateDict(fresh.state_dict())
+    snapshot.restore({"model": fresh, "best": alias})
+    assert torch.equal(fresh.weight, model.weight)
+    assert torch.equal(alias["weight"], best["weight"])
+    assert torch.equal(alias["bias"], best["bias"])
+
+
+def test_an_untied_checkpoint_in_a_tied_model_ends_as_torch_has_it(store):
+    untied = torch.nn.ModuleDict({"a": torch.nn.Linear(600, 600), "b": torch.nn.Linear(600, 600)})
+    snapshot = store.take({"model": untied}, "step")
+
+    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(600, 600), "b": torch.nn.Linear(600, 600)})
+    tied["b"].weight = tied["a"].weight
+    snapshot.restore({"model": tied})
+    assert tied["a"].weight is tied["b"].weight
+    assert torch.equal(tied["a"].weight, untied["b"].weight)
+
+
+def test_views_that_agree_are_filled_in_place(store):
+    base = torch.randn(500, 300)
+    base[7, 7] = torch.nan
+    taken = StateDict(base=base, rows=base[10:20], turned=base.t())
+    snapshot = store.take({"s": taken}, "step")
+
+    other = torch.zeros(500, 300)
+    live = StateDict(base=other, rows=other[10:20], turned=other.t())
+    snapshot.restore({"s": live})
+    assert live["base"] is other
+    assert torch.equal(other.nan_to_num(5), base.nan_to_num(5))
+    live["rows"].fill_(3)
+    assert (other[10:20] == 3).all()

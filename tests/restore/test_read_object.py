@@ -58,15 +58,6 @@ def test_whole_tensors_with_and_without_a_rank(snapshot):
         assert_same(snapshot.read_object(f"model/{name}"), tensor)
 
 
-def test_kinds_of_objects(snapshot):
-    parameter = snapshot.read_object("0/model/parameter")
-    assert type(parameter) is torch.nn.Parameter
-    assert parameter.requires_grad
-    assert snapshot.read_object("0/model/value") == 7
-    assert snapshot.read_object("0/model/text") == "x" * 200_000
-    assert_same(snapshot.read_object("0/model/array"), np.arange(60_000.0).reshape(200, 300))
-
-
 def test_containers(snapshot):
     deep = OrderedDict(a=[torch.arange(30_000), {"b": (1, 2.5)}], c=torch.ones(3))
     assert_same(snapshot.read_object("0/model/deep"), deep)
@@ -338,14 +329,14 @@ def test_a_repeated_chunk_is_read_once(store):
 
 def test_one_of_many_entries(tmp_path):
     """Of a tree of some hundred nodes a read looks at a list and a leaf."""
-    tensors = torch.arange(20_000 * 20, dtype=torch.int64).reshape(20_000, 20)
+    tensors = torch.arange(5_000 * 20, dtype=torch.int64).reshape(5_000, 20)
     state = StateDict({f"layer.{i}": t for i, t in enumerate(tensors)})
     snapshot, backend = counted(Snapshot.take(tmp_path / "store/step_1", {"s": state}))
     backend.reads.clear()
-    for i in (0, 777, 19_999):
+    for i in (0, 777, 4_999):
         assert_same(snapshot.read_object(f"0/s/layer.{i}"), tensors[i].clone())
     assert 0 < len(backend.reads) < 20
-    assert len(snapshot.get_manifest()) == 20_001
+    assert len(snapshot.get_manifest()) == 5_001
 
 
 BUDGET = """

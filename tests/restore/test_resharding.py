@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -34,12 +34,10 @@ from casnap.state.sharded import Shards
 from tests.support import spreading
 from tests.support.bitwise import noise, raw
 from tests.support.cli_calls import document
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
 from tests.support.spreading import Way, is_right, spread
 from tests.support.sweep import STEP
-
-Worlds = Callable[[int], World]
 
 CHUNK = 64 << 10
 
@@ -150,9 +148,10 @@ TARGETS = [(size, layout) for size, some in WORLDS.items() for layout in some]
 def test_a_training_state_from_every_layout(
     world: Worlds, saved: str, size: int, layout: str
 ) -> None:
-    """Every fourth source in one form, both of which differ from target to target."""
+    """One source in one form, both of which differ from target to target."""
     number = TARGETS.index((size, layout)) + 1
-    world(size).run(load, saved, layout, [number % 3], SOURCES[1:][number % 4 :: 4])
+    sources = SOURCES[1:]
+    world(size).run(load, saved, layout, [number % 3], [sources[number % len(sources)]])
 
 
 @pytest.mark.slow
@@ -467,7 +466,7 @@ def test_the_same_weights_are_stored_once_on_all_worlds(world: Worlds, tmp_path:
     store = Store(folder)
     trees, first = set(), 0
     for number, (size, layout) in enumerate(
-        [(1, "plain"), (2, "ddp"), (4, "fsdp_tp"), (4, "fsdp2"), (3, "fsdp2"), (1, "plain")]
+        [(1, "plain"), (2, "ddp"), (4, "fsdp_tp"), (3, "fsdp2")]
     ):
         new, logical = world(size).run(take_again, folder, layout, f"{number}")[0]
         first = first or new

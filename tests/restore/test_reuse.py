@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,11 @@ from casnap.errors import DamagedError, MismatchError
 from casnap.integrations.dcp import CasnapReader
 from casnap.storage.reading import repository
 from tests.support.bitwise import assert_same, noise, raw
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.reads import counted
 from tests.support.remote import RemoteDouble
 
-Worlds = Callable[[int], World]
-
 CHUNK = 64 << 10
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", chunk_size=CHUNK)
 
 
 class Tuned(nn.Module):

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,11 +26,11 @@ from casnap.ranks import joining
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
 from casnap.storage.lookup.index import Index
-from casnap.storage.packs.chunk_reads import DEFAULT_READ, ReadOptions, Want
+from casnap.storage.packs.chunk_reads import ReadOptions, Want
 from casnap.storage.reading.repository import Repository
 from tests.support.examples import FEW
 from tests.support.links import forget_links
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.reads import CountingBackend
 from tests.support.written import change_of, commit
 
@@ -110,19 +109,6 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> tuple[list[Any], list[Th
 # --- stores, and what is wanted of them -------------------------------------------------------
 
 
-class Watched(Repository):
-    """A store that notes which chunks were asked of it, by all ranks."""
-
-    def __init__(self, backend: Backend, fetched: list[Digest]) -> None:
-        super().__init__(backend)
-        self._fetched = fetched
-
-    def fetch(self, wants: Iterable[Want], how: ReadOptions = DEFAULT_READ) -> None:
-        wants = list(wants)
-        self._fetched += {want.digest for want in wants}
-        super().fetch(wants, how)
-
-
 def put(repository: Repository, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:
     """Store chunks in a pack of their own."""
     with change_of(repository, codec) as session:
@@ -136,12 +122,10 @@ class Chunks:
 
     Attributes:
         raws: The bytes of the chunks.
-        fetched: What ranks have read since the last fetch began.
     """
 
     def __init__(self, backend: Backend, codec: Codec = Codec.RAW) -> None:
         self.backend = CountingBackend(backend)
-        self.fetched: list[Digest] = []
         store = Store(self.backend, chunk_size=CHUNK).make()
         sizes = [CHUNK, 100, CHUNK, 65, 4000, CHUNK // 2, CHUNK, CHUNK, 777, CHUNK] * 3
         # Half of each can be compressed.
@@ -166,7 +150,6 @@ class Chunks:
         Each rank wants them in an order of its own.
         """
         self.backend.reads.clear()
-        self.fetched.clear()
 
         def work(comm: Comm) -> Any:
             got: list[tuple[int, bytes]] = []
@@ -191,21 +174,17 @@ class Chunks:
         return on_ranks(len(wanted), work)
 
     def read_twice(self) -> list[Digest]:
-        """Return the chunks that were read more than once, of any rank or of the backend.
-
-        Small chunks are also read on the way to others, so of these only the ranks are asked.
-        """
-        times = Counter(self.fetched)
+        """Return the large chunks that were read more than once; small ones lie on the way."""
+        twice = []
         for digest, place in self.places().items():
             if place.stored_size >= CHUNK // 2:
                 reads = [
                     (at, at + n) for key, at, n in self.backend.reads if key == pack_key(place.pack)
                 ]
                 end = place.offset + place.stored_size
-                times[digest] = max(
-                    times[digest], sum(a <= place.offset and end <= b for a, b in reads)
-                )
-        return [digest for digest, n in times.items() if n > 1]
+                if sum(a <= place.offset and end <= b for a, b in reads) > 1:
+                    twice.append(digest)
+        return twice
 
 
 @pytest.fixture(
@@ -261,18 +240,6 @@ def test_memory_is_bounded(own: Chunks) -> None:
     for rank in ranks:  # reads two chunks of each window, or the one unit that begins there
         assert rank.most_kept < 3.1 * CHUNK
         assert 3 * CHUNK < rank.most_got < 9.3 * CHUNK
-
-
-def test_replicas_are_read_evenly(chunks: Chunks) -> None:
-    fetched: dict[int, list[Digest]] = {0: [], 1: [], 2: []}
-    results, _ = chunks.fetch(
-        [EVERYTHING] * 3, 1, lambda rank: Watched(chunks.backend, fetched[rank])
-    )
-    assert_came(chunks, [EVERYTHING] * 3, results)
-    sizes = {digest_of(raw): len(raw) for raw in chunks.raws}
-    loads = [sum(sizes[digest] for digest in each) for each in fetched.values()]
-    # Units are a chunk long, and up to two begin in each that were compressed.
-    assert max(loads) - min(loads) <= 2 * CHUNK
 
 
 # --- damage, and ranks that see another index -------------------------------------------------
@@ -435,9 +402,7 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_real_ranks_read_each_byte_once(
-    world: Callable[[int], World], tmp_path: Path, size: int
-) -> None:
+def test_real_ranks_read_each_byte_once(world: Worlds, tmp_path: Path, size: int) -> None:
     chunks = Chunks(LocalBackend(tmp_path / "store"))
     numbers = [(bytes(digest_of(raw)), len(raw)) for raw in chunks.raws]
     folder = str(tmp_path / "store")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from casnap import RNGState, Snapshot, StateDict, Store
+from casnap import RNGState, Snapshot, StateDict
 from casnap.errors import SnapshotExistsError, UnsupportedTypeError
 from tests.support.bitwise import assert_same, raw
 
@@ -17,11 +17,6 @@ from tests.support.bitwise import assert_same, raw
 @pytest.fixture
 def tmp_path(disk_path):
     return disk_path
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=64 << 10)
 
 
 def net(width=300):

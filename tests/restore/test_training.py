@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as sched
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import SWALR
 
 from casnap import RNGState, StateDict, Store
 from tests.support.bitwise import assert_same
@@ -211,66 +211,6 @@ def test_grad_scaler(store):
     snapshot.restore({"scaler": other})
     assert_same(other.state_dict(), run.state_dict())
     assert other.get_scale() == 32.0
-
-
-@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}])
-def test_averaged_models(store, options):
-    def start():
-        model = nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.Linear(300, 2))
-        return model, AveragedModel(model, use_buffers=True, **options)
-
-    def train(model, averaged, steps):
-        for step in steps:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(step + 0.1)
-            averaged.update_parameters(model)
-
-    model, averaged = start()
-    train(model, averaged, range(3))
-    snapshot = store.take({"model": model, "averaged": averaged}, next(names))
-    train(model, averaged, range(3, 6))
-    model_2, averaged_2 = start()
-    snapshot.restore({"model": model_2, "averaged": averaged_2})
-    train(model_2, averaged_2, range(3, 6))
-    assert_same(dict(averaged_2.state_dict()), dict(averaged.state_dict()))
-
-
-class Sampler:
-    """Keeps its place, as stateful data loaders do."""
-
-    def __init__(self, seed):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order = torch.randperm(5000, generator=self.generator).tolist()
-        self.at = 0
-
-    def draw(self):
-        self.at += 1
-        return self.order[self.at - 1], torch.rand(1, generator=self.generator).item()
-
-    def state_dict(self):
-        return {
-            "epoch": 3,
-            "at": self.at,
-            "order": self.order,
-            "generator": self.generator.get_state(),
-            "workers": {0: {"rng": (3, (1, 2), None)}, 1: {"rng": (3, (4,), 0.5)}},
-        }
-
-    def load_state_dict(self, state):
-        self.at, self.order = state["at"], state["order"]
-        self.generator.set_state(state["generator"])
-        assert list(state["workers"]) == [0, 1]
-
-
-def test_data_loaders(store):
-    run, other = Sampler(1), Sampler(2)
-    for _ in range(10):
-        run.draw()
-    snapshot = store.take({"data": run}, next(names))
-    expected = [run.draw() for _ in range(20)]
-    snapshot.restore({"data": other})
-    assert [other.draw() for _ in range(20)] == expected
 
 
 def test_dropout_goes_on_where_it_stopped(store):

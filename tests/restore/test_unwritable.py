@@ -50,9 +50,9 @@ TARGETS: dict[str, Callable[[Path, int], torch.Tensor]] = {
 }
 
 
-@pytest.fixture(params=["raw", "zstd"])
-def snapshot(tmp_path: Path, request: pytest.FixtureRequest) -> Snapshot:
-    store = Store(tmp_path / "store", chunk_size=CHUNK, codec=request.param)
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Snapshot:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
     taken = {f"x{n}": torch.arange(float(n)) for n in SIZES}
     return store.take({"s": StateDict({**taken, "y": torch.ones(3)})}, "step")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,11 +114,6 @@ def zeros() -> dict[str, Any]:
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> Mode:
     return MODES[request.param]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", chunk_size=64 << 10)
 
 
 def test_take_and_restore(store: Store, mode: Mode) -> None:

@@ -27,10 +27,9 @@ from casnap.errors import CasnapError
 from casnap.serving import AppliedVersion, Follower
 from casnap.serving.gate import Gate
 from tests.support.faults import in_child, start, wait
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.warm import run_python
 
-Worlds = Callable[[int], World]
 Served = dict[str, torch.Tensor]
 
 

@@ -23,7 +23,6 @@ from casnap.errors import CasnapError, FileFormatError, NotAStoreError
 from casnap.serving import FollowEvent, PullOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.faults import system_faults
-from tests.support.mounts import needs_root
 from tests.support.served import assert_served, take, versions_of
 from tests.support.sweep import sweep
 
@@ -134,17 +133,6 @@ def test_a_tag_that_is_moved_back_after_a_call_has_failed(
     assert store.wait_served("stable", move.root, timeout=60)
 
 
-def test_a_source_that_is_rolled_back(store: Store, live: Path) -> None:
-    events = follow(store, live)
-    next(events)
-    take(store, 1)
-    assert next(events).report.snapshot == "step_1"
-    store.delete("step_1")
-    report = next(events).report
-    assert (report.snapshot, report.fetched_bytes) == ("step_0", 0)
-    assert_served(live, 0)
-
-
 def test_a_store_that_is_replaced_by_its_backup(store: Store, live: Path, tmp_path: Path) -> None:
     shutil.copytree(store.uri, tmp_path / "backup")
     events = follow(Store(store.uri), live)
@@ -227,19 +215,6 @@ def test_the_command(store: Store, live: Path, tmp_path: Path) -> None:
     assert lines[2] == f"{os.path.realpath(live)} step_1"
     assert sorted(json.loads(lines[3])) == ["bias", "layers.1"]
     assert_served(live, 1)
-
-
-@pytest.mark.parametrize("when", ["asleep", "in the command"])
-def test_a_signal_ends_it(store: Store, live: Path, tmp_path: Path, when: str) -> None:
-    marker = tmp_path / "marker"
-    script = f"touch {marker}" if when == "asleep" else f"touch {marker}; exec sleep 1000"
-    command = [*COMMAND, "pull", store.uri, str(live), "--follow", "--exec", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        wait_until(marker.exists)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(100) == 0
-    assert_served(live, 0)
-    store.pull(live)
 
 
 def is_running(pid: int) -> bool:
@@ -359,61 +334,6 @@ def test_a_command_that_fails_is_run_again(store: Store, live: Path, tmp_path: P
 
 
 # --- after the switch ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def undeletable(live: Path) -> Iterator[Callable[[], None]]:
-    """Return what mounts a file system in the current version, so that it cannot be deleted."""
-    needs_root()
-
-    def mount() -> None:
-        folder = live.resolve() / "mnt"
-        folder.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
-
-    yield mount
-    unmount_below(live.with_name("live.versions"))
-
-
-def unmount_below(folder: Path) -> None:
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        if line.split()[1].startswith(f"{folder}/"):
-            subprocess.run(["umount", line.split()[1]], check=True)
-
-
-def test_an_old_version_that_cannot_be_deleted(
-    store: Store, live: Path, undeletable: Callable[[], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The callback is called all the same; what is left is tried again, by later pulls too."""
-    called: list[str] = []
-    options = PullOptions(keep=1)
-    events = follow(
-        store, live, options=options, on_version=lambda path, _: called.append(path.name[:6])
-    )
-    assert [next(events).event for _ in range(2)] == ["switched", "called"]
-    undeletable()
-    for step in (1, 2):
-        take(store, step)
-        assert [next(events).event for _ in range(2)] == ["switched", "called"]
-        assert_served(live, step)
-    assert called == ["step_0", "step_1", "step_2"]
-    warnings = [r.message for r in caplog.records if "cannot be deleted" in r.message]
-    assert len(warnings) == 1
-    [left] = [path for path in versions_in(live) if path != live.resolve()]
-    # All that can be deleted is.
-    assert [path.name for path in left.iterdir()] == ["mnt"]
-    events.close()
-    take(store, 3)
-    assert store.pull(live, options=options).snapshot == "step_3"
-    assert left in versions_in(live)
-    unmount_below(left)
-    take(store, 4)
-    assert store.pull(live, options=options).snapshot == "step_4"
-    assert versions_in(live) == [live.resolve()]
-
-
-def versions_in(live: Path) -> list[Path]:
-    return [path for path in live.with_name("live.versions").iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("goes", ["removed", "moved"])

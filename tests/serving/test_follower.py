@@ -31,10 +31,8 @@ from casnap.runtime import buffers
 from casnap.runtime.typing import override
 from casnap.serving import AppliedVersion, Follower
 from tests.support.bitwise import assert_same
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.remote import RemoteDouble
-
-Worlds = Callable[[int], World]
 
 CHUNK = 64 << 10
 ROWS = 100
@@ -240,20 +238,6 @@ def test_it_reads_deltas_upon_what_it_holds(tmp_path: Path) -> None:
     assert backend.count <= 2, backend.log
 
 
-def test_many_missed_versions_are_one(tmp_path: Path) -> None:
-    there, versions = run_of_deltas(tmp_path, 11)
-    send(tmp_path, there, 0)
-    backend = Counting(there)
-    live = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
-    follower = Follower(backend, live, start=False)
-    sent = [send(tmp_path, there, step) for step in range(1, 11)]
-    backend.nbytes = 0
-    assert follower.update()
-    assert torch.equal(live["w"], versions[10])
-    assert follower.version.copied_bytes == versions[0].nbytes
-    assert backend.nbytes <= 1.1 * sum(sent)
-
-
 @pytest.mark.parametrize("changes", ["all", "a chunk", "nothing"])
 def test_tensors_that_somebody_has_replaced_are_read_whole(store: Store, changes: str) -> None:
     net = Net()
@@ -407,7 +391,7 @@ def test_no_forward_sees_a_mix(store: Store) -> None:
         threads = [threading.Thread(target=serve, args=(i,)) for i in range(2)]
         for thread in threads:
             thread.start()
-        for value in range(1, 31):
+        for value in range(1, 11):
             take(store, value)
             before = list(forwards)
             while follower.version.name != f"run/{value}" or forwards == before:
@@ -416,22 +400,7 @@ def test_no_forward_sees_a_mix(store: Store) -> None:
         for thread in threads:
             thread.join()
     assert mixes == []
-    assert min(forwards) > 30
-
-
-def test_forwards_may_be_nested_while_a_version_waits(store: Store) -> None:
-    net = Net()
-    with Follower(store.uri, net, interval=0.001) as follower:
-        with follower.applied():
-            take(store, 1)
-            time.sleep(0.2)
-            with follower.applied() as version:
-                assert version.name == "run/0"
-            with pytest.raises(CasnapError, match="outside of applied"):
-                follower.update()
-            assert net.values() == {0.0}
-        while follower.version.name != "run/1":
-            time.sleep(0.001)
+    assert min(forwards) > 10
 
 
 def test_a_callback_runs_before_the_next_forward(store: Store) -> None:

@@ -117,7 +117,7 @@ def test_missed_versions_cost_their_deltas(run: Run, host: Host, live: Path) -> 
 
 
 def test_small_deltas_of_many_chunks_take_few_requests(tmp_path: Path, host: Host) -> None:
-    run = Run(tmp_path, layers=20)
+    run = Run(tmp_path, layers=10)
     run.step()
     host.pull()
     for _ in range(3):
@@ -232,7 +232,7 @@ def test_a_follower_a_week_behind_receives_no_more_than_a_new_one(
     run.step()
     host, new = Host(tmp_path, monkeypatch), Host(tmp_path, monkeypatch, "new")
     host.pull()
-    for _ in range(40):
+    for _ in range(20):
         run.step()
     assert host.pull().received_bytes <= new.pull().received_bytes + _BESIDE
     run.assert_served(tmp_path / "live")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,11 +21,10 @@ from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import describe
 from tests.support import spreading
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.sharded import assembled
 from tests.support.warm import run_python
 
-Worlds = Callable[[int], World]
 Pieces = list[tuple[Region, torch.Tensor]]
 
 

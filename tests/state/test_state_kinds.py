@@ -29,11 +29,6 @@ pytestmark = pytest.mark.filterwarnings(
 names = map("take-{}".format, itertools.count())
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=64 << 10)
-
-
 def round_trip(store, **state):
     """Take a state, and restore it into an empty one."""
     snapshot = store.take({"s": StateDict(state)}, next(names))

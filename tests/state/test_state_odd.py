@@ -10,17 +10,12 @@ import pytest
 import torch
 import torch.utils.serialization
 
-from casnap import StateDict, Store
+from casnap import StateDict
 from casnap.errors import MismatchError, UnsupportedTypeError
 from casnap.state.tensors import TENSOR_DTYPES
 from tests.support.bitwise import assert_same
 
 names = map("take-{}".format, itertools.count())
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=64 << 10)
 
 
 def round_trip(store, **state):

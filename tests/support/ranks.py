@@ -306,6 +306,10 @@ class World:
             yield pool.world(self.size)
 
 
+Worlds = Callable[[int], World]
+"""What the fixture `world` gives: a world of so many ranks."""
+
+
 class Pool:
     """The processes that worlds are made of; it starts them as they are needed.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
@@ -11,11 +10,6 @@ from tests.support.bitwise import assert_same
 CHUNK = 64 << 10
 TREE = 16 << 10
 """More than the nodes of these small states take."""
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=CHUNK)
 
 
 def frozen_and_trained():

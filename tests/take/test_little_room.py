@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from casnap.errors import RankError
 from casnap.runtime.buffers import Pool
 from casnap.take import exchange, plan, split_cells, staging
 from tests.support.links import forget_links
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
-Worlds = Callable[[int], World]
 CHUNK, TENSORS, LONG = 64 << 10, 200, 40
 ROOM = 4 * CHUNK
 
@@ -94,10 +93,7 @@ def take(path: str, axis: int, how: str) -> int:
     return most
 
 
-@pytest.mark.parametrize(
-    ("axis", "how"),
-    [(0, "take"), (1, "one is slow"), (1, "one thread"), (1, "async")],
-)
+@pytest.mark.parametrize(("axis", "how"), [(0, "one is slow"), (1, "one thread"), (1, "async")])
 def test_ranks_give_no_more_than_there_is_room_for(
     world: Worlds, tmp_path: Path, axis: int, how: str
 ) -> None:

@@ -40,7 +40,7 @@ def take_equal(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(4, {}), (3, {"replicated": ["**"]}), (2, {"replicated": ["model/a"]})],
+    [(4, {}), (2, {"replicated": ["**"]})],
 )
 def test_equal_bytes_are_stored_once(world, tmp_path, size, options):
     taken = world(size).run(take_equal, str(tmp_path / "many/x"), options)
@@ -122,11 +122,10 @@ def take_with_small_slots(path: str, cores: int) -> None:
         Store(path).take({"model": StateDict(state)}, "x", timeout=20)
 
 
-@pytest.mark.parametrize("cores", [2, 16])
-def test_more_cores_than_buffers(world, tmp_path, cores):
+def test_more_cores_than_buffers(world, tmp_path):
     """Threads that wait for other ranks must leave buffers to the threads that have work."""
     Store(tmp_path / "store", chunk_size=1 << 16).make()
-    world(2).run(take_with_small_slots, str(tmp_path / "store"), cores)
+    world(2).run(take_with_small_slots, str(tmp_path / "store"), 16)
     assert Store(tmp_path / "store").check(data=True).ok
 
 

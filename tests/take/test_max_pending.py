@@ -27,11 +27,6 @@ from tests.support.remote import RemoteDouble
 SIZE = 150_000
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=64 << 10).make()
-
-
 def begin(store, x, name, **options):
     """Begin a take of a tensor, then write over it."""
     pending = store.async_take({"s": StateDict(x=x)}, name, **{"max_pending": 2, **options})

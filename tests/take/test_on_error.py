@@ -27,7 +27,7 @@ from casnap.errors import (
 )
 from tests.support.gates import Gate
 from tests.support.mounts import tmpfs
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
 MB = 1 << 20
 
@@ -156,8 +156,9 @@ def test_errors_of_the_program_are_raised(tmp_path: Path, how: Any) -> None:
         store.take(state(1), "step_2", on_error="ignore")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-@HOW
+@pytest.mark.parametrize(
+    ("how", "interrupt"), [(sync, KeyboardInterrupt), (in_background, SystemExit)]
+)
 def test_interrupts_are_raised(tmp_path: Path, how: Any, interrupt: Any) -> None:
     store = Store(tmp_path / "run").make()
     mend = broken(store, interrupt())
@@ -223,9 +224,8 @@ def loop_of_a_rank(folder: str, how: Any, failing: int) -> tuple[list[bool], lis
     return stored, handler.texts
 
 
-@HOW
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_agree(tmp_path: Path, world: Callable[[int], World], how: Any, failing: int) -> None:
+@pytest.mark.parametrize(("how", "failing"), [(sync, 1), (in_background, 0)])
+def test_ranks_agree(tmp_path: Path, world: Worlds, how: Any, failing: int) -> None:
     """Where the storage of one rank fails, each rank warns, and all go on."""
     folder = str(tmp_path / "run")
     results = world(2).run(loop_of_a_rank, folder, how, failing)
@@ -246,9 +246,7 @@ def interrupted_rank(folder: str) -> None:
     store.take(live, "step_1", on_error="warn")
 
 
-def test_an_interrupt_on_one_rank_is_raised_on_all(
-    tmp_path: Path, world: Callable[[int], World]
-) -> None:
+def test_an_interrupt_on_one_rank_is_raised_on_all(tmp_path: Path, world: Worlds) -> None:
     outcomes = world(2).run(interrupted_rank, str(tmp_path / "run"), expect_errors=True)
     assert [type(outcome) for outcome in outcomes] == [RankError, KeyboardInterrupt]
     assert "rank 1 failed: KeyboardInterrupt" in str(outcomes[0])
@@ -259,6 +257,6 @@ def differing_rank(folder: str) -> None:
     Store(folder).take({"s": StateDict(x=1)}, "step_1", on_error=how)
 
 
-def test_ranks_ask_for_the_same(tmp_path: Path, world: Callable[[int], World]) -> None:
+def test_ranks_ask_for_the_same(tmp_path: Path, world: Worlds) -> None:
     outcomes = world(2).run(differing_rank, str(tmp_path / "run"), expect_errors=True)
     assert all("option on_error= must be the same on all ranks" in str(o) for o in outcomes)

@@ -20,9 +20,7 @@ from casnap.errors import CasnapError
 from tests.support.faults import in_child, start
 from tests.support.faulty.acts import Gate
 from tests.support.faulty.backend import Fault, FaultyBackend
-from tests.support.ranks import World
-
-Worlds = Callable[[int], World]
+from tests.support.ranks import Worlds
 
 
 @pytest.fixture

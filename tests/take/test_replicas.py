@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from casnap import StateDict, Store
 from casnap.errors import StateError
 from casnap.take.replica_samples import Sampler
-from tests.support.ranks import World
-
-Worlds = Callable[[int], World]
+from tests.support.ranks import Worlds
 
 CHUNK = 64 << 10
 
@@ -217,16 +214,14 @@ def take_replicas(folder: str, kind: str, odd: int) -> list[float]:
         local += 1
     if kind == "HSDP":
         value = sharded([Replicate(), Shard(0)], local, (600, 200))
-    elif kind == "columns":
-        value = sharded([Replicate(), Shard(1)], local, (300, 400))
     else:
-        value = sharded([Replicate(), Replicate()], local, (300, 200))
+        value = sharded([Replicate(), Shard(1)], local, (300, 400))
     Store(folder).take({"m": StateDict(w=value)}, "s")
     result: list[float] = Store(folder)["s"].read_object("m/w").unique().tolist()
     return result
 
 
-@pytest.mark.parametrize("kind", ["HSDP", "columns", "replicated"])
+@pytest.mark.parametrize("kind", ["HSDP", "columns"])
 def test_replicas_of_shards_that_differ_are_refused(
     world: Worlds, tmp_path: Path, kind: str
 ) -> None:

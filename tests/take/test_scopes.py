@@ -26,11 +26,9 @@ from casnap.backends import LocalBackend
 from casnap.backends.costs import LOCAL
 from tests.support import bitwise
 from tests.support.links import forget_links, links
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.reads import CountingBackend
 from tests.support.sharded import training
-
-Worlds = Callable[[int], World]
 
 CHUNK = 64 << 10
 PAGE = 4096
@@ -379,7 +377,7 @@ def reads_of(
 @pytest.mark.parametrize(
     ("before", "after", "size"),
     [
-        ("ddp", "ddp", 4),
+        ("ddp", "ddp", 2),
         ("plain", "fsdp2", 4),
         pytest.param("fsdp2", "plain", 3, marks=pytest.mark.slow),
         pytest.param("fsdp2", "fsdp2", 3, marks=pytest.mark.slow),
@@ -390,7 +388,7 @@ def test_each_byte_is_read_once(
 ) -> None:
     folder = str(tmp_path / "store")
     Store(folder, chunk_size=CHUNK).make()
-    world(4 if before != "plain" else 1).run(save, folder, before)
+    world(size if before != "plain" else 1).run(save, folder, before)
     stored = Store(folder)[before].stats.new_bytes
     by_rank = world(size).run(reads_of, folder, before, after, True)
     chunks = sorted(read for reads in by_rank for read in reads if read[2] >= CHUNK)

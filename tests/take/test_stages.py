@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from casnap import Snapshot, StateDict
 from casnap.errors import MismatchError, StateError
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 from tests.support.sharded import Training, stepped
-
-Worlds = Callable[[int], World]
 
 LAYERS = 8
 WIDTH = 130
@@ -90,11 +87,8 @@ def restore_as_before(path: str, stages: int) -> int:
     return max(seen)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_stages_get_their_own_back_and_nothing_else(
-    world: Worlds, tmp_path: Path, stages: int
-) -> None:
-    path = str(tmp_path / "store/s")
+def test_stages_get_their_own_back_and_nothing_else(world: Worlds, tmp_path: Path) -> None:
+    path, stages = str(tmp_path / "store/s"), 4
     world(4).run(take, path, stages)
     total = Snapshot(path).stats.logical_bytes
     for nbytes in world(4).run(restore_as_before, path, stages):
@@ -117,7 +111,7 @@ def two_stages(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.parametrize(("size", "stages"), [(4, 1), (4, 4), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("size", "stages"), [(4, 1), (2, 2)])
 def test_a_module_may_be_cut_into_other_stages(
     world: Worlds, two_stages: str, size: int, stages: int
 ) -> None:
@@ -133,9 +127,8 @@ def restore_too_much(path: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("size", [4, 6])
-def test_what_no_stage_had_is_named(world: Worlds, two_stages: str, size: int) -> None:
-    for said in world(size).run(restore_too_much, two_stages):
+def test_what_no_stage_had_is_named(world: Worlds, two_stages: str) -> None:
+    for said in world(6).run(restore_too_much, two_stages):
         assert "model/more" in said or "model is kept for ranks 0, 1, 2 and 3 alone" in said
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -17,9 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import StateDict, Store
 from tests.support.bitwise import raw
 from tests.support.links import forget_links
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
-Worlds = Callable[[int], World]
 CHUNK = 64 << 10
 
 # Name → dtype, shape, and the axes that a mesh of 2 x 2 and one of 4 ranks cut.

@@ -18,7 +18,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import SnapshotExistsError, UnclearCommitError
 from tests.support.faulty import Act, Call, Fault, FaultyBackend, fail, lose_answer
-from tests.support.ranks import World
+from tests.support.ranks import Worlds
 
 
 def state(number: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def loop_of_a_rank(folder: str) -> tuple[list[bool], list[str]]:
     return stored, texts
 
 
-def test_all_ranks_are_told_the_same(tmp_path: Path, world: Callable[[int], World]) -> None:
+def test_all_ranks_are_told_the_same(tmp_path: Path, world: Worlds) -> None:
     Store(tmp_path, chunk_size=64 << 10).make()
     for stored, texts in world(2).run(loop_of_a_rank, str(tmp_path)):
         assert stored == [False, True]
