@@ -199,20 +199,6 @@ def test_a_save_of_dcp(tmp_path: Path) -> None:
     assert counts["to host"] < live["w1"].nbytes
 
 
-def test_two_pending_takes(store: Store) -> None:
-    """What only a pending take has is copied, and stored once."""
-    live = to_device(weights(1, 2))
-    states = {"s": StateDict(**live)}
-    counts.clear()
-    both = [store.async_take(states, name, max_pending=2) for name in ("a", "b")]
-    live["w1"].zero_()
-    for pending in both:
-        snapshot = pending.wait()
-        for name, tensor in weights(1, 2).items():
-            assert torch.equal(snapshot.read_object(f"s/{name}"), tensor)
-    assert both[1].wait().stats.new_bytes < CHUNK
-
-
 # --- leaves that are new in each take ---------------------------------------------------------
 
 

@@ -93,26 +93,6 @@ def test_an_interrupt_while_memory_is_pinned(
     check_round_trip(tmp_path)
 
 
-def test_an_interrupt_while_memory_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = RUNTIME.cudaHostUnregister
-    interrupts: list[BaseException] = []
-
-    def unregister(address: int) -> int:
-        if interrupts:
-            raise interrupts.pop()
-        return real(address)
-
-    monkeypatch.setattr(RUNTIME, "cudaHostUnregister", unregister)
-    check_round_trip(tmp_path)
-    interrupts.append(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        release_memory()
-    assert RUNTIME.registered
-    check_round_trip(tmp_path / "again")
-
-
 def take(path: Path, live: dict[str, StateDict]) -> None:
     Snapshot.take(path, live)
 

@@ -30,37 +30,6 @@ def state(device: str) -> dict[str, StateDict]:
     return {"s": StateDict(x=x, turned=x.t()), "mine": StateDict(rows=mine)}
 
 
-def take(path: str) -> None:
-    late_device.install()
-    late_device.counts.clear()
-    live = state(f"late:{dist.get_rank()}")
-    pending = Snapshot.async_take(path, live, replicated=["s/**"], per_rank=["mine/**"])
-    for values in live.values():
-        for tensor in values.values():
-            tensor.zero_()
-    pending.wait()
-    # Each rank stages its share of what all have, and what it has alone.
-    assert late_device.counts["to host"] < 2 * weights().nbytes
-
-
-def restore(path: str) -> None:
-    late_device.install()
-    live, expected = state(f"late:{1 - dist.get_rank()}"), state("cpu")
-    for values in live.values():
-        for tensor in values.values():
-            tensor.zero_()
-    Snapshot(path).restore(live)
-    for key, values in expected.items():
-        for name, tensor in values.items():
-            assert torch.equal(live[key][name].cpu(), tensor), name
-
-
-def test_two_ranks(tmp_path: Path, world: Worlds) -> None:
-    path = str(tmp_path / "run" / "step")
-    world(2).run(take, path)
-    world(2).run(restore, path)
-
-
 def sharded(rows: torch.Tensor, dim: int) -> DTensor:
     """Return a tensor that the ranks hold in parts, each on its own device."""
     mesh = DeviceMesh("late", list(range(dist.get_world_size())))

@@ -98,30 +98,6 @@ def test_the_same_state_of_two_devices_and_the_host_is_stored_once(tmp_path: Pat
     assert_same(target, {f"{d}{k}": v for d in (0, 1, "host") for k, v in host_state().items()})
 
 
-def test_a_module_and_its_optimizer_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    def train(model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
-        for _ in range(steps):
-            optim.zero_grad()
-            model(torch.randn(16, 300).to("late")).square().mean().backward()
-            optim.step()
-
-    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        model = torch.nn.Linear(300, 300).to("late")
-        optim = torch.optim.AdamW(model.parameters())
-        return model, optim, {"model": model, "optim": optim, "rng": RNGState()}
-
-    model, optim, app_state = made()
-    train(model, optim, 2)
-    pending = Snapshot.async_take(tmp_path / "run" / "step", app_state)
-    train(model, optim, 3)
-    snapshot = pending.wait()
-    other, its_optim, other_state = made()
-    train(other, its_optim, 1)
-    snapshot.restore(other_state)
-    train(other, its_optim, 3)
-    assert_same(dict(other.named_parameters()), {n: p.cpu() for n, p in model.named_parameters()})
-
-
 def test_the_random_state_of_a_device(tmp_path: Path) -> None:
     before = [module.get_rng_state(i) for i in range(2)]
     snapshot = Snapshot.take(tmp_path / "run" / "step", {"rng": RNGState()})

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -155,15 +153,6 @@ def test_the_copy_of_a_save_in_the_background_keeps_the_parts(tmp_path: Path) ->
         state["w"].zero_()
         pending.result()
         assert torch.equal(store[f"{step}"].read_object("w"), counted(step))
-
-
-def test_plans_that_dcp_has_cached(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    for step in range(3):
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        saved = save(store, f"{step}", {"w": parts("columns", counted(step))}, planner=planner)
-        assert torch.equal(saved.read_object("w"), counted(step))
-    SavePlanner._cached_save_plan.clear()
 
 
 def test_checkpoints_of_dcp_itself_go_both_ways(tmp_path: Path) -> None:

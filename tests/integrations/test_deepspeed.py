@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, Store
+from casnap import Snapshot
 from casnap.errors import MismatchError, StateError, UnsupportedTypeError
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
@@ -346,23 +345,6 @@ def test_where_there_is_no_snapshot_a_checkpoint_of_another_form_is_named(
             load_checkpoint(engine, tmp_path / "run/global_step1")
         path, _ = load_checkpoint(engine, tmp_path / "run")
         assert path == str(tmp_path / "run/global_step1")
-
-    on_ranks(2, work)
-
-
-def test_a_folder_that_is_deleted_is_forgotten(tmp_path: Path) -> None:
-    def work() -> None:
-        import torch.distributed as dist
-
-        from casnap.integrations.deepspeed import save_checkpoint
-
-        engine = engine_of(2)
-        for tag in ("a", "b", "c"):
-            save_checkpoint(engine, tmp_path / "run", tag)
-            if dist.get_rank() == 0:
-                shutil.rmtree(tmp_path / "run" / tag)
-        names = [snapshot.name for snapshot in Store(tmp_path / "run").snapshots()]
-        assert names == ["c"]
 
     on_ranks(2, work)
 

@@ -480,34 +480,6 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
 # --- what is stored, and what is deleted ----------------------------------------------------------
 
 
-def test_a_checkpoint_is_forgotten_with_its_folder(tmp_path: Path) -> None:
-    def work() -> None:
-        training = Training(1, 1)
-        for step in range(3):
-            training.train(1)
-            training.save(tmp_path / f"iter_{step}")
-            if step == 1:
-                shutil.rmtree(tmp_path / "iter_0")
-        # Another process knows the folders that it finds.
-        training.save(tmp_path / "iter_3")
-
-    def later() -> None:
-        training = Training(1, 1)
-        training.load(tmp_path / "iter_3")
-        training.save(tmp_path / "iter_4")
-        shutil.rmtree(tmp_path / "iter_3")
-        training.save(tmp_path / "iter_5")
-
-    all_end(1, work)
-    assert names_in(tmp_path) == ["iter_1", "iter_2", "iter_3"]
-    all_end(1, later)
-    assert names_in(tmp_path) == ["iter_1", "iter_2", "iter_4", "iter_5"]
-
-
-def names_in(store: Path) -> list[str]:
-    return [snapshot.name for snapshot in Store(store, create=False).snapshots()]
-
-
 # --- what goes wrong ------------------------------------------------------------------------------
 
 

@@ -94,21 +94,14 @@ def do_less(skipping: int, before: int) -> tuple[Seen, Seen]:
 SKIPS = [(0, 0), (1, 2)]
 
 
-@pytest.fixture(scope="module")
-def skipped(three_worlds: list[World]) -> dict[tuple[int, int], list[Any]]:
-    return beside(three_worlds, do_less, SKIPS)
-
-
-@pytest.mark.parametrize(("skipping", "before"), SKIPS)
-def test_a_rank_that_skips_an_operation_is_missed(
-    skipped: dict[tuple[int, int], list[Any]], skipping: int, before: int
-) -> None:
-    for rank, (seen, again) in enumerate(skipped[skipping, before]):
-        if rank != skipping:
-            assert_missed(seen, skipping, f"{'come' if before == 0 else 'answer'} within 1")
-            assert SHORT <= seen.seconds < 2 * SHORT + SOON
-            assert before == 0 or "last seen" in seen.text
-        assert again.value == heard_of(3)
+def test_a_rank_that_skips_an_operation_is_missed(three_worlds: list[World]) -> None:
+    for (skipping, before), outcomes in beside(three_worlds, do_less, SKIPS).items():
+        for rank, (seen, again) in enumerate(outcomes):
+            if rank != skipping:
+                assert_missed(seen, skipping, f"{'come' if before == 0 else 'answer'} within 1")
+                assert SHORT <= seen.seconds < 2 * SHORT + SOON
+                assert before == 0 or "last seen" in seen.text
+            assert again.value == heard_of(3)
 
 
 # --- what is told while a rank is waited for ---------------------------------------------------
@@ -162,7 +155,7 @@ def test_a_rank_that_does_not_come_is_named_while_it_is_waited_for(
     for rank, (seen, lines) in enumerate(outcomes):
         assert seen.value == heard_of(3)
         # Where rank 0 is missing, no other knows of the rest before they have met once.
-        tells = rank == min({0, 1, 2} - {absent}) or (absent, before, rank) == (0, 0, 2)
+        tells = rank == min({0, 1, 2} - {absent}) or (absent, rank) == (0, 2)
         assert lines == [line] * tells
 
 
@@ -210,32 +203,25 @@ DEATHS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def died(three_worlds: list[World]) -> dict[tuple[Any, ...], list[Any]]:
-    return beside(three_worlds, die, DEATHS, expect_errors=True)
-
-
-@pytest.mark.parametrize(("dying", "before", "at", "inside"), DEATHS)
-def test_a_death_is_noticed_at_once(
-    died: dict[tuple[Any, ...], list[Any]], dying: int, before: int, at: int, inside: bool
-) -> None:
-    outcomes = died[dying, before, at, inside]
-    for rank, outcome in enumerate(outcomes):
-        if rank == dying:
-            assert isinstance(outcome, RankDied)
-            continue
-        seen, again = outcome
-        if at == 3:
-            assert seen.value == heard_of(3)  # all was said
-        else:
-            assert seen.error == "RankError"
-            assert seen.text.startswith(f"the talk of ranks: rank {dying} died (last seen ")
-            assert seen.ranks == (dying,)
-            assert seen.seconds < LONG / 2
-        assert again.error == "RankError"
-        assert f"rank {dying} died" in again.text
-        assert again.ranks == (dying,)
-        assert again.seconds < LONG / 2
+def test_a_death_is_noticed_at_once(three_worlds: list[World]) -> None:
+    died = beside(three_worlds, die, DEATHS, expect_errors=True)
+    for (dying, _, at, _), outcomes in died.items():
+        for rank, outcome in enumerate(outcomes):
+            if rank == dying:
+                assert isinstance(outcome, RankDied)
+                continue
+            seen, again = outcome
+            if at == 3:
+                assert seen.value == heard_of(3)  # all was said
+            else:
+                assert seen.error == "RankError"
+                assert seen.text.startswith(f"the talk of ranks: rank {dying} died (last seen ")
+                assert seen.ranks == (dying,)
+                assert seen.seconds < LONG / 2
+            assert again.error == "RankError"
+            assert f"rank {dying} died" in again.text
+            assert again.ranks == (dying,)
+            assert again.seconds < LONG / 2
 
 
 def wait_for_rank_0() -> Seen:
@@ -317,27 +303,17 @@ def die_on_the_way(dying: int, where: str) -> Seen:
     return watch(partial(talk, STILL if where == "before" else LONG))
 
 
-EARLY_DEATHS = [(dying, where) for where in ("before", "met", "connected") for dying in (1,)]
-
-
-@pytest.fixture(scope="module")
-def died_early(three_worlds: list[World]) -> dict[tuple[int, str], list[Any]]:
-    return beside(three_worlds, die_on_the_way, EARLY_DEATHS, expect_errors=True)
-
-
-@pytest.mark.parametrize(("dying", "where"), EARLY_DEATHS)
-def test_a_death_before_all_have_met(
-    died_early: dict[tuple[int, str], list[Any]], dying: int, where: str
-) -> None:
-    for rank, seen in enumerate(died_early[dying, where]):
-        if rank != dying:
+def test_a_death_before_all_have_met(three_worlds: list[World]) -> None:
+    cases = [(0, "before"), (1, "met"), (0, "connected")]
+    died = beside(three_worlds, die_on_the_way, cases, expect_errors=True)
+    for (dying, where), outcomes in died.items():
+        for seen in (seen for rank, seen in enumerate(outcomes) if rank != dying):
             assert seen.error == "RankError"
             assert seen.ranks == (dying,)
             assert f"rank {dying} " in seen.text
             assert seen.seconds < SOON
-            if where != "before":
-                # All ranks know who has come.
-                assert f": rank {dying} died" in seen.text
+            # All ranks know who has come, once they have met.
+            assert where == "before" or f": rank {dying} died" in seen.text
 
 
 # --- ranks that cannot be connected -----------------------------------------------------------
@@ -386,38 +362,25 @@ def test_ranks_that_cannot_be_connected_try_again(world: Worlds, times: int, lat
 STOPS = [(0, 0, 0, False), (1, 0, 2, True), (1, 1, 3, False)]
 
 
-@pytest.fixture(scope="module")
-def stood_still(
-    three_worlds: list[World], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[Any, ...], list[Any]]:
-    cases = [(str(tmp_path_factory.mktemp("yard")), *stop) for stop in STOPS]
-    outcomes = beside(three_worlds, stand_still, cases)
-    return {case[1:]: found for case, found in outcomes.items()}
-
-
-@pytest.mark.parametrize(("stopping", "before", "at", "inside"), STOPS)
 def test_a_rank_that_stands_still_is_named_in_time(
-    stood_still: dict[tuple[Any, ...], list[Any]],
-    stopping: int,
-    before: int,
-    at: int,
-    inside: bool,
+    three_worlds: list[World], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    outcomes = stood_still[stopping, before, at, inside]
-    for rank, (seen, missed, again) in enumerate(outcomes):
-        if at == 3:
-            assert seen.value == heard_of(3)
-        else:
-            assert seen.error == "RankError"
-            if rank != stopping or (before, at) != (0, 0):
-                assert_missed(seen, stopping)
-                assert f"within {STILL:g}" in seen.text
+    cases = [(str(tmp_path_factory.mktemp("yard")), *stop) for stop in STOPS]
+    for (_, stopping, before, at, _), outcomes in beside(three_worlds, stand_still, cases).items():
+        for rank, (seen, missed, again) in enumerate(outcomes):
+            if at == 3:
+                assert seen.value == heard_of(3)
+            else:
+                assert seen.error == "RankError"
+                if rank != stopping or (before, at) != (0, 0):
+                    assert_missed(seen, stopping)
+                    assert f"within {STILL:g}" in seen.text
+                if rank != stopping:
+                    assert STILL * 0.9 <= seen.seconds < 2 * STILL + SOON
             if rank != stopping:
-                assert STILL * 0.9 <= seen.seconds < 2 * STILL + SOON
-        if rank != stopping:
-            assert_missed(missed, stopping)
-            assert missed.seconds < 2 * STILL + SOON
-        assert again.value == heard_of(3)
+                assert_missed(missed, stopping)
+                assert missed.seconds < 2 * STILL + SOON
+            assert again.value == heard_of(3)
 
 
 def stand_still_and_go_on() -> Seen:

@@ -13,7 +13,6 @@ from casnap import StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.region import Region
 from casnap.restore.loading import Loading
-from casnap.state.tensors import Leaf
 from tests.support.bitwise import assert_same, noise, raw
 from tests.support.boxes import regions
 from tests.support.cli_calls import document
@@ -105,25 +104,6 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, tensor):
         assert messages[-1] == ("reading", nbytes, nbytes)
 
 
-def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
-    """No tensor is made of a chunk where bytes can be copied, also of a cell that is cut."""
-    tensor = noise(torch.float32, (1000, 100))
-    snapshot, entry = written(store, tensor)
-    assert snapshot.contents.cells("m/x", entry).count == 8
-    rows = [(0, 128), (128, 300), (300, 301), (301, 1000)]
-    parts = [
-        (Region((start, 0), (stop - start, 100)), torch.zeros(stop - start, 100))
-        for start, stop in rows
-    ]
-    monkeypatch.setattr("casnap.restore.loading.elements_of", None)
-    loading = Loading(snapshot.contents)
-    loading.add("m/x", entry, parts, tensor)
-    assert loading.load() == {"m/x": Leaf("m/x", entry, tensor)}
-    assert torch.equal(
-        torch.cat([part for _, part in parts]).view(torch.int32), tensor.view(torch.int32)
-    )
-
-
 # --- what a rank sees -------------------------------------------------------------------------
 
 WEIGHT = torch.arange(40_000.0).reshape(40, 1000)
@@ -192,17 +172,6 @@ def test_rank_0_restores(world):
 
 
 # --- comparing and counting -------------------------------------------------------------------
-
-
-def test_what_all_ranks_share_is_counted_once(disk):
-    state = {"m": {"x": torch.arange(51_200)}}
-    write(disk, "a", [state] * 3, own=["m", "m/x"])
-    (found,) = disk.usage()
-    assert 409_600 < found.stored_bytes == found.unique_bytes < 411_000
-    write(disk, "b", [state] * 2, own=["m", "m/x"])
-    assert [u.unique_bytes < 500 for u in disk.usage()] == [True, True]
-    assert disk.gc(grace=0).condemned_packs == 0
-    assert disk.check(data=True).ok
 
 
 def test_show(disk):

@@ -328,17 +328,6 @@ def test_the_order_of_the_app_state_is_that_of_loading(store):
     assert calls == ["z", "a", "m"]
 
 
-def test_gradients_and_saved_graphs_do_not_matter(store):
-    model = net()
-    model(torch.randn(4, 20)).sum().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    snapshot = store.take({"m": model}, "step")
-    snapshot.restore({"m": model})
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad
-        assert_same(parameter.grad, grads[name])
-
-
 # --- random states ----------------------------------------------------------------------------
 
 

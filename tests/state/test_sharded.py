@@ -76,42 +76,6 @@ def distributed(mesh_shape: tuple[int, ...], some: list[Case]) -> list[tuple[Pie
 # --- strided placements -------------------------------------------------------------------------
 
 
-def lone(
-    mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]
-) -> tuple[Pieces, torch.Tensor]:
-    value = distribute_tensor(counted(shape), mesh_of(mesh_shape), placements, src_data_rank=None)
-    return pieces_of(value), value.to_local()
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shape", "placements", "first"),
-    [
-        ((2,), (8,), [_StridedShard(0, split_factor=2)], [(0, 2), (4, 2)]),
-        ((2,), (7,), [_StridedShard(0, split_factor=3)], [(0, 2), (3, 2), (6, 1)]),
-        ((3,), (4, 5), [_StridedShard(1, split_factor=2)], [((0, 0), (4, 1)), ((0, 3), (4, 1))]),
-        ((2, 2), (9,), [_StridedShard(0, split_factor=3), Shard(0)], [(0, 2), (3, 1)]),
-        ((2, 2), (8, 3), [Replicate(), _StridedShard(0, split_factor=2)], None),
-        (
-            (2, 2),
-            (5, 7),
-            [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)],
-            None,
-        ),
-        ((2, 2), (16,), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4)], None),
-    ],
-)
-def test_a_strided_shard_on_its_own_is_several_boxes(
-    world: Worlds, mesh: tuple[int, ...], shape: tuple[int, ...], placements: Any, first: Any
-) -> None:
-    results = world(prod(mesh)).run(lone, mesh, shape, placements)
-    check(shape, [pieces for pieces, _ in results])
-    for pieces, local in results:
-        assert sum(part.numel() for _, part in pieces) == local.numel()
-    if first is not None:
-        boxes = [(box.offsets, box.sizes) for box, _ in results[0][0]]
-        assert boxes == [b if isinstance(b[0], tuple) else ((b[0],), (b[1],)) for b in first]
-
-
 def in_another_order() -> Pieces:
     """Split 10 rows by the last axis of the mesh first, as torch keeps it in the specification."""
     mesh = mesh_of((2, 2))
@@ -132,20 +96,6 @@ def test_the_order_of_splits_counts(world: Worlds) -> None:
 
 
 # --- DTensors that are not as usual ---------------------------------------------------------------
-
-
-def of_some_ranks() -> tuple[Any, Pieces, Pieces]:
-    value = distribute_tensor(counted((5, 2)), DeviceMesh("cpu", [0, 2]), [Shard(0)])
-    again = distribute_tensor(counted((5, 2)), DeviceMesh("cpu", [0]), [Shard(1)])
-    return describe("x", value).entry, pieces_of(value), pieces_of(again)
-
-
-def test_a_rank_that_is_not_in_the_mesh_holds_nothing(world: Worlds) -> None:
-    entries, values, again = zip(*world(3).run(of_some_ranks), strict=True)
-    assert entries[0] == entries[1] == entries[2]
-    for held in (values, again):
-        check((5, 2), held)
-        assert held[1] == []
 
 
 def under_way() -> tuple[str, Pieces]:
