@@ -352,24 +352,6 @@ def test_an_interrupt_of_the_call_lets_collectors_go_on(
     assert take(store, live, "b", "async_take") < live["w1"].nbytes
 
 
-def test_a_call_that_asks_for_nothing_announces_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live, told = to_device(weights(1)), list[int]()
-    begin_asking = _Steps.begin_asking
-
-    def begin_and_look(steps: _Steps) -> None:
-        begin_asking(steps)
-        told.append(len(list(store._view.repository.backend.announced_bases(60))))
-
-    monkeypatch.setattr(_Steps, "begin_asking", begin_and_look)
-    for number in range(10):
-        live["w1"].add_(1)
-        take(store, live, f"{number}", "async_take")
-    assert told[:2] == [1, 1]
-    assert sum(told[2:]) == 1
-
-
 def test_on_a_full_disk_no_pending_take_keeps_what_can_be_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

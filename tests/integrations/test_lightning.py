@@ -31,7 +31,6 @@ from tests.support.faults import backend_faults, in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
 from tests.support.trainer_contract import TrainerContract
-from tests.support.volumes import volume
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -178,14 +177,6 @@ class TestTrainer(TrainerContract):
         snapshot.restore({"state_dict": model})
         assert_same(model.state_dict(), end["model"])
         assert_exports(snapshot, folder, "state_dict", end["model"])
-
-    def test_on_a_volume_that_gives_all_files_to_one_user(
-        self, whole: Path, tmp_path: Path
-    ) -> None:
-        with volume(tmp_path / "volume", owner=4242) as disk:
-            self.run(disk.path / "run", self.kill_at)
-            assert in_child(lambda: torch.save(train(disk.path / "run"), tmp_path / "end")) == 0
-        assert_same(torch.load(tmp_path / "end", weights_only=True), self.end(whole))
 
 
 @pytest.mark.parametrize("sharded", ["parallel", "fsdp"])

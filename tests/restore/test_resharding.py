@@ -33,7 +33,6 @@ from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
 from tests.support import spreading
 from tests.support.bitwise import noise, raw
-from tests.support.cli_calls import document
 from tests.support.ranks import Worlds
 from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
 from tests.support.spreading import Way, is_right, spread
@@ -171,37 +170,6 @@ def test_a_training_state_in_one_process_without_a_group(saved: str) -> None:
             anew = without_steps(training("plain", 3).model)
             Store(saved)[source].restore(as_it_is(anew))
             check(anew.state_dict())
-
-
-@pytest.mark.sweep
-def test_a_sharded_snapshot_is_read_without_ranks(saved: str) -> None:
-    whole = wanted(1)
-    for source in SOURCES if STEP == 1 else SOURCES[::2]:
-        snapshot = Store(saved)[source]
-        manifest = snapshot.get_manifest()
-        for path in ("model/blocks.0.down.weight", "optim/state/embedding.weight/exp_avg"):
-            assert torch.equal(snapshot.read_object(f"train/{path}"), whole[path])
-            rank = snapshot.world_size - 1
-            out = torch.zeros(whole[path].shape, dtype=torch.float64)
-            assert snapshot.read_object(f"{rank}/train/{path}", out) is out
-            assert torch.equal(out, whole[path].double())
-            part = snapshot.read_object(f"train/{path}", index=(slice(5, 90, 7), slice(-3, None)))
-            assert torch.equal(part, whole[path][5:90:7, -3:])
-            assert manifest[f"{rank}/train/{path}"].shape == tuple(whole[path].shape)
-        state = snapshot.get_state_dict_for_key("train")
-        assert torch.equal(state["model"]["head.weight"], whole["model/head.weight"])
-
-
-def test_the_command_shows_sharded_snapshots(saved: str) -> None:
-    names = {row["name"]: row for row in document("ls", saved)["snapshots"]}
-    assert names.keys() == set(SOURCES)
-    columns, plain = f"{saved}/fsdp_tp on 4", f"{saved}/{ALONE}"
-    assert document("show", columns)["world_size"] == 4
-    shown = document("show", columns, "train/model/blocks.0.down.weight")
-    assert shown["shape"] == [96, 384]
-    assert document("diff", plain, f"{saved}/fsdp2 on 3")["changed_count"] == 0
-    assert document("diff", plain, columns)["changed_count"] == 0
-    assert document("check", saved, "--data")
 
 
 # --- any tensor, spread in any way, from any other ------------------------------------------------

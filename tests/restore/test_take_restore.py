@@ -363,17 +363,6 @@ def test_random_states_are_captured_first_and_restored_last(store, order):
     assert draw() == after_take, "the take itself must leave no trace"
 
 
-def test_an_async_take_leaves_no_trace_in_the_random_state(store):
-    torch.manual_seed(1)
-    expected = draw()
-    torch.manual_seed(1), random.seed(0), np.random.seed(0)
-    expected = draw()
-    torch.manual_seed(1), random.seed(0), np.random.seed(0)
-    pending = store.async_take({"a": Drawing(x=1), "rng": RNGState()}, "step")
-    assert draw() == expected
-    pending.wait()
-
-
 def test_a_failed_take_leaves_no_trace_in_the_random_state(store):
     torch.manual_seed(1), random.seed(0), np.random.seed(0)
     expected = draw()

@@ -403,22 +403,6 @@ def test_no_forward_sees_a_mix(store: Store) -> None:
     assert min(forwards) > 10
 
 
-def test_a_callback_runs_before_the_next_forward(store: Store) -> None:
-    caches = {"of": "run/0"}
-    net = Net()
-
-    def drop(version: AppliedVersion) -> None:
-        time.sleep(0.01)
-        caches["of"] = version.name
-
-    with Follower(store.uri, net, interval=0.001, on_version=drop) as follower:
-        for value in range(1, 6):
-            take(store, value)
-            while follower.version.name != f"run/{value}":
-                with follower.applied() as version:
-                    assert caches["of"] == version.name
-
-
 # --- failures -----------------------------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from casnap.errors import (
     UnsupportedTypeError,
 )
 from tests.support.gates import Gate
+from tests.support.heard import warnings_heard
 from tests.support.mounts import tmpfs
 from tests.support.ranks import Worlds
 
@@ -187,32 +188,11 @@ def test_an_error_that_is_to_be_raised_stays_so(tmp_path: Path, warnings: Any) -
 # --- ranks --------------------------------------------------------------------------------------
 
 
-class Heard(logging.Handler):
-    """Keeps the warnings of casnap on a rank."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@contextmanager
-def heard() -> Iterator[Heard]:
-    handler = Heard()
-    logging.getLogger("casnap").addHandler(handler)
-    try:
-        yield handler
-    finally:
-        logging.getLogger("casnap").removeHandler(handler)
-
-
 def loop_of_a_rank(folder: str, how: Any, failing: int) -> tuple[list[bool], list[str]]:
     """Take three times; the storage of one rank fails in the second take, one that writes."""
     store = Store(folder, chunk_size=64 << 10).make()
     rank, stored = dist.get_rank(), list[bool]()
-    with heard() as handler:
+    with warnings_heard() as texts:
         for step in range(3):
             mend = None
             if rank == failing and step == 1:
@@ -221,7 +201,7 @@ def loop_of_a_rank(folder: str, how: Any, failing: int) -> tuple[list[bool], lis
             stored.append(how(store, live, f"step_{step}") is not None)
             if mend is not None:
                 mend()
-    return stored, handler.texts
+    return stored, texts
 
 
 @pytest.mark.parametrize(("how", "failing"), [(sync, 1), (in_background, 0)])

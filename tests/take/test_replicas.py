@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from casnap import StateDict, Store
 from casnap.errors import StateError
 from casnap.take.replica_samples import Sampler
+from tests.support.heard import warnings_heard
 from tests.support.ranks import Worlds
 
 CHUNK = 64 << 10
@@ -70,7 +70,7 @@ def wrapped(ignores: bool = False, **options: Any) -> DistributedDataParallel:
 
 def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[str, Any], int, str]:
     """Make one part of a module differ; return what a rank restores, and the warnings."""
-    rank, said = dist.get_rank(), list[str]()
+    rank = dist.get_rank()
     module = wrapped(**options)
     with torch.no_grad():
         for tensor in module.state_dict().values():
@@ -88,11 +88,8 @@ def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[s
         elif what == "ignored":
             changed.head.weight.fill_(rank)
             changed.count.fill_(rank)
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casnap").addHandler(handler)
-    Store(folder).take({"model": module}, "s")
-    logging.getLogger("casnap").removeHandler(handler)
+    with warnings_heard() as said:
+        Store(folder).take({"model": module}, "s")
     given = wrapped(**options)
     Store(folder)["s"].restore({"model": given})
     net = given.module

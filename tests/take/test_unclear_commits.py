@@ -18,6 +18,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import SnapshotExistsError, UnclearCommitError
 from tests.support.faulty import Act, Call, Fault, FaultyBackend, fail, lose_answer
+from tests.support.heard import warnings_heard
 from tests.support.ranks import Worlds
 
 
@@ -127,16 +128,13 @@ def test_a_tag_protects_it(tmp_path: Path) -> None:
 
 def loop_of_a_rank(folder: str) -> tuple[list[bool], list[str]]:
     backend, store = store_at(folder)
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casnap").addHandler(handler)
-    stored = []
-    for _ in range(2):
-        if dist.get_rank() == 0 and not stored:
-            unclear(backend, "its sync fails")
-        live = {"s": StateDict(x=torch.rand(100_000), rank=dist.get_rank())}
-        stored.append(store.take(live, "step_1", on_error="warn") is not None)
+    stored: list[bool] = []
+    with warnings_heard() as texts:
+        for _ in range(2):
+            if dist.get_rank() == 0 and not stored:
+                unclear(backend, "its sync fails")
+            live = {"s": StateDict(x=torch.rand(100_000), rank=dist.get_rank())}
+            stored.append(store.take(live, "step_1", on_error="warn") is not None)
     return stored, texts
 
 
