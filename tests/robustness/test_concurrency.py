@@ -151,13 +151,6 @@ def test_threads_that_take_through_one_store(tmp_path: Path) -> None:
     assert_store(store.uri, {0, 1, 10, 11, 20, 21, 30, 31})
 
 
-def test_threads_that_take_one_name(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
-    raised = on_threads(*[lambda: take(store, 1)] * 4)
-    assert [type(e) for e in raised] == [SnapshotExistsError] * 3
-    assert_store(store.uri, {1})
-
-
 @pytest.mark.usefixtures("collected_by_hand")
 def test_a_failed_take_does_not_disturb_others(tmp_path: Path) -> None:
     """A thread that fails gives all back: its packs, its memory, its turn."""

@@ -69,16 +69,11 @@ def test_a_run_that_goes_back(tmp_path: Path) -> None:
     assert store.check(data=True).ok
 
 
-def test_nothing_is_later(tmp_path: Path) -> None:
-    store = fill(Store(tmp_path), 1, 2)
-    root = store._view.repository.newest().seq
-    assert store.rewind("step_2").name == "step_2"
-    assert store._view.repository.newest().seq == root
-
-
 def test_it_is_one_commit(tmp_path: Path) -> None:
     store = fill(Store(tmp_path), 1, 2, 3)
     root = store._view.repository.newest().seq
+    assert store.rewind("step_3").name == "step_3"  # nothing is later
+    assert store._view.repository.newest().seq == root
     store.rewind("step_1")
     assert store._view.repository.newest().seq == root + 1
     assert all(n.startswith(f"rewound-{root + 1}/") for n in names(store)[1:])

@@ -25,7 +25,6 @@ from casnap.storage.snapshots.table import Table
 from tests.support.cli_calls import document, invoke
 from tests.support.written import put_next_root
 
-CHUNK = 64 << 10
 LARGE = {"notes": "x" * 60_000, "loss": 0.5, "step": 7}
 
 
