@@ -101,13 +101,6 @@ def test_it_says_that_a_store_is_made(source: Path, tmp_path: Path) -> None:
     assert document("cp", source, tmp_path / "other")["made_store"] is True
 
 
-def test_into_the_current_folder(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert f"{tmp_path} is a new store\n" in invoke("cp", source, ".").stdout
-
-
 def test_into_a_store_whose_making_was_cut_off(source: Path, tmp_path: Path) -> None:
     """It is finished, as a take does, and not refused for ever."""
     there = tmp_path / "there"

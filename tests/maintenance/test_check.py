@@ -15,7 +15,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import PackId, pack_key
+from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
@@ -106,6 +106,19 @@ def test_a_flipped_chunk(store: Path) -> None:
     assert damage.object == pack_key(place.pack)
     assert damage.digest == digest.hex()
     assert {(h.snapshot, h.path) for h in damage.hurts} == everywhere(f"{KEY}/frozen")
+
+
+@pytest.mark.parametrize("at", [-1, -PACK_TAIL_SIZE - 1])
+def test_a_flipped_footer(store: Path, at: int) -> None:
+    """It hurts no snapshot."""
+    _, place = record_of(store, FROZEN)
+    file = store / "casnap-store" / pack_key(place.pack)
+    change(file, flip(file.stat().st_size + at))
+    for data in (False, True):
+        [damage] = check(store, data=data).damages
+        assert (damage.kind, damage.object) == ("changed", pack_key(place.pack))
+        assert "footer" in damage.message
+        assert damage.hurts == {}
 
 
 def test_a_missing_pack(store: Path) -> None:

@@ -333,15 +333,6 @@ def test_the_bases_stand_in_the_footers(tmp_path: Path) -> None:
     check_all(again, states, list(range(1, 8)))
 
 
-def test_copies_of_chains(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    states = taken(store, 8)
-    for _ in range(2):
-        store.gc(grace=0)
-    store.copy(to=tmp_path / "copy")
-    check_all(Store(tmp_path / "copy"), states)
-
-
 def codecs_in(store: Store, name: str) -> set[int]:
     return {place.codec for place in places(store, name)}
 
