@@ -133,7 +133,8 @@ def test_places_that_this_version_does_not_know(uri: str) -> None:
         b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": 1000000}',
         b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": 4611686018427387904}',
         b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": "1 MiB"}',
-        b'{"store_id": "../../../../../../../../../evil/", "chunk_size": 65536}',
+        b'{"format": 1, "digest": "blake3", "put_if_absent": true, "chunk_size": 65536, '
+        b'"store_id": "../../../../../../evil/"}',
     ],
 )
 def test_a_damaged_configuration(base: Path, content: bytes) -> None:
