@@ -71,14 +71,6 @@ def test_a_reader_of_the_old_version_goes_on(store: Store, live: Path) -> None:
     assert len(versions_of(live)) == 1
 
 
-def test_versions_that_are_kept(store: Store, live: Path) -> None:
-    for step in range(1, 6):
-        take(store, step)
-        store.pull(live, options=PullOptions(keep=3))
-    names = [name.partition("@")[0] for name in versions_of(live)]
-    assert names == ["step_3", "step_4", "step_5"]
-
-
 def test_which_snapshot(store: Store, live: Path) -> None:
     take(store, 1, "run1/a")
     take(store, 2, "run2/a")

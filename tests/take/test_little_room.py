@@ -22,7 +22,7 @@ from casnap.take import exchange, plan, split_cells, staging
 from tests.support.links import forget_links
 from tests.support.ranks import Worlds
 
-CHUNK, TENSORS, LONG = 64 << 10, 200, 40
+CHUNK, TENSORS, LONG = 64 << 10, 80, 20
 ROOM = 4 * CHUNK
 
 

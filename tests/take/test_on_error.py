@@ -230,13 +230,3 @@ def test_an_interrupt_on_one_rank_is_raised_on_all(tmp_path: Path, world: Worlds
     outcomes = world(2).run(interrupted_rank, str(tmp_path / "run"), expect_errors=True)
     assert [type(outcome) for outcome in outcomes] == [RankError, KeyboardInterrupt]
     assert "rank 1 failed: KeyboardInterrupt" in str(outcomes[0])
-
-
-def differing_rank(folder: str) -> None:
-    how: Any = ["raise", "warn"][dist.get_rank()]
-    Store(folder).take({"s": StateDict(x=1)}, "step_1", on_error=how)
-
-
-def test_ranks_ask_for_the_same(tmp_path: Path, world: Worlds) -> None:
-    outcomes = world(2).run(differing_rank, str(tmp_path / "run"), expect_errors=True)
-    assert all("option on_error= must be the same on all ranks" in str(o) for o in outcomes)

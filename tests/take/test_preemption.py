@@ -213,14 +213,6 @@ def test_handlers_go_in_any_order(tmp_path: Path, heard: list[int]) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_that_is_named_twice(tmp_path: Path, heard: list[int]) -> None:
-    before, twice = signal.getsignal(signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)
-    with casnap.on_preemption(Store(tmp_path / "store"), {}, signals=twice) as preemption:
-        terminate()
-        assert (preemption.signalled, heard) == (True, [signal.SIGTERM])
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def fork_on_ranks(path: str) -> tuple[int, bool]:
     with casnap.on_preemption(Store(path), {}, every=1e-6) as preemption:
         # Also by an exception, which leaves the block in the child.
