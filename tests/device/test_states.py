@@ -106,9 +106,6 @@ def test_the_random_state_of_a_device(tmp_path: Path) -> None:
     assert all(torch.equal(module.get_rng_state(i), before[i]) for i in range(2))
 
 
-# --- streams and threads ----------------------------------------------------------------------
-
-
 # --- reads ------------------------------------------------------------------------------------
 
 

@@ -477,9 +477,6 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
     all_end(2, work)
 
 
-# --- what is stored, and what is deleted ----------------------------------------------------------
-
-
 # --- what goes wrong ------------------------------------------------------------------------------
 
 

@@ -273,6 +273,3 @@ def test_missing_and_unknown_leaves():
             inflate("m", {"m": Leaf("m", entry, b"")})
     with pytest.raises(DamagedError):
         inflate("m", {"m": Leaf("m", ValueEntry(Payload(0), "int"), torch.ones(1))})
-
-
-# --- real states ------------------------------------------------------------------------------

@@ -162,9 +162,6 @@ def test_refusals(world: Worlds, what: str, ranks: list[int], hint: str) -> None
             raise UnsupportedTypeError(answers[rank])
 
 
-# --- several shards a rank ------------------------------------------------------------------------
-
-
 # --- as leaves of a state -------------------------------------------------------------------------
 
 

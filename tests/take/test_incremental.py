@@ -127,6 +127,3 @@ def test_compressed_stores(tmp_path):
         for out in (torch.zeros(100, 1000), torch.zeros(1000, 100, dtype=torch.float64).t()):
             plain[name].restore({"s": StateDict(x=out)})
             assert torch.equal(out, x.to(out.dtype))
-
-
-# --- two at once ------------------------------------------------------------------------------
