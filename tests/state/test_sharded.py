@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -57,23 +57,7 @@ def check(shape: tuple[int, ...], held: list[Pieces]) -> None:
         assert not pieces
 
 
-# --- any tensor, on any mesh --------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    shape: tuple[int, ...]
-    placements: tuple[Shard | Replicate, ...]
-
-
-def distributed(mesh_shape: tuple[int, ...], some: list[Case]) -> list[tuple[Pieces, torch.Tensor]]:
-    results = []
-    for shape, placements in some:
-        value = distribute_tensor(counted(shape), mesh_of(mesh_shape), placements)
-        results.append((pieces_of(value), value.full_tensor()))
-    return results
-
-
-# --- strided placements -------------------------------------------------------------------------
+# --- placements ---------------------------------------------------------------------------------
 
 
 def in_another_order() -> Pieces:

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
@@ -127,33 +126,6 @@ def test_a_manifest_says_whose_each_entry_is(world: Worlds, tmp_path: Path) -> N
     with pytest.raises(KeyError, match="2/model"):
         manifest.is_global("2/model")
     assert Snapshot(path).metadata.manifest.is_global("1/model/head")
-
-
-# --- DDP -----------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(64, 256)
-        self.norm = nn.BatchNorm1d(256)
-        self.adapter = nn.Linear(256, 3)
-        self.register_buffer("seen", torch.zeros(5))
-
-
-def ddp(parameters: int, rest: int) -> DistributedDataParallel:
-    """Wrap a net; fill its parameters with one value, and what differs by rank with another."""
-    torch.manual_seed(0)
-    net = Net()
-    ignored = ["adapter.weight", "adapter.bias", "seen"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
-    wrapped = DistributedDataParallel(net)
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            parameter.fill_(rest if name in ignored else parameters)
-        for buffer in net.buffers():
-            buffer.fill_(rest)
-    return wrapped
 
 
 # --- any value -----------------------------------------------------------------------------------
