@@ -29,6 +29,7 @@ import torch
 
 from casnap import Retention, StateDict, Store
 from casnap.integrations.engines import OnVersion, reload_vllm_async
+from casnap.serving import PullOptions
 from casnap.serving.patches import StagedPatches, read_patches, stage, version_of
 from tests.support.servers import shared
 from tests.support.tiny_llamas import small_files
@@ -97,7 +98,10 @@ class Trainer:
 
     def follow(self, callback: OnVersion) -> None:
         """Follow until a callback was called for the last step."""
-        for event in self.source.follow(self.live, "run", interval=0.05, on_version=callback):
+        options = PullOptions(patches=True)
+        for event in self.source.follow(
+            self.live, "run", interval=0.05, on_version=callback, options=options
+        ):
             if event.error is not None:
                 print(event.error)
             if event.event == "called" and event.report and event.report.snapshot == self.name:

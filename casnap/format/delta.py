@@ -111,23 +111,71 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
         _add(target.view(f"<u{width}"), change)
     else:
         elements = target.view(f"<u{width}")
-        if count > len(elements):
-            raise DamagedError("a delta changes more elements than its base has")
-        gap_width = body[0] if len(body) else 0
-        if gap_width not in _GAP_WIDTHS:
-            raise DamagedError("a delta has gaps of an impossible length")
-        gaps, end = join_planes(body, gap_width * count)
-        values, length = join_planes(body[end:], width * count)
-        end += length
-        places = np.cumsum(gaps.view(f"<u{gap_width}"), dtype=np.int64)
-        # Each gap is positive but the first, so the places rise, and the last one is the greatest.
-        if count and places[-1] >= len(elements):
-            raise DamagedError("a delta changes elements beyond its base")
+        places, steps, end = _listed(body, width, count, len(elements))
         changed = elements[places]
-        _add(changed, values)
+        _add(changed, steps)
         elements[places] = changed
     if end != len(body):
         raise DamagedError("a delta has another length than its parts")
+
+
+def changed_by(
+    stored_form: memoryview, chunk: memoryview, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return which elements a delta has changed, in ascending order, what they were, and are.
+
+    Args:
+        stored_form: The delta.
+        chunk: What it has made of its base, which was verified.
+        width: The bytes of an element.
+
+    Returns:
+        None if the delta does not list elements of that width.
+
+    Raises:
+        DamagedError: It cannot be a delta of this chunk.
+    """
+    import numpy as np
+
+    _, form, its_width, count = _head(stored_form)
+    if form != _SPARSE or its_width != width:
+        return None
+    elements = np.frombuffer(chunk, f"<u{width}")
+    places, steps, _ = _listed(stored_form[_HEAD.size :], width, count, len(elements))
+    values = elements[places]
+    before = values - steps.view(values.dtype)
+    before += _middle(values)
+    return places, before, values
+
+
+def _listed(
+    body: memoryview, width: int, count: int, most: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the places that a sparse delta lists, its differences, and where it ends.
+
+    Args:
+        body: The delta without its head.
+        width: The bytes of an element.
+        count: How many are listed.
+        most: How many elements the chunk has.
+
+    Raises:
+        DamagedError: It cannot be a delta of such a chunk.
+    """
+    import numpy as np
+
+    if count > most:
+        raise DamagedError("a delta changes more elements than its base has")
+    gap_width = body[0] if len(body) else 0
+    if gap_width not in _GAP_WIDTHS:
+        raise DamagedError("a delta has gaps of an impossible length")
+    gaps, end = join_planes(body, gap_width * count)
+    steps, length = join_planes(body[end:], width * count)
+    places = np.cumsum(gaps.view(f"<u{gap_width}"), dtype=np.int64)
+    # Each gap is positive but the first, so the places rise, and the last one is the greatest.
+    if count and places[-1] >= most:
+        raise DamagedError("a delta changes elements beyond its base")
+    return places, steps, end + length
 
 
 def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray:

@@ -32,6 +32,8 @@ class PullOptions:
             the head of a model in vLLM on CPUs, which keeps its old one when it reloads then.
         max_shard_size: The most bytes of a file, if a tensor fits. More are shards with an index.
         keep: How many versions to keep, the current one included.
+        patches: Note in each version what leads to it from the one before, so that engines which
+            take patches need not wait until both were compared.
     """
 
     tag: str | None = None
@@ -42,6 +44,7 @@ class PullOptions:
     tied: Sequence[str] = ()
     max_shard_size: Size = 5_000_000_000
     keep: int = 2
+    patches: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("rename", self.rename), ("tied", self.tied)):

@@ -1,15 +1,16 @@
 """Patches: the elements in which a version differs from another one of this host.
 
-An engine that holds the one comes to the other by them alone. They are made from the bytes of both
-folders, whatever form the store has given to them, and each chunk is verified on the way.
+An engine that holds the one comes to the other by them alone. A pull knows what it changes: by the
+deltas of the store, or by comparing what it replaces. Else both folders are compared. Each chunk
+is verified on the way.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,16 +18,28 @@ from typing import TYPE_CHECKING, NamedTuple
 from casnap.backends.file_io import read_file, write_cached
 from casnap.backends.safe_paths import create_file, folder_at, unlink_at
 from casnap.backends.system_errors import translated
-from casnap.errors import DamagedError
+from casnap.errors import PLACE_ERRORS, DamagedError
 from casnap.files.safetensors_header import header_of, itemsize_of, read_header
+from casnap.format.delta import base_of, changed_by
 from casnap.format.digest import digest_of
+from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import cores, mapped
 from casnap.serving.folder import FILE_MODE
-from casnap.serving.version import RECORD, StoredCell, Version, VersionRecord, read_record
+from casnap.serving.version import (
+    RECORD,
+    StoredCell,
+    Version,
+    VersionTensor,
+    read_record,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
+PATCHES = "casnap-patches"
+"""How the name of the file begins that a pull puts into a version; its BLAKE3 follows."""
+_WHOLE = "whole"
+_MOST_INT32 = (1 << 31) - 1
 _INDICES, _BEFORE, _VALUES = "indices/", "before/", "values/"
 _MOST_BYTES = 1 << 44
 _MENDED = "`casnap pull --verify` tells all that is damaged, and the next pull makes it anew"
@@ -42,6 +55,7 @@ class StagedPatches(NamedTuple):
         content: The content that they lead to.
         whole: Tensors that have changed, and are not in the file: a patch would be larger.
         nbytes: The length of the file.
+        is_of_version: Whether it lies in the version that it leads to, and is deleted with that.
     """
 
     path: Path
@@ -50,9 +64,12 @@ class StagedPatches(NamedTuple):
     content: str
     whole: list[str]
     nbytes: int
+    is_of_version: bool = False
 
     def remove(self) -> None:
-        """Delete the file."""
+        """Delete the file, unless a pull has made it: others may need it too."""
+        if self.is_of_version:
+            return
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
 
@@ -85,7 +102,9 @@ def version_of(folder: Path) -> Version | None:
 
 
 def stage(base: Path, folder: Path) -> StagedPatches | None:
-    """Write what leads from one version to another, beside the latter; the next pull deletes it.
+    """Find what a pull has noted that leads from one version to another, or else compare both.
+
+    What is found so is written beside the version; the next pull deletes it.
 
     Args:
         base: The folder of the one.
@@ -100,14 +119,16 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
         PlaceError: It cannot be read or written.
     """
     old, new = version_of(base), version_of(folder)
-    if old is None or new is None or _described(old.record) != _described(new.record):
+    if old is None or new is None or not are_alike(old.record.tensors, new.record.tensors):
         return None
     try:
-        patches = dict(_patches(old, new, new.record.changed_since(old.record)))
+        made = _made_by_pull(new, old.content)
+        if made is not None:
+            return made
+        raw = _compare(old, new)
     finally:
         old.close()
         new.close()
-    raw = _encoded(patches, {"base": old.content, "content": new.content})
     digest = digest_of(raw).hex()
     name = f".{digest}.patches.partial"
     place = new.folder.parent
@@ -120,8 +141,26 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
             write_cached(fd, memoryview(raw), 0)
         finally:
             os.close(fd)
-    whole = [name for name, patch in patches.items() if patch is None]
-    return StagedPatches(place / name, digest, old.content, new.content, whole, len(raw))
+    return _staged(place / name, digest, raw)
+
+
+def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
+    """Return the patches that a pull has put into a version, if they are whole, and for a base."""
+    for path in new.folder.glob(f"{PATCHES}.*"):
+        digest = path.suffix[1:]
+        with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError):
+            raw, _ = read_file(str(path), _MOST_BYTES)
+            if digest_of(raw).hex() == digest:
+                staged = _staged(path, digest, raw)
+                if (staged.base, staged.content) == (base, new.content):
+                    return staged._replace(is_of_version=True)
+    return None
+
+
+def _staged(path: Path, digest: str, raw: bytes | bytearray) -> StagedPatches:
+    about = read_header(memoryview(raw)).metadata
+    whole = json.loads(about[_WHOLE])
+    return StagedPatches(path, digest, about["base"], about["content"], whole, len(raw))
 
 
 def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, Patch]:
@@ -144,7 +183,7 @@ def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, 
     if digest_of(raw).hex() != digest:
         raise DamagedError(f"{path} is damaged, or not the file that was meant")
     header = read_header(memoryview(raw))
-    if header.metadata != {"base": base, "content": content}:
+    if (header.metadata.get("base"), header.metadata.get("content")) != (base, content):
         raise DamagedError(f"{path} leads from another version, or to another one")
     found = {tensor.name: tensor for tensor in header.tensors}
 
@@ -165,97 +204,153 @@ def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, 
     }
 
 
-def _described(record: VersionRecord) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in record.tensors.items()}
+def are_alike(old: Mapping[str, VersionTensor], new: Mapping[str, VersionTensor]) -> bool:
+    """Whether two versions have the same tensors, of the same shapes and dtypes."""
+    described = [{n: (t.dtype, t.shape) for n, t in each.items()} for each in (old, new)]
+    return described[0] == described[1]
 
 
-class _Pair(NamedTuple):
-    """A chunk that has changed: its tensor, its place there in elements, and where both are."""
+class Differences:
+    """The elements in which a version differs from an older one, as they become known.
 
-    name: str
-    at: int
-    old: StoredCell | None
-    new: StoredCell
+    Args:
+        old: The older version.
+        new: What the newer one says of its tensors.
+        sizes: The bytes of each chunk of the tensors that have changed.
+    """
 
+    def __init__(
+        self, old: Version, new: Mapping[str, VersionTensor], sizes: Mapping[str, list[int]]
+    ) -> None:
+        self._old = old
+        self._new = new
+        # Another store may cut tensors in other places.
+        self._cells = {
+            name: old.cells_of[name]
+            for name, wanted in sizes.items()
+            if [cell.nbytes for _, cell in old.cells_of.get(name, [])] == wanted
+        }
+        self._parts: dict[str, dict[int, _Part]] = {name: {} for name in sizes}
+        self._counts = dict.fromkeys(sizes, 0)
+        self._whole = dict.fromkeys(sizes, False)
+        self._lock = new_lock()
 
-def _patches(old: Version, new: Version, changed: list[str]) -> Iterator[tuple[str, Patch | None]]:
-    """Yield each tensor that has changed, with its patch; with None where that would be larger."""
-    import numpy as np
+    def note(
+        self, name: str, number: int, raw: memoryview, stored_form: memoryview | None = None
+    ) -> None:
+        """Note a verified chunk of the newer version; from any thread.
 
-    def differences(pair: _Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        size = itemsize_of(new.record.tensors[pair.name].dtype)
-        now, before = new.verified(pair.new), pair.old and old.verified(pair.old)
-        if now is None:
-            raise DamagedError(
-                f"{new.folder / pair.new.file} does not hold what was pulled for {pair.name}. "
-                f"{_MENDED}"
-            )
-        there = np.frombuffer(now, f"u{size}")
+        Args:
+            name: Its tensor.
+            number: Which of its chunks it is.
+            raw: Its bytes.
+            stored_form: The delta that they were made by, if they were.
+
+        Raises:
+            DamagedError: It cannot be that delta.
+        """
+        if self._whole.get(name, True):
+            return
+        tensor = self._new[name]
+        size, count = itemsize_of(tensor.dtype), prod(tensor.shape)
+        is_wide = count > _MOST_INT32
+        part = self._part(name, number, raw, size, stored_form)
+        with self._lock:
+            if part is not None:
+                self._counts[name] += len(part.indices)
+                index_type = "i8" if is_wide else "i4"
+                self._parts[name][number] = part._replace(indices=part.indices.astype(index_type))
+            most = count * size // ((8 if is_wide else 4) + 2 * size)
+            if part is None or self._counts[name] > most:
+                self._whole[name] = True
+                self._parts[name].clear()
+
+    def _part(
+        self, name: str, number: int, raw: memoryview, size: int, stored_form: memoryview | None
+    ) -> _Part | None:
+        """Return the elements of a chunk that differ; None if nobody knows."""
+        import numpy as np
+
+        if name not in self._cells:
+            return None
+        source, cell = self._cells[name][number]
+        first = (cell.start - self._old.record.tensors[name].start) // size
+        if stored_form is not None and base_of(stored_form) == source:
+            found = changed_by(stored_form, raw, size)
+            if found is not None:
+                return _Part(found[0] + first, *found[1:])
+        # An engine may have read anything there, if it is damaged.
+        before = self._old.verified(cell)
         if before is None:
-            # Nobody knows what the engine has read there.
-            return np.empty(0, np.int64), there[:0], there
+            return None
+        there = np.frombuffer(raw, f"<u{size}")
         was = np.frombuffer(before, there.dtype)
         at = np.flatnonzero(there != was)
-        return at + pair.at, was[at], there[at]
+        return _Part(at + first, was[at], there[at])
 
-    pairs = _pairs(old, new, set(changed))
-    for name, found in groupby(mapped(differences, pairs, cores()), lambda each: each[0].name):
-        tensor = new.record.tensors[name]
-        size, count = itemsize_of(tensor.dtype), prod(tensor.shape)
-        wide = count > np.iinfo(np.int32).max
-        most = count * size // ((8 if wide else 4) + 2 * size)
-        parts, total = list[tuple[np.ndarray, ...]](), 0
-        for _, part in found:
-            total += len(part[2])
-            if len(part[0]) < len(part[2]):
-                total = most + 1
-            if total > most:
-                parts.clear()
-            else:
-                parts.append(part)
-        if total > most:
-            yield name, None
-        else:
-            indices, before, values = (np.concatenate(each) for each in zip(*parts, strict=True))
-            indices = indices.astype(np.int64 if wide else np.int32)
-            yield name, Patch(tensor.dtype, indices, before, values)
+    def encoded(self, content: str) -> bytearray:
+        """Return a file of patches.
+
+        Args:
+            content: The content of the newer version.
+        """
+        import numpy as np
+
+        patches = {}
+        for name, parts in self._parts.items():
+            if parts:
+                columns = zip(*(part for _, part in sorted(parts.items())), strict=True)
+                joined = (np.concatenate(column) for column in columns)
+                patches[name] = Patch(self._new[name].dtype, *joined)
+        whole = [name for name, is_whole in self._whole.items() if is_whole]
+        about = {"base": self._old.content, "content": content, _WHOLE: json.dumps(whole)}
+        return _encoded(patches, about)
 
 
-def _pairs(old: Version, new: Version, changed: set[str]) -> Iterator[_Pair]:
-    """Yield the chunks that have changed, in the order of the tensors."""
-    before: dict[str, list[StoredCell]] = {}
-    for name, _, _, cell in old.each_cell():
-        if name in changed:
-            before.setdefault(name, []).append(cell)
-    seen = set[str]()
-    for name, cells in groupby(new.each_cell(), lambda each: each[0]):
-        if name not in changed:
-            continue
-        seen.add(name)
-        here, there = before.get(name, []), [cell for *_, cell in cells]
-        size = itemsize_of(new.record.tensors[name].dtype)
-        # Another store may cut tensors in other places.
-        alike = [cell.nbytes for cell in here] == [cell.nbytes for cell in there]
-        at = 0
-        for number, cell in enumerate(there):
-            was = here[number] if alike else None
-            if was is None or was.digest != cell.digest:
-                yield _Pair(name, at, was, cell)
-            at += cell.nbytes // size
-    if seen != changed:
+class _Part(NamedTuple):
+    """The elements of a chunk that differ."""
+
+    indices: np.ndarray
+    before: np.ndarray
+    values: np.ndarray
+
+
+def _compare(old: Version, new: Version) -> bytearray:
+    """Return patches from one version to another, made from the bytes of both."""
+    changed = new.record.changed_since(old.record)
+    if lost := [name for name in changed if name not in new.cells_of]:
         raise DamagedError(
-            f"{new.folder} has no whole list of the chunks of "
-            f"{', '.join(sorted(changed - seen))[:200]}. {_MENDED}"
+            f"{new.folder} has no whole list of the chunks of {', '.join(lost)[:200]}. {_MENDED}"
         )
+    sizes = {name: [cell.nbytes for _, cell in new.cells_of[name]] for name in changed}
+    differences = Differences(old, new.record.tensors, sizes)
+
+    def compare(item: tuple[str, int, StoredCell]) -> None:
+        name, number, cell = item
+        raw = new.verified(cell)
+        if raw is None:
+            raise DamagedError(
+                f"{new.folder / cell.file} does not hold what was pulled for {name}. {_MENDED}"
+            )
+        differences.note(name, number, memoryview(raw))
+
+    def differing() -> Iterator[tuple[str, int, StoredCell]]:
+        for name in changed:
+            before = [cell.digest for _, cell in old.cells_of.get(name, [])]
+            for number, (_, cell) in enumerate(new.cells_of[name]):
+                if before[number : number + 1] != [cell.digest]:
+                    yield name, number, cell
+
+    for _ in mapped(compare, differing(), cores()):
+        continue
+    return differences.encoded(new.content)
 
 
-def _encoded(patches: dict[str, Patch | None], about: dict[str, str]) -> bytearray:
+def _encoded(patches: Mapping[str, Patch], about: dict[str, str]) -> bytearray:
     """Return a file of safetensors with patches."""
     arrays: dict[str, np.ndarray] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, patch in patches.items():
-        if patch is None:
-            continue
         for kind, array in (
             (_INDICES, patch.indices), (_BEFORE, patch.before), (_VALUES, patch.values),
         ):  # fmt: skip

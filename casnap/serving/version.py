@@ -121,6 +121,12 @@ class VersionRecord(Struct):
     files: dict[str, VersionFile]
     digest: str = ""
 
+    @property
+    def content(self) -> str:
+        """What names this content: versions on other hosts, and in other folders, have the same."""
+        described = [self.store_id, self.commit, self.mapping]
+        return digest_of(msgspec.json.encode(described, order="deterministic")).hex()
+
     def own_digest(self) -> str:
         """Return what ``digest`` must be."""
         return digest_of(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hex()
@@ -167,10 +173,8 @@ class Version:
 
     @property
     def content(self) -> str:
-        """What names this content: versions on other hosts, and in other folders, have the same."""
-        record = self.record
-        described = [record.store_id, record.commit, record.mapping]
-        return digest_of(msgspec.json.encode(described, order="deterministic")).hex()
+        """What names this content: :attr:`VersionRecord.content`."""
+        return self.record.content
 
     def is_intact(self, file: str) -> bool:
         """Whether a file is the one that was written, as far as the system tells without a read."""
@@ -230,6 +234,14 @@ class Version:
     def cells(self) -> dict[tuple[Digest, str], StoredCell]:
         """Where each chunk lies, by its digest in the store and how it was cast."""
         return {(source, cast): cell for _, source, cast, cell in self.each_cell()}
+
+    @cached_property
+    def cells_of(self) -> dict[str, list[tuple[Digest, StoredCell]]]:
+        """The chunks of each tensor, with their digests in the store."""
+        found: dict[str, list[tuple[Digest, StoredCell]]] = {}
+        for name, source, _, cell in self.each_cell():
+            found.setdefault(name, []).append((source, cell))
+        return found
 
     def read(self, cell: StoredCell) -> bytearray | None:
         """Return the bytes of a chunk, which are not verified; None if they cannot be read."""

@@ -26,9 +26,11 @@ from casnap.runtime.threads import cores, mapped
 from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.layout import Cell, Layout, PlacedTensor, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
+from casnap.serving.patches import PATCHES, Differences, are_alike
 from casnap.serving.version import (
     CHUNKS,
     RECORD,
+    StoredCell,
     Version,
     VersionFile,
     VersionRecord,
@@ -70,6 +72,7 @@ def write_version(
 class _Piece(NamedTuple):
     """A chunk to write: the tensor that it is of, its number there, and its place."""
 
+    name: str
     tensor: PlacedTensor
     number: int
     cell: Cell
@@ -91,6 +94,7 @@ class _Writer:
         self._old = old
         self._report = report
         self._lock = threading.Lock()
+        self._differences: Differences | None = None
         self._same = {file.name: self._same_file(file) for file in layout.files}
         new_bytes = sum(file.nbytes for file in layout.files if not self._same[file.name])
         self.counter = ProgressCounter(progress, "writing", new_bytes)
@@ -114,6 +118,8 @@ class _Writer:
         """Write all files; return what the version says of itself."""
         contents, layout = self._contents, self._layout
         files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
+        if options.patches and self._old is not None:
+            self._differences = self._differences_from(self._old)
         chunks = list[Digest]()
         for file in layout.files:
             if not self._link(output, file):
@@ -149,9 +155,30 @@ class _Writer:
             files=files,
         )
         record.digest = record.own_digest()
+        if self._differences is not None:
+            patches = self._differences.encoded(record.content)
+            with output.file(f"{PATCHES}.{digest_of(patches).hex()}") as fd:
+                write_cached(fd, memoryview(patches), 0)
         with output.file(RECORD) as fd:
             write_cached(fd, memoryview(record.encode()), 0)
         return record
+
+    def _differences_from(self, old: Version) -> Differences | None:
+        """Return what notes how the version differs; None if it has other tensors."""
+        placed = {
+            name: (tensor, tensor.described(file.name))
+            for file in self._layout.files
+            for name, tensor in file.tensors.items()
+        }
+        new, before = {name: about for name, (_, about) in placed.items()}, old.record.tensors
+        if not are_alike(before, new):
+            return None
+        sizes = {
+            name: [cell.nbytes for cell in tensor.cells]
+            for name, (tensor, about) in placed.items()
+            if about.differs_from(before[name])
+        }
+        return Differences(old, new, sizes)
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
         """Link an equal file of the old version; return whether there is one."""
@@ -204,7 +231,7 @@ class _Writer:
 
     def _copy(self, fd: int, cloned: str, piece: _Piece) -> bool:
         """Copy a chunk from the old version; return whether it is whole there."""
-        tensor, number, cell = piece
+        _, tensor, number, cell = piece
         if self._old is None:
             return False
         before = self._old.cells.get((cell.digest, tensor.cast))
@@ -215,6 +242,8 @@ class _Writer:
             return False
         if (before.file, before.start) != (cloned, cell.start):
             write_cached(fd, memoryview(raw), cell.start)
+        if not self._is_in_place(piece, before):
+            self._note(piece, memoryview(raw))
         if tensor.cast:
             tensor.cast_digests[number] = before.digest
         with self._lock:
@@ -222,31 +251,52 @@ class _Writer:
         self.counter.add(cell.nbytes)
         return True
 
+    def _is_in_place(self, piece: _Piece, before: StoredCell) -> bool:
+        """Whether a chunk of the old version lies in the same tensor, at the same place there."""
+        assert self._old is not None
+        tensor = self._old.record.tensors.get(piece.name)
+        place = None if tensor is None else (tensor.file, before.start - tensor.start)
+        return place == (before.file, piece.cell.start - piece.tensor.start)
+
     def _wants(self, fd: int, pieces: list[_Piece]) -> Iterator[Want]:
         for piece in pieces:
-            tensor, _, cell = piece
+            _, tensor, _, cell = piece
             if tensor.entry.payload.nbytes <= INLINE_BYTES:
                 self._put(fd, piece, memoryview(tensor.entry.payload.inline))
             else:
                 sink = partial(self._put, fd, piece)
-                yield Want(cell.digest, cell.raw_bytes, sink, tensor.path)
+                put_delta = partial(self._put_delta, fd, piece) if self._differences else None
+                yield Want(cell.digest, cell.raw_bytes, sink, tensor.path, as_delta=put_delta)
 
-    def _put(self, fd: int, piece: _Piece, raw: memoryview) -> None:
+    def _note(self, piece: _Piece, raw: memoryview, stored_form: memoryview | None = None) -> None:
+        """Note how a chunk differs from that of the old version, if that is asked for."""
+        if self._differences is not None:
+            self._differences.note(piece.name, piece.number, raw, stored_form)
+
+    def _put_delta(self, fd: int, piece: _Piece, stored_form: memoryview, raw: memoryview) -> None:
+        """Write a verified chunk, which a delta has made, to its place."""
+        self._put(fd, piece, raw, stored_form)
+
+    def _put(
+        self, fd: int, piece: _Piece, raw: memoryview, stored_form: memoryview | None = None
+    ) -> None:
         """Write a verified chunk to its place."""
-        tensor, number, cell = piece
+        _, tensor, number, cell = piece
         if tensor.cast:
             raw = _cast(raw, tensor.entry.dtype, tensor.dtype)
             tensor.cast_digests[number] = digest_of(raw)
+            stored_form = None
         write_cached(fd, raw, cell.start)
+        self._note(piece, raw, stored_form)
         with self._lock:
             self._report.fetched_bytes += cell.nbytes
         self.counter.add(cell.nbytes)
 
 
 def _pieces(file: PlannedFile) -> Iterator[_Piece]:
-    for tensor in file.tensors.values():
+    for name, tensor in file.tensors.items():
         for number, cell in enumerate(tensor.cells):
-            yield _Piece(tensor, number, cell)
+            yield _Piece(name, tensor, number, cell)
 
 
 def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:

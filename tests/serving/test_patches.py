@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,84 @@ def test_values_that_were_cast_are_compared_as_they_are_served(tmp_path: Path) -
     assert_leads(staged, *folders)
     assert read(staged)["cast"].indices.tolist() == list(range(20, 40))
     assert "lost" not in {*read(staged), *staged.whole}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int16])
+def test_a_pull_notes_the_patches(tmp_path: Path, dtype: torch.dtype) -> None:
+    # As in a bucket: most chunks are deltas.
+    store = store_at(tmp_path / "store", mirror=tmp_path / "bucket")
+    bucket = Store(tmp_path / "bucket")
+    generator = torch.Generator().manual_seed(0)
+    many = torch.randn(300, 500, generator=generator).to(dtype)
+    moved = [torch.randn(40_000, generator=generator) for _ in range(2)]
+    folders = []
+    for step in range(4):
+        many = many.clone()
+        raw = many.view(-1).view(torch.uint8).view(-1, many.element_size())
+        at = torch.randperm(many.numel(), generator=generator)[: step * 700]
+        raw[at] ^= 1
+        take(store, step, many=many, a=moved[step % 2], b=moved[1 - step % 2])
+        store.wait_mirrored(60)
+        if step != 2:
+            folders.append(pulled(tmp_path, bucket, keep=5, patches=True))
+    assert not list(folders[0].glob("casnap-patches.*"))
+    # The second one is over two steps, whose deltas are a chain.
+    for base, folder in itertools.pairwise(folders):
+        [made] = folder.glob("casnap-patches.*")
+        staged = stage(base, folder)
+        assert staged is not None
+        assert staged.path == made
+        assert_leads(staged, base, folder)
+        assert "many" in read(staged)
+        # These two have changed places, and lie in the old version.
+        assert (base is folders[0]) == ({"a", "b"} <= {*staged.whole, *read(staged)})
+        # The same as from both folders.
+        made.rename(made.with_name("away"))
+        again = stage(base, folder)
+        assert again is not None
+        assert again.whole == staged.whole
+        for name, patch in read_patches(made.with_name("away"), *staged[1:4]).items():
+            assert all(map(np.array_equal, patch[1:], read(again)[name][1:]))
+        again.remove()
+        assert not again.path.exists()
+        made.with_name("away").rename(made)
+        staged.remove()
+        assert made.exists()
+    # From another base, and where they are damaged, folders are compared.
+    over = stage(folders[0], folders[2])
+    assert over is not None
+    assert_leads(over, folders[0], folders[2])
+    made.write_bytes(made.read_bytes()[:-1] + b"!")
+    staged = stage(base, folder)
+    assert staged is not None
+    assert staged.path != made
+    assert_leads(staged, base, folder)
+
+
+def test_a_pull_notes_no_patch_of_what_is_damaged(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store", mirror=tmp_path / "bucket")
+    bucket = Store(tmp_path / "bucket")
+    take(store, 0)
+    store.wait_mirrored(60)
+    base = pulled(tmp_path, bucket)
+    whole = base.with_name("whole")
+    shutil.copytree(base, whole)
+    file = base / "model.safetensors"
+    stat, raw = file.stat(), bytearray(file.read_bytes())
+    at = raw.index(tensors_in(base)["layers.1"].view(torch.uint8).numpy().tobytes())
+    # Where the delta changes nothing.
+    raw[at + 1000] ^= 1
+    with file.open("r+b") as opened:
+        opened.write(raw)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    take(store, 1)
+    store.wait_mirrored(60)
+    folder = pulled(tmp_path, bucket, patches=True)
+    staged = stage(base, folder)
+    assert staged is not None
+    assert staged.is_of_version
+    assert "layers.1" in staged.whole
+    assert_leads(staged, whole, folder)
 
 
 def test_no_patches_lead_to_other_tensors(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 from casnap import Store
 from casnap.integrations.engines import OnVersion, PauseMode
+from casnap.serving import PullOptions
 from tests.support.tiny_llamas import Judge, prompts, take
 
 # Longer than a block of the cache on CPUs.
@@ -50,7 +51,10 @@ class Trainer:
     def serve(self, callback: OnVersion) -> None:
         """Have an engine load the next version."""
         self.take()
-        for event in self.store.follow(self.live, interval=0.1, on_version=callback):
+        options = PullOptions(patches=True)
+        for event in self.store.follow(
+            self.live, interval=0.1, on_version=callback, options=options
+        ):
             if event.event == "called":
                 return
             assert event.event == "switched", event.error
