@@ -264,6 +264,9 @@ class ServedFolder:
     def switch(self, version: Version) -> None:
         """Have the link lead to another version, which is durable already."""
         self._check_link()
+        # Of the others, those stay that were current last: an engine has one of them loaded.
+        with suppress(OSError):
+            os.utime(version.folder.name, dir_fd=self._folder, follow_symlinks=False)
         link = self.link.with_name(f".{self.link.name}.casnap-link")
         link.unlink(missing_ok=True)
         link.symlink_to(Path(self.versions.name, version.folder.name))
@@ -283,7 +286,7 @@ class ServedFolder:
             )
 
     def prune(self, keep: int) -> None:
-        """Delete all versions but the current one and the newest others; warn of what stays.
+        """Delete all versions but the last ones that were current; warn of what stays.
 
         Args:
             keep: How many stay.

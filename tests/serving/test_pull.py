@@ -18,6 +18,7 @@ from tests.support.faults import in_child
 from tests.support.served import (
     assert_served,
     inodes,
+    store_at,
     take,
     tensors_in,
     versions_of,
@@ -329,3 +330,17 @@ def test_a_second_process_is_refused(store: Store, live: Path) -> None:
     take(store, 1)
     store.pull(live)
     assert_served(live, 1)
+
+
+def test_the_version_that_was_current_last_stays(tmp_path: Path) -> None:
+    store, options = store_at(tmp_path / "store"), PullOptions(tag="stable")
+    folders = []
+    for step in (0, 1, 0, 2):
+        if len(folders) != 2:
+            take(store, step)
+        store.publish("stable", f"step_{step}")
+        folders.append(Path(store.pull(tmp_path / "live", options=options).folder))
+    # Who follows has the one of step 0 loaded, though that of step 1 is newer.
+    assert folders[0] == folders[2]
+    assert folders[0].exists()
+    assert not folders[1].exists()

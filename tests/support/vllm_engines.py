@@ -62,9 +62,13 @@ class Trainer:
     def of_last(self, answers: list[Answer]) -> bool:
         return all(self.taken - 1 in self.judge.versions(*each) for each in answers)
 
+    def mixed(self, answers: list[Answer]) -> list[Answer]:
+        """Return those that are of no version as a whole."""
+        return [each for each in answers if not self.judge.versions(*each)]
+
     def check(self, answers: list[Answer], mode: PauseMode) -> None:
-        """Check what was answered during a reload: from the version before to the last one."""
-        mixed = [each for each in answers if not self.judge.versions(*each)]
+        """Check what was answered during reloads."""
+        mixed = self.mixed(answers)
         if mode == "wait":
             assert not mixed, f"{len(mixed)} of {len(answers)}"
         else:
