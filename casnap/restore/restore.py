@@ -254,8 +254,8 @@ def _by_stored_keys(
     return {keys_by_stored[key]: app_state[key] for key in ordered_keys if key in keys_by_stored}
 
 
-class _Asked(msgspec.Struct, array_like=True):
-    """The arguments of a restore on one rank.
+class _OwnKeys(msgspec.Struct, array_like=True):
+    """What one rank restores, and what it reads through.
 
     Attributes:
         keys: The keys of its app state, as components: a key need not be Unicode.
@@ -267,8 +267,8 @@ class _Asked(msgspec.Struct, array_like=True):
     cache: bytes = b""
 
 
-class _Agreed(msgspec.Struct, array_like=True):
-    """The decisions of rank 0, for all ranks.
+class _Agreement(msgspec.Struct, array_like=True):
+    """What all ranks go by: what rank 0 sends.
 
     Attributes:
         commit: The commit id of the snapshot.
@@ -289,28 +289,28 @@ class _Agreed(msgspec.Struct, array_like=True):
 
 def _agree(
     contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
-) -> _Agreed:
+) -> _Agreement:
     """Agree with the other ranks on what to restore, in which order, and how.
 
     Reading and loading a state may itself be a collective, so the order must be the same.
     """
     backend = contents.store.backend
     one_asks = backend.costs.one_asks and comm.size > 1
-    keys_message = _Asked([component_of(key) for key in random_states_first(app_state)])
+    own_keys = _OwnKeys([component_of(key) for key in random_states_first(app_state)])
     if one_asks:
-        keys_message.cache = contents.store.index.cache.identity
+        own_keys.cache = contents.store.index.cache.identity
     elif comm.size > 1 and (boot := boot_id()):
-        keys_message.cache = f"{boot} {backend.identity}".encode()
-    everyone = comm.gather_messages(keys_message, _Asked)
+        own_keys.cache = f"{boot} {backend.identity}".encode()
+    everyone = comm.gather_messages(own_keys, _OwnKeys)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
     root = contents.store.recent() if one_asks and comm.rank == 0 else None
     caches = {of_rank.cache for of_rank in everyone}
     has_one_cache = not one_asks and len(caches) == 1 and b"" not in caches
     row = contents.row
-    own_terms = _Agreed(
+    mine = _Agreement(
         row.commit, row.manifest.digest, options.read_once, has_one_cache, order, root
     )
-    agreed = comm.broadcast_message(own_terms, _Agreed)
+    agreed = comm.broadcast_message(mine, _Agreement)
     commit = agreed.commit.hex()
     comm.check_same(f"the commit of {contents.label}", row.commit.hex(), commit)
     manifest = agreed.manifest.hex()
@@ -371,7 +371,7 @@ def _load(
     held: Mapping[str, Shards],
     options: RestoreOptions,
     comm: Comm,
-    agreed: _Agreed,
+    agreed: _Agreement,
 ) -> tuple[dict[str, Any], dict[str, Leaf], int]:
     """Read all entries, into their targets if they have some; together, unless that costs more.
 

@@ -166,8 +166,8 @@ class Handshake:
         # It can be taken again by a signal handler of the thread that has it, which ends this.
         self._lock = new_rlock()
         self._versions: dict[int, FollowedVersion] = {}
-        self._staged: FollowedVersion | None = None
-        self._serving: FollowedVersion | None = None
+        # By phase, of the phases that are told at once: the last version that came to it.
+        self._last: dict[str, FollowedVersion] = {}
         self._is_closed = False
         self._begin()
         in_child(self._begin)
@@ -191,17 +191,13 @@ class Handshake:
         """
         phases = {"published": published_time, "fetched": time.time()}
         with self._lock:
-            kept = {v.number for v in (self._staged, self._serving) if v is not None}
-            self._versions = {n: v for n, v in self._versions.items() if n in {*kept, number}}
+            kept = {number, *(version.number for version in self._last.values())}
+            self._versions = {n: v for n, v in self._versions.items() if n in kept}
             self._versions.setdefault(number, FollowedVersion(number, name, commit, phases))
 
     def staged(self, number: int) -> None:
         """Note that a version is ready to be applied, without a request to the store."""
-        with self._lock:
-            if self._staged is not None and self._staged.number == number:
-                return
-            self._staged = self._in_phase(number, "staged")
-        self._wake()
+        self._tell(number, "staged")
 
     def paused(self, number: int) -> None:
         """Note that the engine has paused for a version. It is told with what comes next."""
@@ -210,10 +206,13 @@ class Handshake:
 
     def serving(self, number: int) -> None:
         """Note that a version serves now."""
+        self._tell(number, "applied")
+
+    def _tell(self, number: int, phase: str) -> None:
         with self._lock:
-            if self._serving is not None and self._serving.number == number:
+            if phase in self._last and self._last[phase].number == number:
                 return
-            self._serving = self._in_phase(number, "applied")
+            self._last[phase] = self._in_phase(number, phase)
         self._wake()
 
     def _in_phase(self, number: int, phase: str) -> FollowedVersion:
@@ -225,7 +224,7 @@ class Handshake:
 
     def wake(self) -> None:
         """Go on in a forked child, where what the parent served is served too."""
-        if self._serving is not None or self._staged is not None:
+        if self._last:
             self._wake()
 
     def _wake(self) -> None:
@@ -276,8 +275,8 @@ class Handshake:
                 self._began_time,
                 now,
                 _BEAT,
-                self._staged,
-                self._serving,
+                self._last.get("staged"),
+                self._last.get("applied"),
             )
             name = f"follower-{self._ident}-{self._millis:012x}"
         return name, msgspec.json.encode(content)

@@ -42,8 +42,8 @@ _HEAD = struct.Struct("<I")
 _cell_slots = Pool(SHARED_BYTES, 1)
 
 
-class _JointPlace(msgspec.Struct, array_like=True, gc=False):
-    """Where a joint is put together.
+class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
+    """A joint that a rank takes parts of.
 
     Attributes:
         leaf_id: The id of the leaf.
@@ -75,18 +75,18 @@ class _Part(msgspec.Struct, array_like=True, gc=False):
     region: Region | None
 
 
-class _Message(msgspec.Struct, array_like=True):
+class _PartList(msgspec.Struct, array_like=True):
     """What goes before the bytes of parts.
 
     Attributes:
         is_last: Whether the sender will send no more parts.
-        open_places: The joints that the sender takes parts of from now on, in order, if the
-            receiver has parts of them.
+        opened: The joints that the sender takes parts of from now on, in order, if the receiver
+            has parts of them.
         parts: The parts, in order.
     """
 
     is_last: bool
-    open_places: list[_JointPlace]
+    opened: list[_OpenJoint]
     parts: list[_Part]
 
 
@@ -95,17 +95,17 @@ class _Joint:
 
     Attributes:
         leaf: The leaf.
-        place: Where it is put together.
+        opened: What the other ranks were told of it.
         sizes: The bytes of each cell.
         view: The bytes of all cells.
         missing: How many of them are still to come.
     """
 
-    __slots__ = ("leaf", "missing", "place", "sizes", "view")
+    __slots__ = ("leaf", "missing", "opened", "sizes", "view")
 
-    def __init__(self, leaf: int, place: _JointPlace, sizes: list[int], view: memoryview) -> None:
+    def __init__(self, leaf: int, opened: _OpenJoint, sizes: list[int], view: memoryview) -> None:
         self.leaf = leaf
-        self.place = place
+        self.opened = opened
         self.sizes = sizes
         self.view = view
         self.missing = len(view)
@@ -150,7 +150,7 @@ class SplitCells:
         # Of each rank: whether it has said that it will send no more; the joints that it takes
         # parts of from this rank, in order.
         self._lasts = [False] * self._size
-        self._places: list[deque[_JointPlace]] = [deque() for _ in range(self._size)]
+        self._taking: list[deque[_OpenJoint]] = [deque() for _ in range(self._size)]
         # This rank's joints: those that are still to be opened; the next one; those that are open;
         # the bytes of these, and of what is whole but not hashed yet.
         self._to_open = self._joints()
@@ -210,18 +210,18 @@ class SplitCells:
     def has_news(self) -> bool:
         """Whether other ranks may wait for what the next messages say."""
         with self._lock:
-            return self._may_open or any(self._place(rank) for rank in range(self._size))
+            return self._may_open or any(self._next_joint(rank) for rank in range(self._size))
 
-    def _place(self, rank: int) -> _JointPlace | None:
-        """Return where the next part for a rank goes, if there is one and the rank takes it."""
-        box, places = self._outbox[rank], self._places[rank]
+    def _next_joint(self, rank: int) -> _OpenJoint | None:
+        """Return the joint of the next part for a rank, if there is one and the rank takes it."""
+        box, joints = self._outbox[rank], self._taking[rank]
         if not box:
             return None
-        joint = self._leaf_ids[box[0].leaf], box[0].first_cell
+        wanted = self._leaf_ids[box[0].leaf], box[0].first_cell
         # All parts of the joints before that one have been sent.
-        while places and (places[0].leaf_id, places[0].first_cell) != joint:
-            places.popleft()
-        return places[0] if places else None
+        while joints and (joints[0].leaf_id, joints[0].first_cell) != wanted:
+            joints.popleft()
+        return joints[0] if joints else None
 
     def messages(self) -> list[memoryview]:
         """Return what to send to each rank in this round."""
@@ -231,43 +231,43 @@ class SplitCells:
             with self._lock:
                 is_last = is_last and not any(self._outbox)
             return [
-                self._message(rank, pieces, _Message(is_last, new_joints[rank], []))
+                self._message(rank, pieces, _PartList(is_last, new_joints[rank], []))
                 for rank, pieces in enumerate(drawn)
             ]
         finally:
             # After an error as well: no box has them any more.
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
-    def _draw(self, rank: int) -> list[tuple[Piece, _JointPlace]]:
-        """Take parts for a rank off its box, with the places of their joints."""
-        drawn: list[tuple[Piece, _JointPlace]] = []
+    def _draw(self, rank: int) -> list[tuple[Piece, _OpenJoint]]:
+        """Take parts for a rank off its box, with their joints."""
+        drawn: list[tuple[Piece, _OpenJoint]] = []
         room = max(1, _WINDOW_BYTES // (self._size * self._largest_team))
         with self._lock:
-            while room > 0 and (place := self._place(rank)) is not None:
+            while room > 0 and (joint := self._next_joint(rank)) is not None:
                 piece = self._outbox[rank].popleft()
                 room -= len(piece.view)
                 self._waiting_bytes -= len(piece.view)
-                drawn.append((piece, place))
+                drawn.append((piece, joint))
         return drawn
 
     def _message(
-        self, rank: int, drawn: list[tuple[Piece, _JointPlace]], message: _Message
+        self, rank: int, drawn: list[tuple[Piece, _OpenJoint]], message: _PartList
     ) -> memoryview:
         inline: list[Raw] = []
         memory = self._shared.theirs[rank]
-        for piece, place in drawn:
+        for piece, joint in drawn:
             assert piece.part is not None
             assert isinstance(piece.view, memoryview)
             if piece.ready is not None:
                 piece.ready()
             region, nbytes = piece.part.region, len(piece.view)
-            part = _Part(place.leaf_id, place.first_cell, nbytes, None)
+            part = _Part(joint.leaf_id, joint.first_cell, nbytes, None)
             if rank == self._rank:
                 self._fill(part, region, piece.view)
                 continue
-            if memory is not None and place.at >= 0:
-                outer = self._grids[place.leaf_id].region(place.first_cell, place.stop)
-                _copy(memory[place.at :], outer, region, piece.view)
+            if memory is not None and joint.at >= 0:
+                outer = self._grids[joint.leaf_id].region(joint.first_cell, joint.stop)
+                _copy(memory[joint.at :], outer, region, piece.view)
             else:
                 part.region = region
                 inline.append(piece.view)
@@ -287,9 +287,9 @@ class SplitCells:
             if not content:
                 continue  # that rank has all its cells
             start = _HEAD.size + _HEAD.unpack_from(content)[0]
-            message = decoder(_Message).decode(content[_HEAD.size : start])
+            message = decoder(_PartList).decode(content[_HEAD.size : start])
             self._lasts[rank] = message.is_last
-            self._places[rank] += message.open_places
+            self._taking[rank] += message.opened
             for part in message.parts:
                 if part.region is None:
                     self._fill(part)
@@ -306,9 +306,9 @@ class SplitCells:
             return False
         return self._bytes_in_use + sum(self._next[2]) <= len(self._room) or not self._bytes_in_use
 
-    def _open_more(self) -> list[list[_JointPlace]]:
+    def _open_more(self) -> list[list[_OpenJoint]]:
         """Open this rank's next joints, as far as there is room; return what to tell each rank."""
-        new_joints: list[list[_JointPlace]] = [[] for _ in range(self._size)]
+        new_joints: list[list[_OpenJoint]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
             leaf, first_cell, sizes, senders = self._next
             nbytes = sum(sizes)
@@ -316,12 +316,12 @@ class SplitCells:
                 self._bytes_in_use += nbytes
                 at = self._ring.take(nbytes)
             view = memoryview(bytearray(nbytes)) if at is None else self._room[at : at + nbytes]
-            place = _JointPlace(
+            opened = _OpenJoint(
                 self._leaf_ids[leaf], first_cell, first_cell + len(sizes), -1 if at is None else at
             )
-            self._open[place.leaf_id, first_cell] = _Joint(leaf, place, sizes, view)
+            self._open[opened.leaf_id, first_cell] = _Joint(leaf, opened, sizes, view)
             for rank in senders:
-                new_joints[rank].append(place)
+                new_joints[rank].append(opened)
             self._next = next(self._to_open, None)
         return new_joints
 
@@ -330,9 +330,9 @@ class SplitCells:
     ) -> None:
         """Note that a part has come, or copy it to its place; whole cells are to be hashed."""
         joint = self._open[part.leaf_id, part.first_cell]
-        place = joint.place
+        opened = joint.opened
         if region is not None and content is not None:
-            outer = self._grids[place.leaf_id].region(place.first_cell, place.stop)
+            outer = self._grids[opened.leaf_id].region(opened.first_cell, opened.stop)
             _copy(joint.view, outer, region, content)
         joint.missing -= part.nbytes
         if joint.missing:
@@ -342,11 +342,11 @@ class SplitCells:
         def free_room() -> None:
             with self._lock:
                 self._bytes_in_use -= len(joint.view)
-                if place.at >= 0:
-                    self._ring.free(place.at)
+                if opened.at >= 0:
+                    self._ring.free(opened.at)
 
         self._whole.append(
-            Piece(joint.leaf, place.first_cell, joint.sizes, joint.view, joint, release=free_room)
+            Piece(joint.leaf, opened.first_cell, joint.sizes, joint.view, joint, release=free_room)
         )
 
     def close(self) -> None:
