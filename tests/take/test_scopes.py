@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.costs import LOCAL
+from casnap.maintenance.automatic import AutomaticCollector
 from tests.support import bitwise
 from tests.support.links import forget_links, links
 from tests.support.ranks import Worlds
@@ -320,6 +321,30 @@ def one_by_one(path: str) -> Any:
 def test_a_rank_is_counted_within_its_group(world: Worlds, tmp_path: Path) -> None:
     results = world(3).run(one_by_one, str(tmp_path / "store/s"))
     assert results == [None, (0, ["2/own"]), (1, ["2/own"])]
+
+
+# --- how much room is made --------------------------------------------------------------------
+
+
+def count_room(path: str) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    counts = list[int]()
+
+    def count(_: object, __: object, count_bytes: Callable[[], int]) -> None:
+        counts.append(count_bytes())
+
+    sharded = distribute_tensor(tensor(1, 300, 1000), mesh, [Shard(0)])
+    state = {"model": StateDict(sharded=sharded, same=tensor(2, 400, 1000))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutomaticCollector, "make_room", count)
+        Snapshot.take(path, state, replicated=["model/same"])
+    # The work is divided by chunks.
+    assert [abs(n - 700 * 1000 * 4) <= 2 * CHUNK for n in counts] == [True] * (rank == 0)
+
+
+def test_room_is_made_for_what_ranks_share_once(tmp_path: Path, world: Worlds) -> None:
+    Store(tmp_path, chunk_size=CHUNK).make()
+    world(2).run(count_room, str(tmp_path / "snapshot"))
 
 
 # --- each byte is read once -----------------------------------------------------------------------
