@@ -85,22 +85,13 @@ class _Asked(NamedTuple):
 
     Attributes:
         device: Where they lie.
-        leaf: Their leaf.
-        first_cell: The first one.
-        sizes: The bytes of each.
+        piece: The cells, without their bytes.
         digests: Their digests, as the device has computed them.
     """
 
     device: torch.device
-    leaf: int
-    first_cell: int
-    sizes: Sequence[int]
+    piece: Piece
     digests: bytes
-
-    @property
-    def piece(self) -> Piece:
-        """The same cells as a piece without bytes."""
-        return Piece(self.leaf, self.first_cell, self.sizes, b"")
 
 
 class _Sample(NamedTuple):
@@ -240,15 +231,13 @@ class Asking:
             stop_cell = cell + len(list(run))
             sizes = piece.sizes[cell:stop_cell]
             stop = begin + sum(sizes)
-            joined = b"".join(digests[cell:stop_cell])
-            asked = _Asked(device, piece.leaf, piece.first_cell + cell, sizes, joined)
+            cells = Piece(piece.leaf, piece.first_cell + cell, sizes, b"")
+            asked = _Asked(device, cells, b"".join(digests[cell:stop_cell]))
             if is_known:
                 self._known.append(asked)
             else:
                 self._crossing.append(asked)
-                yield piece._replace(
-                    first_cell=asked.first_cell, sizes=sizes, on_device=memory[begin:stop]
-                )
+                yield cells._replace(on_device=memory[begin:stop])
             cell, begin = stop_cell, stop
 
     # --- a device is not believed ---
@@ -303,4 +292,4 @@ class Asking:
             hasher.note_known(asked.piece, split_digests(asked.digests))
         for asked in self._crossing:
             if b"".join(hasher.digests.of_piece(asked.piece)) != asked.digests:
-                raise self._difference(asked.device, asked.leaf)
+                raise self._difference(asked.device, asked.piece.leaf)
