@@ -138,6 +138,8 @@ class Link:
         self._tells = not suffix
         self._background: Link | None = None
         self._name = ""
+        # How many seconds a rank may take to connect, or to notice that it cannot.
+        self._connecting = 0.0
         # How many operations this group has served, and the name of the present one in the store.
         self._number = 0
         self._operation = ""
@@ -253,12 +255,15 @@ class Link:
             given_up.wait(pause)
             pause = min(2 * pause, most)
 
-    def _within(self, work: Callable[[threading.Event], T], seconds: float) -> T:
+    def _within(
+        self, work: Callable[[threading.Event], T], seconds: float, reason: str = STORE_SILENT
+    ) -> T:
         """Do some work with the store on another thread, and wait for it for some seconds.
 
         Args:
             work: It gets an event that is set once this call has stopped waiting.
             seconds: How long to wait.
+            reason: Why it may not end in time.
 
         Raises:
             LinkFailedError: The store does not answer.
@@ -280,10 +285,10 @@ class Link:
             wait([answer], seconds)
         given_up.set()
         if not answer.done():
-            raise LinkFailedError(self._failure_of_silence())
+            raise LinkFailedError(self._failure_of_silence(reason))
         return answer.result()
 
-    def _failure_of_silence(self) -> Failure:
+    def _failure_of_silence(self, reason: str = STORE_SILENT) -> Failure:
         """Return why the store may not answer: the dead ranks of this host, if there are any.
 
         The store lies on the host of the world's rank 0. If that is another host, its ranks are
@@ -292,10 +297,10 @@ class Link:
         if dead := self._dead_ranks():
             return Failure(tuple(dead), f"{rank_names(dead)} died")
         if 0 not in self.ranks or self.is_near(keeper := self.ranks.index(0)):
-            return Failure((), STORE_SILENT)
+            return Failure((), reason)
         ranks = [rank for rank in range(self.size) if self._share_host(rank, keeper)]
         host = f"or its host, that of {rank_names(ranks)}, died or cannot be reached"
-        return Failure(tuple(ranks), f"{STORE_SILENT}, {host}")
+        return Failure(tuple(ranks), f"{reason}, {host}")
 
     # --- connecting ---
 
@@ -322,6 +327,7 @@ class Link:
         self.close()
         # gloo waits as long for the address of a rank, and five times as long for it to connect.
         until, patience = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
+        self._connecting = 5 * patience + _STORE_SECONDS
 
         def meet(given_up: threading.Event) -> tuple[str, _Start]:
             pauses = self._pauses(until, given_up)
@@ -336,7 +342,10 @@ class Link:
         self.begin(operation, phase)
         try:
             self.carrier = self._within(
-                lambda _: self._connected(patience, start.team_ranks), 5 * patience + _STORE_SECONDS
+                lambda _: self._connected(patience, start.team_ranks),
+                self._connecting,
+                "the ranks could not be connected: one of them hangs, or cannot be reached, or "
+                f"{STORE_SILENT}",
             )
         except RuntimeError:
             # Others may be connected to this one, and learn by this why that breaks off.
@@ -471,12 +480,41 @@ class Link:
         return self._await_answer(look, otherwise=True)
 
     def is_apart(self) -> bool:
-        """Whether some ranks could not be connected in this new group. Then all make another."""
+        """Whether some ranks could not be connected in this new group. Then all make another.
+
+        Raises:
+            LinkFailedError: Some ranks hang.
+        """
+        apart = f"{self._name}/apart"
 
         def look() -> bool | None:
-            return self._has(f"{self._name}/apart") or (False if self._dead_ranks() else None)
+            return self._has(apart) or (False if self._dead_ranks() else None)
 
-        return self._await_answer(look, otherwise=False)
+        def all_come_again(given_up: threading.Event) -> bool:
+            self._set(f"{apart}/{self.rank}", "")
+            self._store.add(f"{apart}/count", 1)
+            for _ in self._pauses(time.monotonic() + self._connecting, given_up):
+                # All ranks give the same cause, also a slow rank that is named in it.
+                if (failure := self._get(f"{apart}/cause", Failure)) is not None:
+                    raise LinkFailedError(failure)
+                if self._dead_ranks():
+                    return False
+                if self._store.add(f"{apart}/count", 0) >= self.size:
+                    return True
+            silent = [
+                rank
+                for rank in range(self.size)
+                if not given_up.is_set() and not self._has(f"{apart}/{rank}")
+            ]
+            if silent:
+                failure = Failure(tuple(silent), f"{rank_names(silent)} could not be connected")
+                self._set(f"{apart}/cause", failure)
+                raise LinkFailedError(failure)
+            return True
+
+        return self._await_answer(look, otherwise=False) and self._within(
+            all_come_again, self._connecting + _STORE_SECONDS
+        )
 
     def _await_answer(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
         """Return what a look at the store tells, which other ranks may be about to write."""

@@ -17,11 +17,12 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError
 from casnap.ranks.carriers import Mesh, Teams, Traffic, _teams
 from casnap.ranks.joining import join
+from casnap.ranks.link import Link
 from tests.support.links import forget_links, links
 from tests.support.pretended import pretended_host
 from tests.support.ranks import RankDied, World
-from tests.support.talks import carry, carry_by_all_means, die, err, stand_still
-from tests.support.yard import OnPurposeError, Seen, heard_of, talk, watch
+from tests.support.talks import STILL, carry, carry_by_all_means, die, err, stand_still
+from tests.support.yard import OnPurposeError, Seen, Yard, heard_of, nothing_hangs, talk, watch
 from tools import growth
 
 Worlds = Callable[[int], World]
@@ -140,6 +141,41 @@ def test_a_rank_that_stands_still_is_named_in_time(
             assert (seen.error, seen.ranks) == ("RankError", (stopping,)), seen
             assert (missed.error, missed.ranks) == ("RankError", (stopping,)), missed
         assert again.value == heard_of(RANKS)
+
+
+def stand_still_connecting(folder: str, stopping: int) -> tuple[Seen, Seen]:
+    """Stop a rank that has come to a new group, before it is connected."""
+    yard = Yard(folder)
+    fresh(lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == stopping:
+            connecting = Link._connected
+
+            def stop(*args: Any) -> Any:
+                patch.undo()
+                yard.stand_still()
+                return connecting(*args)
+
+            patch.setattr(Link, "_connected", stop)
+        seen = watch(partial(talk, STILL))
+    if dist.get_rank() != stopping:
+        yard.done(stopping)
+    dist.barrier()
+    again = watch(partial(talk, 60, doing="the talk of all"))
+    nothing_hangs()
+    return seen, again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stopping"), [(5, 2), (2, 1)])
+def test_a_rank_that_hangs_while_it_connects_is_named(
+    world: Worlds, tmp_path: Path, size: int, stopping: int
+) -> None:
+    """It has come, as the others know; and the store, which answers, is not to blame."""
+    for seen, again in world(size).run(stand_still_connecting, str(tmp_path), stopping):
+        assert (seen.error, seen.ranks) == ("RankError", (stopping,)), seen
+        assert f"rank {stopping} could not be connected" in seen.text
+        assert again.value == heard_of(size)
 
 
 def send_damaged(sender: int, where: int) -> tuple[Seen, Seen]:
