@@ -40,12 +40,22 @@ def _device() -> Any:
 _LOOK = 0.005
 # What no rank stores.
 _NOTHING = "\x00"
+# What torch says of a method that a store in Python does not have.
+_NOT_IMPLEMENTED = "Not implemented"
 
 
 def value_in(store: Any, key: str) -> bytes | None:
-    """Return what a store has, or None; one question, which does not wait for it."""
-    # A key that is not there is not set by this, since its value is expected to be another one.
-    value = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    """Return what a store has, or None; one question, which does not wait for it.
+
+    Of a store that cannot compare and set, as one written in Python, it is two questions.
+    """
+    try:
+        # A key that is not there is not set by this, since its value is expected to be another one.
+        value = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    except RuntimeError as e:
+        if _NOT_IMPLEMENTED not in str(e):
+            raise
+        return bytes(store.get(key)) if store.check([key]) else None
     return None if value == _NOTHING.encode() else value
 
 

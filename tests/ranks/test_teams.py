@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from casnap import StateDict, Store
 from casnap.errors import DamagedError
+from casnap.ranks import gloo
 from casnap.ranks.carriers import Mesh, Teams, Traffic, _teams
 from casnap.ranks.joining import join
 from casnap.ranks.link import Link
@@ -82,6 +83,44 @@ def test_ranks_are_connected_with_their_team_and_speakers_with_each_other(
     monkeypatch.setenv("CASNAP_TEAM_RANKS", "6")
     found = world(6).run(who_is_connected, 3)
     assert found == [(Mesh.__name__, [r for r in range(6) if r != rank]) for rank in range(6)]
+
+
+class PlainStore(dist.Store):  # type: ignore[misc, name-defined]
+    """A store as a user may write one: it has the methods that torch's own groups need."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._store.add(key, number))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait(keys, *timeout)
+
+
+def talk_by_a_plain_store() -> list[bytes]:
+    group, store = gloo.default_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "default_group", lambda: (group, PlainStore(store)))
+        heard = fresh(partial(talk, 60))
+        assert isinstance(links()[0]._store, PlainStore)
+    forget_links()
+    return heard
+
+
+@pytest.mark.parametrize("size", [2, RANKS])
+def test_a_store_that_cannot_compare_and_set(world: Worlds, size: int) -> None:
+    assert world(size).run(talk_by_a_plain_store) == [heard_of(size)] * size
 
 
 # --- ranks that fail --------------------------------------------------------------------------
