@@ -28,8 +28,9 @@ class Without:
         return getattr(module, name)
 
 
-@pytest.mark.parametrize("names", [MTIA, XPU, MPS], ids=["MTIA", "XPU", "MPS"])
-@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize(
+    ("names", "prompt"), [(MTIA, True), (XPU, False), (MPS, False)], ids=["MTIA", "XPU", "MPS"]
+)
 def test_a_module_that_lacks_some_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], prompt: bool
 ) -> None:

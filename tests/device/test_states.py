@@ -179,7 +179,7 @@ def test_copies_of_async_takes_are_pinned_from_the_second_on(tmp_path: Path) -> 
 def test_slots_are_bounded(tmp_path: Path) -> None:
     """However large a state is, it is staged in four slots, all of them pinned, for each device."""
     for device in ("late:0", "late:1"):
-        x = torch.ones(60_000, 500, device=device)
+        x = torch.ones(20_000, 500, device=device)
         module.synchronize(device)
         counts.clear()
         taken(tmp_path / "run" / device, {"x": x})

@@ -124,7 +124,9 @@ def test_checkpoints_of_several_snapshots(tmp_path: Path) -> None:
     save_parts(folder, 8)
     assert parts(folder) == parts_of(3, 6, 7, 8)
     for run in range(70):
+        (folder / f"run_{run}").mkdir()
         rotation.forget_deleted(Store(folder)._view, f"run_{run}/step")
+    assert parts(folder) == parts_of(3, 6, 7, 8)
     assert len(rotation._runs) == 64
 
 
