@@ -30,7 +30,7 @@ _ELEMENTS = 64 << 20
 _SHARES = {"1 % of bf16 weights move": 0.01, "10 %": 0.1, "all move by one": 1.0}
 
 
-class _Line:
+class Line:
     """A line that all connections share."""
 
     def __init__(self, rate: float) -> None:
@@ -47,9 +47,18 @@ class _Line:
             time.sleep(wait)
 
 
-def relay(listener: socket.socket, server: tuple[str, int], rate: float) -> None:
-    """Pass connections on to a server, what they send at a rate in bytes a second; forever."""
-    line = _Line(rate)
+def relay(
+    listener: socket.socket, server: tuple[str, int], rate: float, *, both_ways: bool = False
+) -> None:
+    """Pass connections on to a server, what they send at a rate in bytes a second; forever.
+
+    Args:
+        listener: For the connections.
+        server: Its address.
+        rate: The rate.
+        both_ways: Whether what they receive shares it.
+    """
+    line = Line(rate)
 
     def pump(source: socket.socket, target: socket.socket, *, is_slow: bool) -> None:
         try:
@@ -65,7 +74,7 @@ def relay(listener: socket.socket, server: tuple[str, int], rate: float) -> None
     while True:
         client, _ = listener.accept()
         there = socket.create_connection(server)
-        for ends, is_slow in (((client, there), True), ((there, client), False)):
+        for ends, is_slow in (((client, there), True), ((there, client), both_ways)):
             threading.Thread(
                 target=pump, args=ends, kwargs={"is_slow": is_slow}, daemon=True
             ).start()

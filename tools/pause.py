@@ -8,15 +8,20 @@ By the python of `make test-engines`, which has vLLM on the CPU:
 A trainer takes steps, of which each moves 1 % of the elements of bf16 weights; a follower pulls
 each, and an engine of this process takes it: in turns by patches, and whole by ``reload_weights``.
 Each round also measures vLLM's own ``load_checkpoint_weight_patches`` with the same patches, and
-``save_pretrained`` with a reload of what that has written. All share this machine.
+``save_pretrained`` with a reload of what that has written; and a pause in which the engine has the
+version already, which is the part that no patch can save. With ``--line 100``, the mirror and the
+follower share a line of so many MB a second to the S3 server, and ``save_pretrained``'s folder is
+copied at that rate. All share this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import shutil
+import socket
 import statistics
 import tempfile
 import time
@@ -24,17 +29,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
-from casnap import Retention, StateDict, Store
+from casnap import PendingSnapshot, Retention, StateDict, Store
 from casnap.integrations.engines import OnVersion, reload_vllm_async
 from casnap.serving import PullOptions
 from casnap.serving.patches import StagedPatches, read_patches, stage, version_of
 from tests.support.servers import shared
 from tests.support.tiny_llamas import small_files
+from tools.line import Line, relay
 
 _WIDTH, _WORDS = 1024, 2048
+_PIECE = 1 << 20
 _PROMPT = {"prompt_token_ids": list(range(5, 25))}
 
 
@@ -55,20 +63,37 @@ def llama(nbytes: int) -> Any:
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
+def _relayed(bucket: Any, rate: float) -> str:
+    """Return the URL of a bucket's server behind a line of so many bytes a second."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = urlsplit(bucket.server.endpoint)
+    multiprocessing.get_context("fork").Process(
+        target=relay,
+        args=(listener, (address.hostname, address.port), rate),
+        kwargs={"both_ways": True},
+        daemon=True,
+    ).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 class Trainer:
     """Takes steps of a model."""
 
-    def __init__(self, folder: Path, nbytes: int, bucket: Any) -> None:
+    def __init__(self, folder: Path, nbytes: int, bucket: Any, line: float = 0.0) -> None:
         self.model = llama(nbytes)
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self._files = small_files(self.model, folder / "files")
         self._folder = folder
-        mirror = bucket and f"{bucket.uri}/run"
-        self.store = Store(folder / "ckpts", mirror=mirror)
-        self.source = Store(mirror) if mirror else self.store
+        mirror, options = bucket and f"{bucket.uri}/run", None
+        self._line = Line(line * 1e6) if line else None
+        if self._line:
+            options = {**bucket.storage_options, "endpoint_url": _relayed(bucket, line * 1e6)}
+        self.store = Store(folder / "ckpts", mirror=mirror, mirror_options=options)
+        self.source = Store(mirror, storage_options=options) if mirror else self.store
         self.live = folder / "live"
         self.taken = 0
         self.name = ""
+        self.pulled = 0.0
 
     def step(self) -> None:
         """Change the last bit of 1 % of the elements."""
@@ -78,15 +103,19 @@ class Trainer:
                 chosen = torch.randint(len(bits), (len(bits) // 100 + 1,))
                 bits[chosen] ^= 1
 
-    def take(self) -> float:
+    def take(self, *, in_background: bool = False) -> float:
         """Take a step; return how long that blocked."""
         self.step()
         self.name = f"run/step_{self.taken}"
         self.taken += 1
         state = {"model": self.model, "files": StateDict(self._files)}
+        take = self.store.async_take if in_background else self.store.take
         start = time.perf_counter()
-        self.store.take(state, self.name, retention=Retention(keep_last=2))
-        return time.perf_counter() - start
+        taken = take(state, self.name, retention=Retention(keep_last=2))
+        blocked = time.perf_counter() - start
+        if isinstance(taken, PendingSnapshot):
+            taken.wait()
+        return blocked
 
     def save(self) -> tuple[Path, float]:
         """Have Transformers save the model; return where, and how long that blocked."""
@@ -96,6 +125,26 @@ class Trainer:
         self.model.save_pretrained(folder)
         return folder, time.perf_counter() - start
 
+    def copied(self, folder: Path) -> Path:
+        """Copy a folder over the line, if there is one; return the copy."""
+        if self._line is None:
+            return folder
+        copy = folder.with_name(f"{folder.name}_copy")
+        copy.mkdir()
+        for file in folder.iterdir():
+            with file.open("rb") as source, (copy / file.name).open("wb") as target:
+                while piece := source.read(_PIECE):
+                    self._line.carry(len(piece))
+                    target.write(piece)
+        shutil.rmtree(folder)
+        return copy
+
+    def collect(self) -> None:
+        """Delete what retention let go, which a collector else keeps for a day: memory is short."""
+        if self.source is not self.store:
+            self.store.wait_mirrored(600)
+        self.store.gc(grace=0, recode_after=None)
+
     def follow(self, callback: OnVersion) -> None:
         """Follow until a callback was called for the last step."""
         options = PullOptions(patches=True)
@@ -104,6 +153,8 @@ class Trainer:
         ):
             if event.error is not None:
                 print(event.error)
+            if event.event == "switched" and event.report:
+                self.pulled = event.report.seconds
             if event.event == "called" and event.report and event.report.snapshot == self.name:
                 return
 
@@ -150,12 +201,12 @@ def apply_by_vllm(
     return time.perf_counter() - start
 
 
-async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
+async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: float) -> None:
     """Print all figures."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    trainer = Trainer(folder, nbytes, bucket)
+    trainer = Trainer(folder, nbytes, bucket, line)
     trainer.take()
     if bucket:
         trainer.store.wait_mirrored(600)
@@ -176,6 +227,7 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
 
     async def served(callback: OnVersion) -> tuple[float, float, float]:
         """Return how long a take blocks, the pause is, and the first answer comes after it."""
+        await asyncio.to_thread(trainer.collect)
         blocked = await asyncio.to_thread(trainer.take)
         start = time.perf_counter()
         await asyncio.to_thread(trainer.follow, callback)
@@ -200,6 +252,9 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
         for _ in range(rounds):
             row: dict[str, float] = {}
             row["taken"], row["patches"], row["answer"] = await served(by_patches)
+            row["pulled"] = trainer.pulled
+            await asyncio.to_thread(by_patches, trainer.live.resolve(), [])
+            row["nothing"] = pauses.seconds
             kept: list[StagedPatches] = []
             await served(keeping_stage(by_patches, kept))
             version = version_of(trainer.live)
@@ -211,9 +266,11 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
             )
             kept[0].remove()
             _, row["whole"], row["answer, whole"] = await served(whole)
+            row["taken, async"] = await asyncio.to_thread(trainer.take, in_background=True)
             trainer.step()
             saved, row["saved"] = await asyncio.to_thread(trainer.save)
             start = time.perf_counter()
+            saved = await asyncio.to_thread(trainer.copied, saved)
             await asyncio.to_thread(whole, saved, [])
             await answer()
             row["answer, saved"] = time.perf_counter() - start + row["saved"]
@@ -232,15 +289,21 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any) -> None:
     print(f"medians of {rounds} rounds, in s:")
     print(
         f"the pause: by patches {middle['patches']:.3f}, by reload_weights {middle['whole']:.3f}: "
-        f"{ratio('patches', 'whole')} of that; vLLM's own function alone takes "
+        f"{ratio('patches', 'whole')} of that; with nothing to write {middle['nothing']:.3f}; "
+        f"vLLM's own function alone takes "
         f"{middle['by vllm']:.3f}"
     )
     print(
-        f"take returned to first answer: {middle['answer']:.2f}; with a whole reload "
+        f"take returned to first answer: {middle['answer']:.2f}, of which the pull "
+        f"{middle['pulled']:.2f}; with a whole reload "
         f"{middle['answer, whole']:.2f}; save_pretrained and a reload of its folder "
         f"{middle['answer, saved']:.2f}, of which the trainer is blocked for {middle['saved']:.2f}"
     )
-    print(f"the trainer is blocked: {ratio('taken', 'saved')} of save_pretrained's time")
+    print(f"that is {ratio('answer, saved', 'answer')} times as long as with patches")
+    print(
+        f"the trainer is blocked: {ratio('taken', 'saved')} of save_pretrained's time, "
+        f"by async_take {ratio('taken, async', 'saved')}"
+    )
 
 
 def main() -> None:
@@ -249,6 +312,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=222)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--s3", action="store_true", help="by way of a mirror on an S3 server")
+    parser.add_argument("--line", type=float, default=0.0, help="MB a second, with --s3")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="casnap-pause-", dir=args.dir))
@@ -262,7 +326,7 @@ def main() -> None:
                 server = stack.enter_context(shared("seaweedfs", folder))
                 bucket = stack.enter_context(server.bucket())
                 os.environ.update(bucket.environment)
-            asyncio.run(measure(folder, int(args.mb * 1e6), args.rounds, bucket))
+            asyncio.run(measure(folder, int(args.mb * 1e6), args.rounds, bucket, args.line))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
