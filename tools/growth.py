@@ -159,10 +159,10 @@ def questions(hosts: int, per_host: int) -> int:
     What ranks ask that wait for late ones is not counted.
     """
     ranks = hosts * per_host
-    # A rank sets its note and its address, gets the name and the start of the group, and the notes
-    # of its host; rank 0 looks whether each has come, and gets its note. Each asks for the address
-    # of each of its peers.
-    meeting = ranks * (1 + 1 + 1 + 2 + per_host) + 2 * ranks
+    # A rank sets its note and its address, gets the name and the start of the group, its token, and
+    # the notes of its host; rank 0 looks whether each has come, gets its note, and sets tokens.
+    # Each asks for the address of each of its peers.
+    meeting = ranks * (1 + 1 + 1 + 3 + per_host) + 2 * ranks + -(-ranks // 64)
     return meeting + hosts * ((per_host - 1) * 2 + hosts - 1)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,6 +53,8 @@ _TELL_AFTER = 5.0
 _ASKING = 8
 # The bytes of a token that tell one arrival of a rank from another one.
 _TOKEN = 4
+# The tokens of so many ranks stand together in the store.
+_TOGETHER = 64
 # The store of many ranks is asked less often: about so many looks a second, of all ranks.
 _LOOKS = 20_000
 _ALL_MUST_CALL = (
@@ -88,22 +91,15 @@ class _Start(msgspec.Struct, array_like=True):
     """What rank 0 writes when it ends its wait for the others: the new group begins, or failed.
 
     Attributes:
-        tokens: The beginning of the token of each rank that came; zeros for those that did not.
-        hosts: The hosts of the ranks; 0 where that is not known.
-        host_of: For each rank, which of these is its own.
+        hosts: Numbers of the ranks' hosts, 0 where that is not known: each with how many ranks
+            follow each other there.
         team_ranks: How many ranks make one team.
         failure: Why there is no group, if some did not come.
     """
 
-    tokens: bytes
-    hosts: list[int]
-    host_of: list[int]
+    hosts: list[tuple[int, int]]
     team_ranks: int
     failure: Failure | None = None
-
-    def token_of(self, rank: int) -> bytes:
-        """Return the beginning of the token of a rank."""
-        return self.tokens[rank * _TOKEN : (rank + 1) * _TOKEN]
 
 
 class Link:
@@ -144,6 +140,7 @@ class Link:
         self._number = 0
         self._operation = ""
         self._hosts = [0] * self.size
+        self._own_host = 0
         # Those of this host.
         self._processes: dict[int, Process] = {}
         self._turn = threading.Lock()
@@ -158,6 +155,7 @@ class Link:
             self._background = Link(self.home, self._store, self.ranks, self.rank, "-background")
             # So a death before all have met there is seen at once.
             self._background._processes, self._background._hosts = self._processes, self._hosts
+            self._background._own_host = self._own_host
         return self._background
 
     def acquire(self, holder: int) -> None:
@@ -337,7 +335,7 @@ class Link:
 
         self._name, start = self._within(meet, seconds + _STORE_SECONDS)
         self._number = 0
-        self._hosts = [start.hosts[i] for i in start.host_of]
+        self._hosts = [host for host, ranks in start.hosts for _ in range(ranks)]
         self._processes = self._of_this_host()
         self.begin(operation, phase)
         try:
@@ -399,18 +397,29 @@ class Link:
         absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
         failure = _failure_to_come(absent, dead, timeout) if absent else None
         # Each rank looks for its own token: a rank that finds the name of an older group in the
-        # store does not take that for this group. All ranks read this, so it is kept short.
+        # store does not take that for this group.
         arrivals = [arrival, *others]
+        self._own_host = arrival.process.host
         tokens = b"".join(a.token[:_TOKEN] if a else bytes(_TOKEN) for a in arrivals)
-        hosts = [a.process.host if a else 0 for a in arrivals]
-        numbers = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
-        host_of = [numbers[host] for host in hosts]
-        start = _Start(tokens, list(numbers), host_of, of_team, failure)
+        for first in range(0, self.size, _TOGETHER):
+            some = tokens[first * _TOKEN : (first + _TOGETHER) * _TOKEN]
+            self._set(f"{name}/tokens/{first // _TOGETHER}", some)
+        # All ranks read the rest, so it is kept short.
+        numbers = {0: 0}
+        hosts = [numbers.setdefault(a.process.host, len(numbers)) if a else 0 for a in arrivals]
+        runs = [(host, len([*ranks])) for host, ranks in groupby(hosts)]
+        start = _Start(runs, of_team, failure)
         self._set(f"{name}/start", start)
         if failure is not None:
             self._set(f"{self._base}/newest", "")
             raise LinkFailedError(failure)
         return name, start
+
+    def _token_in(self, name: str) -> bytes:
+        """Return the beginning of the token by which this rank is known in a group."""
+        tokens = self._get(f"{name}/tokens/{self.rank // _TOGETHER}", bytes) or b""
+        at = self.rank % _TOGETHER * _TOKEN
+        return tokens[at : at + _TOKEN]
 
     def _arrival(self, name: str, rank: int) -> _Arrival | None:
         return self._get(f"{name}/came/{rank}", _Arrival)
@@ -420,6 +429,7 @@ class Link:
     ) -> tuple[str, _Start]:
         """Come to the group that rank 0 makes; return name and start."""
         arrival, name = _Arrival(Process.current(), os.urandom(8)), ""
+        self._own_host = arrival.process.host
         leader: Process | None = None
         dead: list[int] = []
         tell = self._reminder(operation, timeout)
@@ -427,7 +437,7 @@ class Link:
             newest = self._get(f"{self._base}/newest", str)
             # Asked after that: rank 0 may have ended its wait, and begun the next one already.
             start = self._get(f"{name}/start", _Start) if name else None
-            if start is not None and start.token_of(self.rank) == arrival.token[:_TOKEN]:
+            if start is not None and self._token_in(name) == arrival.token[:_TOKEN]:
                 if start.failure is not None:
                     raise LinkFailedError(start.failure)
                 return name, start
@@ -653,8 +663,8 @@ class Link:
 
     def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""
-        own_host = self._hosts[self.rank]
-        return [rank for rank, process in self._processes.items() if process.has_ended(own_host)]
+        own = self._own_host
+        return [rank for rank, process in self._processes.items() if process.has_ended(own)]
 
     def await_end(self, rank: int, seconds: float) -> bool:
         """Wait until another rank has left the operation of this one; False if it died first."""
