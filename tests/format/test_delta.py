@@ -7,13 +7,14 @@ import struct
 from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from casnap.errors import DamagedError
-from casnap.format.delta import apply_delta, base_of, encode_delta, is_sparse
+from casnap.format.delta import apply_delta, base_of, changed_by, encode_delta, is_sparse
 from casnap.format.digest import Digest, digest_of
 
 
@@ -48,6 +49,14 @@ def test_a_delta_gives_the_chunk(nbytes: int, share: float, width: int, seed: in
         assert applied(delta, base) == raw
         assert base_of(delta) == digest_of(base)
         assert len(delta) < nbytes
+        told = [(w, changed_by(memoryview(delta), memoryview(raw), w)) for w in (1, 2, 4, 8)]
+        listed = [(w, found) for w, found in told if found is not None]
+        assert len(listed) == is_sparse(delta)
+        for its_width, (places, before, values) in listed:
+            old, new = np.frombuffer(base, f"<u{its_width}"), np.frombuffer(raw, f"<u{its_width}")
+            assert np.array_equal(places, np.flatnonzero(old != new))
+            assert np.array_equal(before, old[places])
+            assert np.array_equal(values, new[places])
 
 
 def test_few_changes_take_few_bytes() -> None:
