@@ -146,8 +146,10 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
     """Return the patches that a pull has put into a version, if they are whole, and for a base."""
-    for path in new.folder.glob(f"{PATCHES}.*"):
-        digest = path.suffix[1:]
+    for name in os.listdir(new.folder):
+        if not name.startswith(f"{PATCHES}."):
+            continue
+        path, digest = new.folder / name, name.rpartition(".")[2]
         with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError):
             raw, _ = read_file(str(path), _MOST_BYTES)
             if digest_of(raw).hex() == digest:
