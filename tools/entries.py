@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import click
 import torch
 
 _TAKES = 3
@@ -33,6 +34,9 @@ def state_of(kind: str, count: int) -> dict[str, object]:
     return {f"tensor.{i}": row.clone() for i, row in enumerate(rows)}
 
 
+@click.command(help=__doc__)
+@click.argument("kind", type=click.Choice(["tensors", "numbers"]))
+@click.argument("count", type=click.IntRange(min=1))
 def main(kind: str, count: int) -> None:
     """Take several times, each into a new store, then read one entry in a new process."""
     with TemporaryDirectory(dir=".") as folder:
@@ -52,4 +56,4 @@ def main(kind: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

@@ -1,6 +1,6 @@
 """How large the code is: modules, lines and lines of code of each folder.
 
-    python -m tools.size [folder]
+    python -m tools.size [FOLDER]
 
 Lines of code are those that hold a token which is no comment and no docstring.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import io
-import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
 
+import click
+
+_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _EMPTY = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -46,13 +48,14 @@ def code_lines(text: str) -> int:
     return len(lines - _docstrings(ast.parse(text)))
 
 
-def main(root: Path) -> None:
+@click.command(help=__doc__)
+@click.argument("folder", default="casnap", type=_FOLDER)
+def main(folder: Path) -> None:
     """Print the figures of the modules below a folder."""
     table: dict[str, Counter[str]] = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         text = path.read_text()
-        room = path.relative_to(root).parent
-        figures = table.setdefault(str(room), Counter())
+        figures = table.setdefault(str(path.relative_to(folder).parent), Counter())
         figures.update(modules=1, lines=text.count("\n"), code=code_lines(text))
     table["all"] = sum(table.values(), Counter())
     print(f"{'folder':<18}{'modules':>8}{'lines':>9}{'code':>9}")
@@ -61,4 +64,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "casnap"))
+    main()
