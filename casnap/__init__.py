@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from casnap.mirror.status import MirrorStatus
     from casnap.pending import PendingSnapshot
     from casnap.preemption import Preemption, on_preemption
-    from casnap.restore.handle import Handle
+    from casnap.restore.entry_handle import Handle
     from casnap.restore.restore_report import RestoreReport
     from casnap.runtime.buffers import release_memory
     from casnap.serving.handshake import FollowerState
@@ -79,7 +79,7 @@ _LATER = {
     "FollowEvent": "casnap.serving.options",
     "FollowerState": "casnap.serving.handshake",
     "GcReport": "casnap.maintenance.gc",
-    "Handle": "casnap.restore.handle",
+    "Handle": "casnap.restore.entry_handle",
     "ImportReport": "casnap.files.file_reports",
     "Mirror": "casnap.mirror.mirror",
     "MirrorStatus": "casnap.mirror.status",

@@ -531,7 +531,7 @@ class Snapshot:
         Raises:
             EntryNotFoundError: There is no entry of this path, or several ranks have one each.
         """
-        from casnap.restore.handle import handle_of
+        from casnap.restore.entry_handle import handle_of
 
         with self.contents.reading():
             return handle_of(self.contents, path)
@@ -550,7 +550,7 @@ class Snapshot:
         Args:
             pattern: As for :meth:`read_objects`; by default everything.
         """
-        from casnap.restore.handle import handles
+        from casnap.restore.entry_handle import handles
 
         with self.contents.reading():
             return handles(self.contents, pattern)

@@ -21,7 +21,7 @@ from casnap import StateDict, Store
 from casnap.backends.base import Target
 from casnap.backends.scatter import runs
 from casnap.runtime.typing import override
-from casnap.storage.commit_log import put_if_absent
+from casnap.storage.commit_log import put_if_absent_probe
 from tests.support.far import FarFolder
 from tests.support.pretended import pretended_host
 from tests.support.ranks import Pool
@@ -73,7 +73,7 @@ def measure(folder: str, per_host: int) -> dict[str, Counter[str]]:
         def fresh(job: int) -> Store:
             """Return the store as a new process on a new host opens it."""
             os.environ["CASNAP_CACHE_DIR"] = f"{folder}/caches/{job}/{host}"
-            put_if_absent._proven_places.clear()
+            put_if_absent_probe._proven_places.clear()
             return Store(backend)
 
         def count(what: str, work: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ from casnap.errors import StoreError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.markers import listing_of
+from casnap.storage.snapshots.marker_files import listing_of
 from casnap.storage.snapshots.pruning import OnRelease, PruneChange, prune
 from casnap.storage.snapshots.retention import PruneReport, Verdict
 from casnap.storage.snapshots.runs import folders_of, in_commit_order, was_taken_here

@@ -45,7 +45,7 @@ from casnap.storage.commit_log.roots import next_root
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.opening.location import locate_store
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
-from casnap.storage.packs.pack import moved_place, new_id
+from casnap.storage.packs.pack_writer import moved_place, new_id
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.writing.copying import codec_among, one_at_a_time

@@ -56,7 +56,7 @@ from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
 from casnap.storage.lookup.chains import ShortestChains, bases_at
 from casnap.storage.lookup.index_cache import preferred
-from casnap.storage.lookup.ladder import Bases, Left, LocalLookup, Rung, Step
+from casnap.storage.lookup.lookup_order import Bases, Left, LocalLookup, Rung, Step
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want
 from casnap.storage.reading.repository import Repository

@@ -33,6 +33,7 @@ from casnap.errors import (
 )
 from casnap.format.names import folder_of
 from casnap.format.records import Row
+from casnap.mirror.continued_runs import SucceededError, Succession
 from casnap.mirror.notes import (
     MirrorPlace,
     attach_mirror,
@@ -52,7 +53,6 @@ from casnap.mirror.status import (
     MirrorOptions,
     MirrorStatus,
 )
-from casnap.mirror.succession import SucceededError, Succession
 from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked

@@ -4,10 +4,10 @@ Ranks of one host find it in memory that they share, where the rank that read it
 rank alone writes there. Others get it by sockets, and verify it again, as it may have changed on
 its way.
 
-Rank 0 gathers which runs of packs are wanted, and makes a schedule (:mod:`casnap.restore.schedule`)
-of windows. While the chunks of one window are passed on, those of the next are read. What only one
-rank wants is not passed on at all, so a restore to the sharding of the take passes on next to
-nothing.
+Rank 0 gathers which runs of packs are wanted, and makes a schedule of windows
+(:mod:`casnap.restore.shared_schedule`). While the chunks of one window are passed on, those of the
+next are read. What only one rank wants is not passed on at all, so a restore to the sharding of the
+take passes on next to nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import error_text
 from casnap.ranks.shared_memory import not_shared
-from casnap.restore.schedule import Schedule, Unit, request_of, run_of, schedule_reads
+from casnap.restore.shared_schedule import Schedule, Unit, request_of, run_of, schedule_reads
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Slot
 from casnap.runtime.threads import Crew, SharedItems, cores

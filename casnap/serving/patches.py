@@ -146,10 +146,12 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
     """Return the patches that a pull has put into a version, if they are whole, and for a base."""
-    for name in os.listdir(new.folder):
-        if not name.startswith(f"{PATCHES}."):
+    with translated(str(new.folder)):
+        paths = list(new.folder.iterdir())
+    for path in paths:
+        start, _, digest = path.name.partition(".")
+        if start != PATCHES:
             continue
-        path, digest = new.folder / name, name.rpartition(".")[2]
         with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError):
             raw, _ = read_file(str(path), _MOST_BYTES)
             if digest_of(raw).hex() == digest:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from casnap.storage.packs.chunk_reads import Fill as Fill
     from casnap.storage.packs.chunk_reads import ReadOptions as ReadOptions
     from casnap.storage.packs.chunk_reads import Want as Want
-    from casnap.storage.packs.pack import Raw as Raw
-    from casnap.storage.packs.pack import SelectNew as SelectNew
+    from casnap.storage.packs.pack_writer import Raw as Raw
+    from casnap.storage.packs.pack_writer import SelectNew as SelectNew
     from casnap.storage.reading.cached_stores import CachedStore as CachedStore
     from casnap.storage.reading.cached_stores import cached_stores as cached_stores
     from casnap.storage.reading.repository import Repository as Repository
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.contents import Entries as Entries
     from casnap.storage.snapshots.contents import Listed as Listed
     from casnap.storage.snapshots.contents import has_wildcards as has_wildcards
-    from casnap.storage.snapshots.markers import marked_commit as marked_commit
-    from casnap.storage.snapshots.markers import replace_markers as replace_markers
+    from casnap.storage.snapshots.marker_files import marked_commit as marked_commit
+    from casnap.storage.snapshots.marker_files import replace_markers as replace_markers
     from casnap.storage.snapshots.pruning import forget as forget
     from casnap.storage.snapshots.pruning import forget_unheld as forget_unheld
     from casnap.storage.snapshots.pruning import prune_by as prune_by
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
-    "packs.pack": "Raw SelectNew",
+    "packs.pack_writer": "Raw SelectNew",
     "opening.creation": "chunk_size_of",
     "opening.location": "Location locate_snapshot locate_store",
     "opening.no_store": "check_no_foreign_checkpoint advice_at advice_in only_marker_error",
@@ -101,7 +101,7 @@ _NAMES = {
     "snapshots.cell_pairs": "bases_in",
     "snapshots.changes": "change_settings change_table",
     "snapshots.contents": "Contents Entries Listed has_wildcards",
-    "snapshots.markers": "marked_commit replace_markers",
+    "snapshots.marker_files": "marked_commit replace_markers",
     "opening.opening": "open_at",
     "snapshots.pruning": "forget forget_unheld prune_by thin_by",
     "snapshots.published": (

@@ -27,8 +27,8 @@ from casnap.storage import (
 )
 from casnap.take import pending as background
 from casnap.take.agreement import agree
-from casnap.take.asking import Asking, hashers_for
 from casnap.take.capture import StateSource
+from casnap.take.device_asking import Asking, hashers_for
 from casnap.take.division import divide
 from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher

@@ -13,7 +13,7 @@ import pytest
 from casnap import Store
 from casnap.backends import Backend, backend_at
 from casnap.errors import StoreError
-from casnap.storage.commit_log.put_if_absent import honours_put_if_absent
+from casnap.storage.commit_log.put_if_absent_probe import honours_put_if_absent
 from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite, pattern
 from tests.support import ceph
 from tests.support.faulty import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up

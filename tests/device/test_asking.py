@@ -21,8 +21,8 @@ from casnap.integrations.dcp import CasnapWriter
 from casnap.state import device_hash
 from casnap.state.device_hash import Batch
 from casnap.storage import Reliance
-from casnap.take import asking, staging
-from casnap.take.asking import Asking
+from casnap.take import device_asking, staging
+from casnap.take.device_asking import Asking
 from casnap.take.take import _Steps
 from tests.support import hashing_device
 from tests.support.garbage import forget_collectors
@@ -173,13 +173,13 @@ def test_windows_are_bounded_and_work_without_memory(
         monkeypatch.setattr(hasher, "_hash_batch", counting)
     assert take(store, live, "b") == 2 * ROWS * DIGEST + CHUNK
     assert len(batches) == 1
-    monkeypatch.setattr(asking, "_WINDOW_BYTES", live["w1"].nbytes)
+    monkeypatch.setattr(device_asking, "_WINDOW_BYTES", live["w1"].nbytes)
     assert take(store, live, "c") == 2 * ROWS * DIGEST + CHUNK
     assert len(batches) == 3
     # What is made contiguous takes memory: here four pieces.
     turned = {"turned": live["w1"].t().contiguous().t()}
     monkeypatch.setattr(staging, "PIECE_BYTES", ROWS // 4 * CHUNK)
-    monkeypatch.setattr(asking, "_MADE_BYTES", 1)
+    monkeypatch.setattr(device_asking, "_MADE_BYTES", 1)
     take(store, turned, "turned")
     assert len(batches) == 3 + 4
     expected = sum(tensor.nbytes for tensor in live.values())
@@ -517,7 +517,7 @@ def test_a_device_whose_kernels_fail_hashes_no_more(
 
     for hasher in device_hash._hashers.values():
         monkeypatch.setattr(hasher, "_hash_batch", failing)
-    monkeypatch.setattr(asking, "_WINDOW_BYTES", live["w1"].nbytes)
+    monkeypatch.setattr(device_asking, "_WINDOW_BYTES", live["w1"].nbytes)
     nbytes = sum(tensor.nbytes for tensor in live.values())
     with caplog.at_level(logging.WARNING, "casnap"):
         assert take(store, live, "b", how) == nbytes

@@ -26,7 +26,7 @@ from casnap.format.records import PackId, pack_key, segment_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.maintenance.whole_marks import WholeMarks
-from casnap.storage.packs.pack import new_id
+from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.damaged import drop_from_index

@@ -18,7 +18,7 @@ from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collectio
 from casnap.maintenance.whole_marks import WholeMarks
 from casnap.storage.lookup.index import IndexView, PackSet
 from casnap.storage.lookup.index_cache import MemoryCache
-from casnap.storage.packs.pack import new_id
+from casnap.storage.packs.pack_writer import new_id
 from tests.support.faults import CHUNK, elsewhere, files, take
 from tests.support.garbage import assert_tidy
 

@@ -17,7 +17,7 @@ from casnap.format.records import (
 from casnap.maintenance.usage import disk_usage
 from casnap.runtime.typing import override
 from casnap.storage.commit_log.roots import newest_root
-from casnap.storage.packs.pack import new_id
+from casnap.storage.packs.pack_writer import new_id
 from tests.support.garbage import collecting
 from tests.support.remote import RemoteDouble
 from tests.support.written import put_next_root

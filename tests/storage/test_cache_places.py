@@ -21,7 +21,7 @@ from casnap.format.records import (
 )
 from casnap.runtime.environment import boot_id
 from casnap.storage.lookup.index_cache import MOST_FOLDERS
-from casnap.storage.packs.pack import new_id
+from casnap.storage.packs.pack_writer import new_id
 from tests.support.cli_calls import process
 from tests.support.faults import CHUNK, assert_holds, assert_store, in_child, take
 from tests.support.written import put_next_root

@@ -10,7 +10,7 @@ import pytest
 from casnap import StateDict, Store
 from casnap.backends import backend_at
 from casnap.errors import StoreError
-from casnap.storage.commit_log.put_if_absent import honours_put_if_absent
+from casnap.storage.commit_log.put_if_absent_probe import honours_put_if_absent
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.servers import Bucket, Server
 

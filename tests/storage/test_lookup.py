@@ -14,7 +14,7 @@ from casnap.backends import Backend, LocalBackend
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import PackId, Place, Segment, SegmentId, pack_key
-from casnap.storage.lookup.ladder import Bases, Left, Lookup, Rung, Step, lookup_at
+from casnap.storage.lookup.lookup_order import Bases, Left, Lookup, Rung, Step, lookup_at
 from casnap.storage.packs.chunk_reads import Want
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.segments import drop_packs

@@ -15,7 +15,7 @@ from casnap.runtime.buffers import SLOTS, shared_pool
 from casnap.runtime.threads import Crew
 from casnap.runtime.typing import override
 from casnap.storage.commit_log.roots import newest_root
-from casnap.storage.packs.pack import CHUNKS, PackWriter
+from casnap.storage.packs.pack_writer import CHUNKS, PackWriter
 from tests.support.remote import RemoteDouble
 from tests.support.written import put_next_root
 

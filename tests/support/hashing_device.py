@@ -17,7 +17,7 @@ from blake3 import blake3
 import casnap.state
 from casnap.state import device_hash
 from casnap.state.device_hash import Batch
-from casnap.take import asking
+from casnap.take import device_asking
 from tests.support import late_device
 
 
@@ -54,7 +54,7 @@ def install(patch: pytest.MonkeyPatch, *devices: str) -> None:
     patch.setattr(device_hash, "_distrusted", [])
     patch.setattr(device_hash, "_hashers", {})
     patch.setattr(device_hash, "_in_the_making", set())
-    patch.setattr(asking, "_streaks", {})
+    patch.setattr(device_asking, "_streaks", {})
     patch.setattr(casnap.state, "device_kernels", sys.modules[__name__], raising=False)
     for device in devices:
         assert device_hash.hasher_of(torch.device(device)) is not None

@@ -27,7 +27,7 @@ from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
 from casnap.mirror.status import MirrorStatus
 from casnap.preemption import Preemption
-from casnap.restore.handle import Handle
+from casnap.restore.entry_handle import Handle
 from casnap.restore.restore_report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.snapshots.retention import PruneReport

@@ -16,7 +16,7 @@ from casnap.format.records import (
     encode_segment,
     segment_key,
 )
-from casnap.storage.packs.pack import new_id
+from casnap.storage.packs.pack_writer import new_id
 
 
 @lru_cache(2)

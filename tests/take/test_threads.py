@@ -11,7 +11,7 @@ import torch
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StoreError
-from casnap.storage.packs import pack
+from casnap.storage.packs import pack_writer
 from casnap.take import hashing, staging
 
 CORES = 4
@@ -23,7 +23,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setattr(hashing, "cores", lambda: CORES)
     monkeypatch.setattr(staging, "cores", lambda: CORES)
     monkeypatch.setattr(hashing, "PIECE_BYTES", 64 << 10)
-    monkeypatch.setattr(pack, "_FIRST_BYTES", 128 << 10)
+    monkeypatch.setattr(pack_writer, "_FIRST_BYTES", 128 << 10)
     return Store(tmp_path / "store", chunk_size=64 << 10).make()
 
 
@@ -85,7 +85,7 @@ def test_as_many_threads_hash_as_are_allowed(store, threads_of, monkeypatch):
 
 
 def test_one_thread_copies_and_one_writes(store, monkeypatch):
-    monkeypatch.setattr(pack, "_WRITERS", 4)
+    monkeypatch.setattr(pack_writer, "_WRITERS", 4)
     writers, copiers = set[int](), set[int]()
     write, slot = store._view.repository.backend.write, staging.StagedCopies._slot
 

@@ -18,8 +18,8 @@ from casnap.format.entries import Payload, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.records import encode
 from casnap.format.region import Region
-from casnap.restore.schedule import request_of, schedule_reads
 from casnap.restore.shared_reads import window_for
+from casnap.restore.shared_schedule import request_of, schedule_reads
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import python_gc_paused
 from casnap.take import exchange, owners

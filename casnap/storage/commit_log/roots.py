@@ -351,7 +351,7 @@ def put_root(backend: Backend, root: Root) -> bool:
         UnclearCommitError: It stands, or may, but it is not known whether it lasts.
         StoreError: The place does not keep writers apart as it is now.
     """
-    from casnap.storage.commit_log.put_if_absent import recheck_put_if_absent
+    from casnap.storage.commit_log.put_if_absent_probe import recheck_put_if_absent
 
     content = sealed_root(root)
     # What was put before the root has told in which state the bucket is.

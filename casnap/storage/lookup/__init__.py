@@ -1,4 +1,4 @@
 """In which packs a chunk lies: the index of a store, and what this host and process remember.
 
-Imports ``commit_log`` and ``packs``. Begin with ``ladder.py``, then ``index.py``.
+Imports ``commit_log`` and ``packs``. Begin with ``lookup_order.py``, then ``index.py``.
 """

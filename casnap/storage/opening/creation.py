@@ -36,7 +36,10 @@ from casnap.storage.commit_log.config import (
     object_error,
     read_config,
 )
-from casnap.storage.commit_log.put_if_absent import honours_put_if_absent, no_put_if_absent_error
+from casnap.storage.commit_log.put_if_absent_probe import (
+    honours_put_if_absent,
+    no_put_if_absent_error,
+)
 from casnap.storage.commit_log.roots import WRITER, read_root, sealed_root
 from casnap.storage.opening.location import has_object, is_ours
 

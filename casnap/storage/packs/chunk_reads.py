@@ -17,7 +17,7 @@ from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, w
 from casnap.runtime.threads import Crew, SharedItems, cores, run_both
 
 if TYPE_CHECKING:
-    from casnap.storage.packs.pack import Room
+    from casnap.storage.packs.pack_writer import Room
 
 _READ_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20

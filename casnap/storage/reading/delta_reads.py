@@ -22,7 +22,7 @@ from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped
 from casnap.storage.lookup.chains import exceeds
-from casnap.storage.lookup.ladder import Bases
+from casnap.storage.lookup.lookup_order import Bases
 from casnap.storage.packs.chunk_reads import (
     FailedRead,
     Failure,

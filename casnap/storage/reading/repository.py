@@ -31,7 +31,7 @@ from casnap.storage.commit_log.config import read_config
 from casnap.storage.commit_log.roots import check_writable
 from casnap.storage.commit_log.settings import Settings
 from casnap.storage.lookup.index import Index, IndexView
-from casnap.storage.lookup.ladder import Left, Lookup, Lost, lookup_at
+from casnap.storage.lookup.lookup_order import Left, Lookup, Lost, lookup_at
 from casnap.storage.lookup.newest import RememberedRoot
 from casnap.storage.packs.chunk_reads import (
     DEFAULT_READ,
@@ -135,7 +135,7 @@ class Repository:
             StoreError: The place does not honour put-if-absent, and the user does not vouch that
                 there is no other writer.
         """
-        from casnap.storage.commit_log.put_if_absent import check_put_if_absent
+        from casnap.storage.commit_log.put_if_absent_probe import check_put_if_absent
 
         check_put_if_absent(self.backend, self.config)
 
@@ -254,7 +254,7 @@ class Repository:
         """Read chunks, verify each against its digest, and hand them to their sinks.
 
         Equal chunks are read once. Neighbours in a pack are read together.
-        :mod:`casnap.storage.lookup.ladder` has the order in which places are tried.
+        :mod:`casnap.storage.lookup.lookup_order` has the order in which places are tried.
 
         Args:
             wants: The chunks to read; ``nbytes`` is -1 if the length is not known.

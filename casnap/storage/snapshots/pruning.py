@@ -16,7 +16,7 @@ from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table, edit_row
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.markers import unmark
+from casnap.storage.snapshots.marker_files import unmark
 from casnap.storage.snapshots.retention import (
     PruneReport,
     Retention,

@@ -15,7 +15,7 @@ from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
-from casnap.storage.snapshots.markers import mark, unmark
+from casnap.storage.snapshots.marker_files import mark, unmark
 from casnap.storage.snapshots.runs import in_commit_order, rows_of_run
 from casnap.storage.snapshots.table import Table, check_free, row_of
 

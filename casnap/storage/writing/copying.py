@@ -15,7 +15,7 @@ from casnap.format.records import Place
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import works_in_background
 from casnap.storage.packs.chunk_reads import ReadOptions, Want
-from casnap.storage.packs.pack import Room
+from casnap.storage.packs.pack_writer import Room
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.new_packs import NewPacks
 

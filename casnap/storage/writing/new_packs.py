@@ -16,7 +16,7 @@ from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
 from casnap.storage.lookup.node_hints import MOST_HINTED_BYTES
-from casnap.storage.packs.pack import (
+from casnap.storage.packs.pack_writer import (
     CHUNKS,
     NODES,
     PackFiller,

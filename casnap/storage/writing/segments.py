@@ -24,7 +24,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.storage.lookup.index import IndexView
-from casnap.storage.packs.pack import new_id
+from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 
 MERGE_MOST = 640_000

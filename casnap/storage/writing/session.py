@@ -43,7 +43,7 @@ from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.commit_log.roots import next_root, put_root
 from casnap.storage.lookup.index import IndexView
-from casnap.storage.packs.pack import Raw, SelectNew
+from casnap.storage.packs.pack_writer import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.copying import Report, codec_among, copy_verified, one_at_a_time
 from casnap.storage.writing.delta_copies import DeltaCopier

@@ -16,9 +16,9 @@ from casnap.backends import LocalBackend
 from casnap.backends.base import as_exclusive
 from casnap.errors import StoreError, UnavailableError
 from casnap.runtime.typing import override
-from casnap.storage.commit_log import put_if_absent
+from casnap.storage.commit_log import put_if_absent_probe
 from casnap.storage.commit_log.config import read_config
-from casnap.storage.commit_log.put_if_absent import honours_put_if_absent
+from casnap.storage.commit_log.put_if_absent_probe import honours_put_if_absent
 from tests.support.faults import files
 from tests.support.unavailable import unavailable
 
@@ -102,15 +102,15 @@ def test_a_host_probes_an_endpoint_once(
     assert not probes(Gateway(tmp_path / "another store", gateway.endpoint))
     assert probes(Gateway(tmp_path / "elsewhere"))
     # As in another process, a month later, then on another host.
-    monkeypatch.setattr(put_if_absent, "_proven_places", set())
+    monkeypatch.setattr(put_if_absent_probe, "_proven_places", set())
     assert not probes(gateway)
     for note in (cache_dir / "probed").iterdir():
         os.utime(note, (0, time.time() - 31 * 86400))
-    monkeypatch.setattr(put_if_absent, "_proven_places", set())
+    monkeypatch.setattr(put_if_absent_probe, "_proven_places", set())
     assert probes(gateway)
-    monkeypatch.setattr(put_if_absent, "_proven_places", set())
+    monkeypatch.setattr(put_if_absent_probe, "_proven_places", set())
     assert not probes(gateway)
-    monkeypatch.setattr(put_if_absent, "_proven_places", set())
+    monkeypatch.setattr(put_if_absent_probe, "_proven_places", set())
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "another cache"))
     assert probes(gateway)
 
@@ -281,7 +281,7 @@ def test_who_may_not_delete_may_still_write(gateway: Gateway) -> None:
 
 
 def test_local_disks_are_probed_once(tmp_path: Path, cache_dir: Path) -> None:
-    put_if_absent._proven_places.clear()
+    put_if_absent_probe._proven_places.clear()
     Store(tmp_path / "one").make()
     assert len(list((cache_dir / "probed").iterdir())) == 1
     (cache_dir / "probed").rename(cache_dir / "kept")
