@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -493,38 +494,46 @@ class Link:
         """Whether some ranks could not be connected in this new group. Then all make another.
 
         Raises:
-            LinkFailedError: Some ranks hang.
+            LinkFailedError: Some ranks hang, or have died.
         """
         apart = f"{self._name}/apart"
 
         def look() -> bool | None:
             return self._has(apart) or (False if self._dead_ranks() else None)
 
-        def all_come_again(given_up: threading.Event) -> bool:
-            self._set(f"{apart}/{self.rank}", "")
-            self._store.add(f"{apart}/count", 1)
-            for _ in self._pauses(time.monotonic() + self._connecting, given_up):
-                # All ranks give the same cause, also a slow rank that is named in it.
-                if (failure := self._get(f"{apart}/cause", Failure)) is not None:
-                    raise LinkFailedError(failure)
-                if self._dead_ranks():
-                    return False
-                if self._store.add(f"{apart}/count", 0) >= self.size:
-                    return True
-            silent = [
-                rank
-                for rank in range(self.size)
-                if not given_up.is_set() and not self._has(f"{apart}/{rank}")
-            ]
-            if silent:
-                failure = Failure(tuple(silent), f"{rank_names(silent)} could not be connected")
-                self._set(f"{apart}/cause", failure)
-                raise LinkFailedError(failure)
-            return True
-
         return self._await_answer(look, otherwise=False) and self._within(
-            all_come_again, self._connecting + _STORE_SECONDS
+            partial(self._all_come_again, apart), self._connecting + _STORE_SECONDS
         )
+
+    def _all_come_again(self, apart: str, given_up: threading.Event) -> bool:
+        """Wait until all ranks have noticed that some are not connected."""
+
+        def hear_of_failure() -> None:
+            # All ranks give the same cause, also a slow rank that is named in it.
+            if (failure := self._get(f"{apart}/cause", Failure)) is not None:
+                raise LinkFailedError(failure)
+
+        def failure_of(ranks: list[int], event: str) -> LinkFailedError:
+            failure = Failure(tuple(ranks), f"{rank_names(ranks)} {event}")
+            self._set(f"{apart}/cause", failure)
+            return LinkFailedError(failure)
+
+        self._set(f"{apart}/{self.rank}", "")
+        self._store.add(f"{apart}/count", 1)
+        for _ in self._pauses(time.monotonic() + self._connecting, given_up):
+            hear_of_failure()
+            if dead := self._dead_ranks():
+                raise failure_of(dead, "died")
+            if self._store.add(f"{apart}/count", 0) >= self.size:
+                return True
+        # Each question is about all ranks: a few ranks ask, and the others hear from them.
+        if self._store.add(f"{apart}/asking", 1) > _ASKING:
+            for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
+                hear_of_failure()
+        ranks = [rank for rank in range(self.size) if not given_up.is_set()]
+        if silent := [rank for rank in ranks if not self._has(f"{apart}/{rank}")]:
+            raise failure_of(silent, "could not be connected")
+        return True
 
     def _await_answer(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
         """Return what a look at the store tells, which other ranks may be about to write."""
