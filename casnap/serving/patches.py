@@ -260,6 +260,8 @@ class Differences:
         is_wide = count > _MOST_INT32
         part = self._part(name, number, raw, size, stored_form)
         with self._lock:
+            if self._whole[name]:
+                return  # another of its chunks has decided that meanwhile
             if part is not None:
                 self._counts[name] += len(part.indices)
                 index_type = "i8" if is_wide else "i4"

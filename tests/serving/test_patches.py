@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ import torch
 
 from casnap import Store
 from casnap.errors import BackendError, DamagedError
+from casnap.files.safetensors_header import read_header
 from casnap.serving import PullOptions
-from casnap.serving.patches import StagedPatches, read_patches, stage
+from casnap.serving.patches import Differences, StagedPatches, read_patches, stage, version_of
+from casnap.serving.version import RECORD, StoredCell, Version, read_record
 from tests.support.served import store_at, take, tensors_in, versions_of
 
 
@@ -177,6 +181,48 @@ def test_a_pull_notes_no_patch_of_what_is_damaged(tmp_path: Path) -> None:
     assert staged.is_of_version
     assert "layers.1" in staged.whole
     assert_leads(staged, whole, folder)
+
+
+def test_a_tensor_is_patched_or_whole_whichever_of_its_chunks_comes_last(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    many = torch.zeros(200_000)
+    take(store, 0, many=many)
+    base = pulled(tmp_path, store)
+    take(store, 1, many=many + (torch.arange(200_000) % 9_999 == 0))
+    new = version_of(pulled(tmp_path, store))
+    record = read_record(base / RECORD)
+    assert new is not None
+    assert record is not None
+    cells = new.cells_of["many"]
+    reading, may_go_on = Event(), Event()
+
+    class Slow(Version):
+        """A version whose first chunk is read while its last one is found to be damaged."""
+
+        def verified(self, cell: StoredCell) -> bytearray | None:
+            if cell.start == self.cells_of["many"][-1][1].start:
+                return None
+            reading.set()
+            assert may_go_on.wait(60)
+            return super().verified(cell)
+
+    sizes = {"many": [cell.nbytes for _, cell in cells]}
+    differences = Differences(Slow(base, record), new.record.tensors, sizes)
+
+    def note(number: int) -> None:
+        raw = new.verified(cells[number][1])
+        assert raw is not None
+        differences.note("many", number, memoryview(raw))
+
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(note, 0)
+        assert reading.wait(60)
+        note(len(cells) - 1)
+        may_go_on.set()
+        first.result()
+    header = read_header(memoryview(differences.encoded(new.content)))
+    assert header.tensors == []
+    assert header.metadata["whole"] == '["many"]'
 
 
 def test_no_patches_lead_to_other_tensors(tmp_path: Path) -> None:
