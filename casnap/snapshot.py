@@ -170,7 +170,7 @@ class Snapshot:
             view, name = find_view(
                 path, storage_options, store, create=False, cache_bytes=cache_bytes
             )
-            row = view.row(name)
+            row = view.row_of(name)
         except (NotAStoreError, SnapshotNotFoundError) as e:
             if store is None:
                 _check_no_file(path, e)

@@ -605,17 +605,19 @@ class Store:
         from casnap.transfer.copy_selection import check_pair, choose
 
         inner = None if name is None else self._view.local_name(name)
-        selection = choose(self._view.repository, self.prefix, inner, rename)
         if isinstance(to, Store):
             if storage_options:
                 raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
         else:
             size = self.chunk_size
             to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
+        new_name = None if rename is None else to._view.local_name(rename)
+        selection = choose(self._view.repository, self.prefix, inner, new_name)
         repository = to._view.look() if dry_run else to._view.make()
         if repository is not None:
             check_pair(self._view.repository, repository)
-            selection = [c._replace(new_name=to._view.full_name(c.new_name)) for c in selection]
+            full_of = to._view.full_of
+            selection = [c._replace(new_name=check_name(full_of(c.new_name))) for c in selection]
         is_folder = len(selection) > 1
         hooks = CommitHooks() if repository is None else to._view.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)

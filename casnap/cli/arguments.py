@@ -160,7 +160,7 @@ def _snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
     view, name = view_above(
         path, storage_options, create=False, is_typed=True, exclusive=is_exclusive()
     )
-    return Snapshot.of(view, check_name(name), view.row(name))
+    return Snapshot.of(view, check_name(name), view.row_of(name))
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:

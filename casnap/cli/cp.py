@@ -32,6 +32,7 @@ from casnap.cli.output import (
 )
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
+from casnap.format.names import check_name
 from casnap.storage import locate_store
 from casnap.store import Store
 from casnap.transfer.continuous import ContinuousCopier, Pair
@@ -138,7 +139,8 @@ def _follow(
 
         def jobs() -> list[CopyJob]:
             snapshots = choose(repository_of(origin), origin.prefix, name, rename)
-            return [s._replace(new_name=view_of(place).full_name(s.new_name)) for s in snapshots]
+            full_of = view_of(place).full_of
+            return [s._replace(new_name=check_name(full_of(s.new_name))) for s in snapshots]
 
         copy_options = CopyOptions(hooks=view_of(place).hooks, gets_all=True)
         return Pair(repository_of(origin), repository_of(place), jobs, copy_options)

@@ -60,7 +60,7 @@ def thin(
         view = view_of(place)
         backend = view.repository.backend
         snapshots = [
-            {**identity(backend, view.full_of(name), view.row(name).commit.hex())}
+            {**identity(backend, view.full_of(name), view.row_of(name).commit.hex())}
             | {"lost_keys": list(keys)}
             for name, keys in thinned.items()
         ]

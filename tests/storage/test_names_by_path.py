@@ -64,9 +64,26 @@ def test_a_name_may_begin_like_the_path_of_the_store(
     assert store.async_take(app_state(3), "a/a/later").wait().name == "a/later"
     store.publish("stable", inner)
     assert inner.name == store.tagged("stable").name
+    for opened in (Snapshot("a/a/step", store="a"), Snapshot("a/a/step", store=store)):
+        assert (opened.name, opened.commit_id) == ("a/step", inner.commit_id)
     store.untag("a/a/step", "stable")
     store.delete("a/a/step")
     assert names(store) == ["step", "a/later"]
+
+
+def test_a_copy_keeps_names_that_begin_like_the_path_of_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = Store("source")
+    for step, name in enumerate(("step", "run1/step")):
+        source.take(app_state(step), name)
+    assert source.copy(to="run1").copied == ["step", "run1/step"]
+    assert names(Store("run1")) == ["step", "run1/step"]
+    # A new name is one that a user gives.
+    source.copy("step", to="run1", rename=f"{tmp_path}/run1/other")
+    source.copy("step", to="run1", rename="run1/run1/more")
+    assert names(Store("run1"))[2:] == ["other", "run1/more"]
 
 
 @pytest.mark.parametrize("name", ["/step_5", "/elsewhere/step_5", "s3://bucket/run1/step_5"])
