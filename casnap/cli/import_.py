@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from casnap.cli.arguments import identity, is_exclusive, options_for, writing_op
 from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
 from casnap.errors import NotAStoreError
 from casnap.files.file_reports import SUFFIXES, ImportReport
+from casnap.format.names import check_name
 from casnap.runtime.environment import local_path
 from casnap.storage import locate_snapshot
 from casnap.store import Store, import_snapshot
@@ -86,15 +88,16 @@ def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
 
     Raises:
         CommandError: Two have one name, or one is a part of a model.
+        InvalidNameError: No snapshot can have the name of one.
     """
     from casnap.files.shards import shards_with
 
     targets: dict[str, str] = {}
     for source in sources:
-        path = Path(local_path(source)).absolute()  # a link keeps its own name
+        path = Path(os.path.abspath(local_path(source)))  # noqa: PTH100 - a link keeps its name
         if not is_folder(path) and [*shards_with(path)] != [path]:
             raise CommandError(f"{source} is a part of a model in several files; name its folder")
-        name = path.stem if path.suffix.lower() in SUFFIXES else path.name
+        name = check_name(path.stem if path.suffix.lower() in SUFFIXES else path.name)
         snapshot = f"{folder.rstrip('/')}/{name}"
         if snapshot in targets:
             raise CommandError(
@@ -160,7 +163,7 @@ def _identity(
         location = locate_snapshot(path, reach, is_typed=True)
         return identity(location.backend, location.name, None)
     view, name = place
-    return identity(view.repository.backend, view.full_of(name), view.row(name).commit.hex())
+    return identity(view.repository.backend, view.full_of(name), view.row_of(name).commit.hex())
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:

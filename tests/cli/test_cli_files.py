@@ -142,4 +142,16 @@ def test_many_that_would_be_one_are_refused_before_any_is_imported(tmp_path: Pat
     for i, shard in enumerate(shards):
         save_file({f"w{i}": torch.ones(3)}, shard)
     assert "name its folder" in failure("import", tmp_path / "a/v1.pt", *shards, models)
+    torch.save({"w": torch.ones(3)}, tmp_path / "..pt")
+    message = failure("import", tmp_path / "a/v1.pt", tmp_path / "..pt", f"{models}/run1")
+    assert "has an empty, '.' or '..' component" in message
     assert not models.exists()
+
+
+def test_a_folder_is_imported_by_its_own_name_however_it_is_reached(tmp_path: Path) -> None:
+    (tmp_path / "old/logs").mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, tmp_path / "old/model.safetensors")
+    (tmp_path / "best").symlink_to("old")
+    store = Store(tmp_path / "models").make()
+    invoke("import", tmp_path / "old/logs/..", tmp_path / "best", f"{store.uri}/run1")
+    assert sorted(s.name for s in store.snapshots()) == ["run1/best", "run1/old"]
