@@ -124,13 +124,13 @@ class TakeCommit:
         """Return, on rank 0, what the other ranks hand over, all of it in segments or records."""
         comm = self.comm
         handovers = comm.gather_messages(Handover(), Handover)
-        if any(h.weight for h in handovers) and not any(h.fenced for h in handovers):
+        if any(h.weight for h in handovers) and all(h.is_whole for h in handovers):
             writers = segment_writers([handover.weight for handover in handovers])
             comm.broadcast_message(_Instruction(writers=writers), _Instruction)
             comm.all_to_all([b""] * comm.size)
             listed = comm.gather_messages(Handover(), Handover)
             for handover, more in zip(handovers, listed, strict=True):
-                handover.segments = more.segments
+                handover.segments, handover.full = more.segments, more.full
                 handover.requests = more.requests or handover.requests
         if self.store.backend.costs.one_asks:
             # The ranks of a host that name one place reach the same one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import casnap.storage.writing.handovers
 import casnap.storage.writing.session
 import casnap.take.exchange
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import DamagedError, SnapshotExistsError, StateError
+from casnap.backends import LocalBackend
+from casnap.errors import DamagedError, SnapshotExistsError, StateError, StorageFullError
 from casnap.format.codec import Codec
 from casnap.runtime import buffers
 from tests.support.damaged import damage_everywhere
 from tests.support.faults import assert_no_orphans
+from tests.support.faulty import Call, Fault, FaultyBackend
 
 MIB = 1 << 20
 
@@ -170,3 +173,33 @@ def test_ranks_write_few_segments_of_many_records(world, tmp_path, weight, segme
     assert store.check(data=True).ok
     store.gc(grace=0)
     assert_no_orphans(tmp_path / "s")
+
+
+def take_without_room(path: str, most_records: int, hurt: str) -> str:
+    """Take where rank 1 finds the disk full when it hands over, or writes a segment for others."""
+    own = torch.randn(70_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    backend = FaultyBackend(LocalBackend(Path(path)))
+    store = Store(backend)
+    if dist.get_rank() == 1:
+        backend.faults.append(Fault(full_disk, *hurt.split()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(casnap.storage.writing.session, "MOST_RECORDS", most_records)
+        with pytest.raises(StorageFullError) as e:
+            store.take({"mine": StateDict(x=own)}, "x", timeout=60)
+    return str(e.value)
+
+
+def full_disk(_: Call) -> None:
+    raise StorageFullError("no space left, on purpose")
+
+
+@pytest.mark.parametrize(
+    ("most_records", "hurt"), [(0, "write index/*"), (0, "sync *"), (1 << 16, "sync *")]
+)
+def test_no_rank_leaves_what_it_handed_over_on_a_full_disk(world, tmp_path, most_records, hurt):
+    """Others have handed over already when one finds no room; the next try needs theirs."""
+    path = tmp_path / "s"
+    Store(path).make()
+    errors = world(3).run(take_without_room, str(path), most_records, hurt)
+    assert all("no space left, on purpose" in error for error in errors)
+    assert_no_orphans(path)

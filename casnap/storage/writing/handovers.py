@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from casnap.errors import FencedError, StoreError
+from casnap.errors import FencedError, StorageFullError, StoreError
 from casnap.format.records import (
     ID_SIZE,
     PackId,
@@ -40,6 +40,7 @@ class Handover(Struct, array_like=True):
         sample: One of its packs; empty if there is none.
         place: What tells the place where it writes from others.
         fenced: Why packs are gone, such as by a collector; empty if none are.
+        full: Why it could not write all; empty if there was room.
         requests: How many requests it has made, by kind.
     """
 
@@ -52,7 +53,20 @@ class Handover(Struct, array_like=True):
     sample: bytes = b""
     place: bytes = b""
     fenced: str = ""
+    full: str = ""
     requests: dict[str, int] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a root may name all of it."""
+        return not (self.fenced or self.full)
+
+    def check_whole(self) -> None:
+        """Raise what a take starts again for, if that has happened to the rank."""
+        if self.fenced:
+            raise FencedError(self.fenced)
+        if self.full:
+            raise StorageFullError(self.full)
 
 
 def segment_writers(weights: Sequence[int]) -> list[int]:
@@ -82,6 +96,7 @@ class OtherRanks:
 
     Raises:
         FencedError: Something that one of them wrote, or relied on, is gone.
+        StorageFullError: One of them found no room.
 
     Attributes:
         base_seq: The least such number of theirs.
@@ -107,8 +122,7 @@ class OtherRanks:
     def _take_over(self, seq: int) -> None:
         handovers = self._gather(seq)
         for handover in handovers:
-            if handover.fenced:
-                raise FencedError(handover.fenced)
+            handover.check_whole()
         self.base_seq = min((handover.base_seq for handover in handovers), default=1 << 62)
         self.new_bytes = sum(handover.new_bytes for handover in handovers)
         self.requests = sum((Counter(handover.requests) for handover in handovers), Counter[str]())

@@ -449,13 +449,16 @@ class Session:
             seq: A root number. Packs with an older base get new ids, made under this root.
 
         Returns:
-            The handover; if a pack that this rank wrote or relies on is gone, one that says so.
+            The handover; if a pack that this rank wrote or relies on is gone, or there is no room,
+            one that says so. Then no root names anything, and all ranks delete what they wrote.
         """
         self._adopt()
         try:
             return self._finish(world, seq)
         except FencedError as e:
             return Handover(fenced=str(e))
+        except StorageFullError as e:
+            return Handover(full=str(e))
 
     def _finish(self, world: int, seq: int) -> Handover:
         store, packs = self.store, self.new_packs
@@ -503,10 +506,13 @@ class Session:
         """
         own, self._unlisted = self._unlisted, Segment((), [])
         base = self.new_packs.base_seq
-        if len(sealed) > 1:
-            self._segments = [write_sealed(self.store, sealed, base)]
-        elif sealed:
-            self._segments = list(write_segments(self.store, own, base))
+        try:
+            if len(sealed) > 1:
+                self._segments = [write_sealed(self.store, sealed, base)]
+            elif sealed:
+                self._segments = list(write_segments(self.store, own, base))
+        except StorageFullError as e:
+            return Handover(full=str(e))
         self.may_be_referenced = True
         return Handover(segments=tuple(self._segments), requests=dict(self.requests))
 
