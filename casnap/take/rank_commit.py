@@ -102,16 +102,24 @@ class TakeCommit:
         comm = self.comm
         comm.broadcast(session.commit_id)
 
+        # Whether the other ranks wait for an instruction. While they hand over, they would take it
+        # for something else, so then an error is told as any other one is.
+        is_awaited = False
+
         def gather(seq: int) -> list[Handover]:
+            nonlocal is_awaited
+            is_awaited = False
             if seq:
                 comm.broadcast_message(_Instruction(move=seq), _Instruction)
-            return self._gather_handovers()
+            handovers = self._gather_handovers()
+            is_awaited = True
+            return handovers
 
         try:
             session.include(gather, comm.check_not_abandoned)
             result = self._put_root(session, manifest, stats)
         except Exception as e:
-            if not comm.ended and not session.may_be_referenced:
+            if is_awaited and not comm.ended and not session.may_be_referenced:
                 comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
             raise
         try:

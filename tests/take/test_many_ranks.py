@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,17 @@ import casnap.storage.writing.session
 import casnap.take.exchange
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import DamagedError, SnapshotExistsError, StateError, StorageFullError
+from casnap.errors import (
+    DamagedError,
+    RankError,
+    SnapshotExistsError,
+    StateError,
+    StorageFullError,
+)
 from casnap.format.codec import Codec
+from casnap.ranks.group import Group
 from casnap.runtime import buffers
+from casnap.take.rank_commit import TakeCommit
 from tests.support.damaged import damage_everywhere
 from tests.support.faults import assert_no_orphans
 from tests.support.faulty import Call, Fault, FaultyBackend
@@ -203,3 +212,34 @@ def test_no_rank_leaves_what_it_handed_over_on_a_full_disk(world, tmp_path, most
     errors = world(3).run(take_without_room, str(path), most_records, hurt)
     assert all("no space left, on purpose" in error for error in errors)
     assert_no_orphans(path)
+
+
+def take_while_rank_0_fails(path: str) -> str:
+    """Take; rank 0 fails where ranks send each other what segments are to hold."""
+    lead, all_to_all, calls = TakeCommit.lead, Group.all_to_all, itertools.count()
+
+    def failing(group: Group, *args: Any, **options: Any) -> Any:
+        # Before come the commit id, the handovers, and the ranks that write.
+        if next(calls) == 3:
+            raise MemoryError("on purpose")
+        return all_to_all(group, *args, **options)
+
+    def failing_lead(*args: Any) -> Any:
+        patch.setattr(Group, "all_to_all", failing)
+        return lead(*args)
+
+    own = torch.randn(70_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(casnap.storage.writing.session, "MOST_RECORDS", 0)
+        patch.setattr(TakeCommit, "lead", failing_lead)
+        with pytest.raises((MemoryError, RankError)) as e:
+            Store(path).take({"mine": StateDict(x=own)}, "x", timeout=60)
+    return str(e.value)
+
+
+def test_no_rank_takes_the_error_of_rank_0_for_records(world, tmp_path):
+    Store(tmp_path / "s").make()
+    first, *others = world(3).run(take_while_rank_0_fails, str(tmp_path / "s"))
+    assert first == "on purpose"
+    assert all("rank 0 failed: MemoryError: on purpose" in error for error in others)
+    assert_no_orphans(tmp_path / "s")
