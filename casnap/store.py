@@ -940,8 +940,8 @@ class Store:
                 else 24 hours.
             repack: Copy the rest out of packs of which less than this share is needed (0: never).
             recode_after: Store the chunks of all but so many of the newest snapshots of each folder
-                as deltas, or compressed, where that is smaller. None: not now. Not with the codec
-                "raw".
+                as deltas, or compressed, where that is smaller. None: not now; 0: those of all. Not
+                with the codec "raw". The command writes 0 for None.
             dry_run: Only report what would be done.
             exclusive: You make sure that no other process writes to this store. This is asked
                 only where the store's backend cannot keep two writers apart.

@@ -24,8 +24,8 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.records import encode
-from casnap.ranks.carriers import Traffic
 from casnap.ranks.group import Group
+from casnap.ranks.topology import Traffic
 from casnap.take.manifest import _Contribution, joined
 from tests.support.pretended import pretended_host
 from tests.support.ranks import Pool

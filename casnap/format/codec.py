@@ -6,7 +6,7 @@ Its digest is that of the raw bytes, so each writer may choose a codec. Compress
 A new codec that compresses a chunk by itself needs a number here, and its case in :func:`compress`
 and :func:`decompress`. So that users can choose it for new chunks, it needs a word in ``CODECS`` of
 ``storage/commit_log/settings.py``; so that `gc` chooses it for old ones, a place in
-``storage/writing/chunk_forms.py``, and so that copies do, in ``Session.copy_chunks`` of
+``storage/writing/chunk_forms.py``, and so that copies do, in ``Session.copy`` of
 ``storage/writing/session.py``. All else goes by the sets below. An older version keeps what it
 cannot read, and says so; it knows by a feature, which the rows that need the codec name.
 """

@@ -22,7 +22,7 @@ from casnap.errors import PLACE_ERRORS, DamagedError, FencedError, StorageFullEr
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collection
-from casnap.maintenance.marks import Marks
+from casnap.maintenance.marks_protocol import Marks
 from casnap.maintenance.recent_marks import RecentMarks
 from casnap.maintenance.recode import Recoding, plan_recoding, recode
 from casnap.maintenance.reference_counts import ReferenceCounts
@@ -36,8 +36,8 @@ from casnap.storage.commit_log.roots import next_root, put_root, release_reserve
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.abandoned_copies import drop_abandoned, without_abandoned
-from casnap.storage.writing.retries import Obstacle, again, put_root_after
 from casnap.storage.writing.segments import Rewriting, rewrite_segments
+from casnap.storage.writing.starting_over import Obstacle, again, put_root_after
 
 _log = logging.getLogger("casnap")
 

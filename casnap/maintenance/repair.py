@@ -50,8 +50,8 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.writing.copying import codec_among, one_at_a_time
 from casnap.storage.writing.new_packs import NewPacks
-from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.segments import add_segment, drop_packs
+from casnap.storage.writing.starting_over import put_root_after
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)

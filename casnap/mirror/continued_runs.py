@@ -1,4 +1,4 @@
-"""How the snapshots of a store are placed at its mirror, where other stores may have been before.
+"""Where the snapshots of a store go at its mirror, if it continues the run of another store there.
 
 ``docs/decisions/0058-lives-of-a-run.md`` has the rules, and ``tests/model/succession.py`` shows
 that two nodes never mix their branches.

@@ -15,8 +15,8 @@ from typing import TypeVar
 from casnap.errors import StateError
 from casnap.format.decoding import decoder
 from casnap.format.records import encode
-from casnap.ranks.carriers import Traffic
 from casnap.ranks.shared_memory import SharedMemory, not_shared
+from casnap.ranks.topology import Traffic
 from casnap.runtime.typing import override
 
 M = TypeVar("M")

@@ -23,7 +23,6 @@ from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
-from casnap.ranks.carriers import FAILED, Incoming, Outgoing, Traffic
 from casnap.ranks.comm import Buffer, Comm
 from casnap.ranks.failures import (
     ErrorText,
@@ -35,6 +34,7 @@ from casnap.ranks.failures import (
 )
 from casnap.ranks.link import PATIENCE, Link
 from casnap.ranks.shared_memory import Address, OwnMemory, SharedMemory, mapped
+from casnap.ranks.topology import FAILED, Incoming, Outgoing, Traffic
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.runtime.typing import override
 

@@ -28,10 +28,10 @@ from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
-from casnap.ranks.carriers import Carrier, carrier_of
 from casnap.ranks.failures import STORE_SILENT, ErrorText, Failure, LinkFailedError
 from casnap.ranks.processes import Process
 from casnap.ranks.shared_memory import OwnMemory, SharedMemory
+from casnap.ranks.topology import Carrier, carrier_of
 from casnap.runtime.environment import team_ranks
 
 T = TypeVar("T")

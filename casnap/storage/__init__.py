@@ -84,8 +84,8 @@ if TYPE_CHECKING:
     from casnap.storage.writing.handovers import segment_writers as segment_writers
     from casnap.storage.writing.hooks import CommitHooks as CommitHooks
     from casnap.storage.writing.reliance import Reliance as Reliance
-    from casnap.storage.writing.retries import again as again
     from casnap.storage.writing.session import Session as Session
+    from casnap.storage.writing.starting_over import again as again
 
 # Where each name is. A module is loaded when one of its names is asked for: a reader needs no
 # writer.
@@ -116,7 +116,7 @@ _NAMES = {
     "writing.handovers": "Handover segment_writers",
     "writing.hooks": "CommitHooks",
     "writing.reliance": "Reliance",
-    "writing.retries": "again",
+    "writing.starting_over": "again",
     "writing.session": "Session",
 }
 

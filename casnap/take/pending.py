@@ -1,8 +1,8 @@
 """Takes in the background of a process: each stores once the one before it has ended.
 
 A take that a collector overtakes starts again from its copies, like any change
-(``storage/writing/retries.py``). It cannot if a later take has got the memory of some copies, or if
-the store has lost a chunk that stayed on a device (``device_asking.py``); then nothing is
+(``storage/writing/starting_over.py``). It cannot if a later take has got the memory of some copies,
+or if the store has lost a chunk that stayed on a device (``device_asking.py``); then nothing is
 committed. As any error in the background, that is logged at once, and raised by the ``wait()`` of
 the take, by the next take of the store, or by the ``wait()`` for a later one. What none of them has
 raised is printed at exit. With ``on_error="warn"`` it is a warning, and ``wait()`` returns None.

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import StateDict, Store
 from casnap.errors import DamagedError
 from casnap.ranks import gloo
-from casnap.ranks.carriers import Mesh, Teams, Traffic, _teams
 from casnap.ranks.joining import join
 from casnap.ranks.link import Link
+from casnap.ranks.topology import Mesh, Teams, Traffic, _teams
 from tests.support.links import forget_links, links
 from tests.support.pretended import pretended_host
 from tests.support.ranks import RankDied, World

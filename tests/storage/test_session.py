@@ -29,8 +29,8 @@ from casnap.runtime.threads import run_shielded
 from casnap.storage.commit_log.roots import COPIES
 from casnap.storage.lookup.index import Index
 from casnap.storage.writing.handovers import Handover
-from casnap.storage.writing.retries import again
 from casnap.storage.writing.session import Session
+from casnap.storage.writing.starting_over import again
 from tests.support.faults import (
     BACKEND_CALLS,
     CHUNK,

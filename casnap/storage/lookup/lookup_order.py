@@ -19,8 +19,8 @@ So a chunk in a bucket is looked for by hints, in ranges, in the index, at other
 roots, in an index made anew. Hints and ranges are not believed: what fails there is no damage, and
 is looked for further down. Whatever place a rung gives, the read cache is asked for it first
 (``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index. The
-newest root is not looked for, but remembered (``newest.py``). A node is first looked for in its
-whole pack, which is read at once.
+newest root is remembered (``newest_root.py``). A node is first looked for in its whole pack, which
+is read at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from casnap.format.digest import Digest
 from casnap.format.records import PackId, Place, StoreConfig
 from casnap.runtime.typing import override
 from casnap.storage.lookup.index import Index, IndexView, RemoteIndex
-from casnap.storage.lookup.newest import NewestRoot, RememberedRoot
+from casnap.storage.lookup.newest_root import NewestRoot, RememberedRoot
 from casnap.storage.lookup.node_hints import KnownHints, read_node_pack
 from casnap.storage.packs.chunk_reads import FailedRead, Located, Reason, Want
 

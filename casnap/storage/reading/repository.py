@@ -32,7 +32,7 @@ from casnap.storage.commit_log.roots import check_writable
 from casnap.storage.commit_log.settings import Settings
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.lookup.lookup_order import Left, Lookup, Lost, lookup_at
-from casnap.storage.lookup.newest import RememberedRoot
+from casnap.storage.lookup.newest_root import RememberedRoot
 from casnap.storage.packs.chunk_reads import (
     DEFAULT_READ,
     WITHOUT_POOL,

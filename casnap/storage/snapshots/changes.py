@@ -14,8 +14,8 @@ from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit_log.roots import release_reserve, with_advice
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.retries import Obstacle, again
 from casnap.storage.writing.session import Session
+from casnap.storage.writing.starting_over import Obstacle, again
 
 _TRIES = 3
 

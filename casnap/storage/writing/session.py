@@ -50,13 +50,13 @@ from casnap.storage.writing.delta_copies import DeltaCopier
 from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.reliance import Reliance
-from casnap.storage.writing.retries import put_root_after
 from casnap.storage.writing.segments import (
     add_segment,
     weight_of,
     write_sealed,
     write_segments,
 )
+from casnap.storage.writing.starting_over import put_root_after
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
