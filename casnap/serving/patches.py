@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from casnap.backends.file_io import read_file, write_cached
 from casnap.backends.safe_paths import create_file, folder_at, unlink_at
 from casnap.backends.system_errors import translated
-from casnap.errors import PLACE_ERRORS, DamagedError
+from casnap.errors import PLACE_ERRORS, DamagedError, FileFormatError
 from casnap.files.safetensors_header import header_of, itemsize_of, read_header
 from casnap.format.delta import base_of, changed_by
 from casnap.format.digest import digest_of
@@ -152,7 +152,7 @@ def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
         start, _, digest = path.name.partition(".")
         if start != PATCHES:
             continue
-        with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError):
+        with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError, FileFormatError):
             raw, _ = read_file(str(path), _MOST_BYTES)
             if digest_of(raw).hex() == digest:
                 staged = _staged(path, digest, raw)
@@ -163,6 +163,8 @@ def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
 
 def _staged(path: Path, digest: str, raw: bytes | bytearray) -> StagedPatches:
     about = read_header(memoryview(raw)).metadata
+    if not {"base", "content", _WHOLE} <= about.keys():
+        raise FileFormatError(f"{path} does not say what its patches lead to")
     whole = json.loads(about[_WHOLE])
     return StagedPatches(path, digest, about["base"], about["content"], whole, len(raw))
 

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from casnap import Store
 from casnap.errors import BackendError, DamagedError
 from casnap.files.safetensors_header import read_header
+from casnap.format.digest import digest_of
 from casnap.serving import PullOptions
 from casnap.serving.patches import Differences, StagedPatches, read_patches, stage, version_of
 from casnap.serving.version import RECORD, StoredCell, Version, read_record
@@ -282,6 +284,22 @@ def test_other_files_are_no_patches(tmp_path: Path) -> None:
     staged.remove()
     with pytest.raises(FileNotFoundError):
         read_patches(*staged[:4])
+
+
+def test_a_file_in_a_version_that_is_only_named_like_patches_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    base = pulled(tmp_path, store)
+    take(store, 1)
+    folder = pulled(tmp_path, store)
+    for raw in (b"notes", save({"w": torch.ones(3)}), save({}, {"content": "x"})):
+        (folder / f"casnap-patches.{digest_of(raw).hex()}").write_bytes(raw)
+    staged = stage(base, folder)
+    assert staged is not None
+    assert not staged.is_of_version
+    assert_leads(staged, base, folder)
 
 
 def test_the_next_pull_deletes_what_a_crash_has_left(tmp_path: Path) -> None:
