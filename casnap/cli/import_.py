@@ -11,10 +11,11 @@ import click
 from casnap.backends.local_paths import is_folder
 from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
 from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
-from casnap.errors import NotAStoreError
+from casnap.errors import CasnapError, FileFormatError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.file_reports import SUFFIXES, ImportReport
 from casnap.format.names import check_name
 from casnap.runtime.environment import local_path
+from casnap.snapshot import Snapshot
 from casnap.storage import locate_snapshot
 from casnap.store import Store, import_snapshot
 from casnap.view import View, view_above
@@ -59,16 +60,27 @@ def import_(
 
     Several files or folders become a snapshot each. Then, or if it ends in a slash, the last
     argument is a store or a folder in it. The names are those of the files, without .pt and the
-    like. What is there already is passed over: repeat an interrupted import to go on with it.
+    like. Before any is imported, those that cannot be are named. What is there already is compared,
+    and not stored again: repeat an interrupted import to go on with it.
     """
     reach = options_for(target)  # raises for a dry run, too
     is_many = len(sources) > 1 or target.endswith("/")
     targets = _targets_below(target, sources) if is_many else {target: sources[0]}
-    imported, present = [], []
+    if len(targets) > 1:
+        _check_all(targets, reach, **options)
+    imported: list[dict[str, Any]] = []
+    present: list[str] = []
+    different: dict[str, str] = {}
     stores: list[Store] = []
     for snapshot, source in targets.items():
-        if is_many and not options["overwrite"] and _is_there(snapshot, reach):
+        there = _find(snapshot, reach) if is_many and not options["overwrite"] else None
+        if there is not None:
+            if not _is_imported(source, there, **options):
+                different[snapshot] = source
+                continue
             present.append(snapshot)
+            if not as_json:
+                say(f"{snapshot}: there already, with the same content")
             continue
         report, places = _import(source, snapshot, reach, dry_run=dry_run, **options)
         stores += (Store._of(view) for view, _ in places)
@@ -77,10 +89,33 @@ def import_(
         else:
             _show(report, snapshot)
     if as_json:
-        document = {"imported": imported, "present": present} if is_many else imported[0]
-        emit(document, *stores)
-    elif present:
-        say(f"{amount(len(present), 'snapshot')} there already")
+        many = {"imported": imported, "present": present, "different": [*different]}
+        emit(many if is_many else imported[0], *stores)
+    if different:
+        pairs = ", ".join(f"{source} ({snapshot})" for snapshot, source in different.items())
+        raise CommandError(
+            f"not imported, since a snapshot of this name holds something else: {pairs}; import "
+            "them into another folder, or replace the snapshots by --overwrite"
+        )
+
+
+def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options: Any) -> None:
+    """Check that all files can be imported.
+
+    Raises:
+        FileFormatError: Some cannot.
+    """
+    refused: dict[str, CasnapError] = {}
+    for snapshot, source in targets.items():
+        try:
+            _import(source, snapshot, reach, **options, dry_run=True)
+        except CasnapError as e:
+            refused[source] = e
+    if refused:
+        raise FileFormatError(
+            f"nothing is imported, since {len(refused)} of {len(targets)} cannot be: leave out "
+            f"{', '.join(refused)}. Why, for the first one: {next(iter(refused.values()))}"
+        )
 
 
 def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
@@ -131,12 +166,21 @@ def _import(
     return report, places
 
 
-def _is_there(snapshot: str, reach: dict[str, Any] | None) -> bool:
+def _find(snapshot: str, reach: dict[str, Any] | None) -> Snapshot | None:
     try:
         view, name = _place_of(snapshot, reach, create=False)
-    except NotAStoreError:
-        return False
-    return name in Store._of(view)
+        return Snapshot.of(view, name, view.row(name))
+    except (NotAStoreError, SnapshotNotFoundError):
+        return None
+
+
+def _is_imported(
+    source: str, there: Snapshot, *, key: str | None, rank: int | None, **_: Any
+) -> bool:
+    from casnap.files.importing import is_imported
+
+    with there.contents.reading():
+        return is_imported(Path(local_path(source)), there.contents, key=key, rank=rank)
 
 
 def _place_of(snapshot: str, reach: dict[str, Any] | None, *, create: bool) -> tuple[View, str]:

@@ -24,7 +24,9 @@ from casnap.files.small_files import FILES, INDEX_SUFFIX, small_files
 from casnap.files.sources import MODEL, SourceFiles, check_regular
 from casnap.format.names import STORE_FOLDER
 from casnap.state.flatten import flatten
+from casnap.storage import Contents
 from casnap.take.capture import DividedLeaves, StateSource
+from casnap.take.comparison import manifest_of
 
 Take = Callable[[StateSource, "dict[str, Any]"], int]
 """Takes a snapshot of some leaves with some metadata; returns the new bytes."""
@@ -72,6 +74,27 @@ def import_files(
         report.new_bytes = take(DividedLeaves(source.leaves), metadata)
     report.seconds = time.monotonic() - start
     return report
+
+
+def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | None) -> bool:
+    """Whether a snapshot holds all that an import of files would store. The files are read.
+
+    Args:
+        path: A file or a folder.
+        contents: What the snapshot holds.
+        key: As for :func:`import_files`.
+        rank: As there.
+
+    Raises:
+        FileFormatError: The files are malformed, or in no known format.
+        DamagedError: The top of the snapshot is missing or damaged.
+    """
+    source = read_source(path, key, rank)
+    known = contents.metadata
+    if any(name not in known or known[name] != said for name, said in source.metadata.items()):
+        return False
+    chunk_size = contents.store.config.chunk_size
+    return manifest_of(DividedLeaves(source.leaves), chunk_size) == contents.manifest
 
 
 def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:

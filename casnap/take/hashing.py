@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import INLINE_BYTES
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
-from casnap.storage import (
-    Raw,
-    SelectNew,
-    Session,
-)
+from casnap.storage import Raw, SelectNew
 from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 
 Batches = Callable[[int], Iterable[list[Piece]]]
 """Returns pieces in batches of so many bytes."""
+
+
+class ChunkTaker(Protocol):
+    """Takes chunks from one thread, as a session's writer does."""
+
+    def store(self, raws: list[Raw], /) -> list[Digest]:
+        """Store those chunks that are new; return the digests of all."""
+
+    def finish(self) -> None:
+        """Have the last ones written."""
 
 
 class Digests:
@@ -74,17 +81,22 @@ class Hasher:
 
     Args:
         state: The state that the pieces are of.
-        session: Where new chunks are stored.
+        writer: Returns what one thread stores new chunks with, given how it shares them.
         progress: Told how many bytes are done.
 
     Attributes:
         digests: What it has hashed so far.
     """
 
-    def __init__(self, state: CapturedState, session: Session, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        state: CapturedState,
+        writer: Callable[[SelectNew | None], ChunkTaker],
+        progress: Progress | None,
+    ) -> None:
         self.digests = Digests(state)
         self._state = state
-        self._session = session
+        self._writer = writer
         self._counter = (
             None
             if progress is None
@@ -106,7 +118,7 @@ class Hasher:
             batches: The pieces.
             select_share: Returns which of some new chunks this rank is to write; None for all.
         """
-        writer = self._session.writer(select_share)
+        writer = self._writer(select_share)
         try:
             for batch in batches:
                 try:

@@ -357,7 +357,7 @@ class _Steps:
             if self._lists:
                 self._lists = False
                 self._tell_lengths(session.base.packs.at_most)
-            hasher = Hasher(self.state, session, options.progress)
+            hasher = Hasher(self.state, session.writer, options.progress)
             batches, asking = batches_for(session), self._asking
             if self._division.is_single_process:
                 hasher.hash_all(batches, crew)

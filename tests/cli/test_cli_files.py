@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,8 @@ def test_many_are_imported_by_their_names_and_an_import_goes_on(tmp_path: Path) 
     invoke("import", sources[0], f"{models}/")  # as where a glob finds one
     output = invoke("import", *sources, models).stdout
     assert output.count("imported\n") == 2
-    assert output.endswith("\n1 snapshot there already\n")
+    [said] = [line for line in output.splitlines() if "already" in line]
+    assert said == f"{models}/step_1.5: there already, with the same content"
     assert sorted(s.name for s in store.snapshots()) == ["step_1", "step_1.5", "step_2"]
     assert sum(s.stats.new_bytes for s in store.snapshots()) < 1.1 * base.nbytes
 
@@ -123,12 +125,49 @@ def test_many_are_imported_by_their_names_and_an_import_goes_on(tmp_path: Path) 
     assert [each["name"] for each in result["imported"]] == [
         f"run1/{name}" for name in ("step_1.5", "step_1", "step_2")
     ]
-    (old / "step_3.pt").write_bytes(b"no checkpoint at all")
-    result = failure("import", *sorted(old.iterdir()), f"{models}/run1")
-    assert "step_3.pt is neither" in result
     result = document("import", *sources, f"{models}/run1")
-    assert (result["imported"], len(result["present"])) == ([], 3)
+    assert [len(result[key]) for key in ("imported", "present", "different")] == [0, 3, 0]
     assert invoke("import", *sources, models, "--overwrite").stdout.count("imported\n") == 3
+
+
+def test_what_cannot_be_imported_is_named_before_any_is_imported(tmp_path: Path) -> None:
+    old, models = tmp_path / "old", tmp_path / "models"
+    (old / "logs").mkdir(parents=True)
+    (old / "README.md").write_text("# Checkpoints of the first run\n")
+    for step in (1, 2):
+        torch.save({"w": torch.ones(3)}, old / f"step_{step}.pt")
+    whole = (old / "step_1.pt").read_bytes()
+    (old / "step_3.pt").write_bytes(whole[: len(whole) // 2])
+    message = failure("import", *sorted(old.iterdir()), models)
+    named = ", ".join(str(old / name) for name in ("README.md", "logs", "step_3.pt"))
+    assert f"nothing is imported, since 3 of 5 cannot be: leave out {named}." in message
+    assert "README.md is neither a safetensors file nor one of torch.save" in message
+    assert not models.exists()
+
+
+def test_another_file_of_the_name_of_a_snapshot_is_not_passed_over(tmp_path: Path) -> None:
+    old, other, models = tmp_path / "old", tmp_path / "other", Store(tmp_path / "models").make()
+    weight = torch.randn(1_000_000)
+    for folder in (old, other):
+        folder.mkdir()
+        save_file({"w": weight}, folder / "v1.safetensors", {"license": folder.name})
+        save_file({"w": weight}, folder / "v2.safetensors")
+        torch.save({"w": weight, "step": 1}, folder / "v3.pt")
+    weight[-1] += 1
+    torch.save({"w": weight, "step": 1}, other / "v3.pt")
+    save_file({"w": weight}, other / "v4.safetensors")
+    sources = sorted(other.iterdir())
+    invoke("import", *sorted(old.iterdir()), models.uri)
+    for options in (["--dry-run"], []):
+        result = invoke("import", *sources, models.uri, *options, status=1)
+        assert f"v2: there already, with the same content\n{models.uri}/v4: " in result.stdout
+        pairs = ", ".join(f"{sources[i]} ({models.uri}/v{i + 1})" for i in (0, 2))
+        assert f"holds something else: {pairs}; " in result.stderr
+    result = json.loads(invoke("import", *sources, models.uri, "--json", status=1).stdout)
+    assert result["present"] == [f"{models.uri}/v{i}" for i in (2, 4)]
+    assert result["different"] == [f"{models.uri}/v{i}" for i in (1, 3)]
+    assert torch.equal(models["v4"].read_object("model")["w"], weight)
+    assert not torch.equal(models["v3"].read_object("w"), weight)
 
 
 def test_many_that_would_be_one_are_refused_before_any_is_imported(tmp_path: Path) -> None:

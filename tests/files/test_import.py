@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from casnap import RNGState, StateDict, Store
 from casnap.errors import FileFormatError
+from casnap.files.importing import is_imported
 from tests.support.bitwise import assert_same, noise
 from tests.support.ranks import Worlds
 from tests.support.torchsnapshots import (
@@ -97,6 +99,7 @@ def test_it_shares_chunks_with_a_take(store: Store, tmp_path: Path) -> None:
         report = store.import_file(tmp_path / source, f"imported-{i}")
         assert report.logical_bytes > 600_000
         assert report.new_bytes < 2000
+        assert is_imported(tmp_path / source, store[report.name].contents, key=None, rank=None)
 
 
 PARTS = [{"a": torch.arange(100.0)}, {"b": torch.ones(50), "c": torch.zeros(2, 2)}]
@@ -313,6 +316,11 @@ def test_torchsnapshots_of_many_ranks(store: Store, tmp_path: Path) -> None:
     shards = {f"shard{i}": raw(value[2 * i : 2 * i + 2]) for i in (0, 1)}
     store.import_file(torchsnapshot(tmp_path / "ts", manifest, 2, **shards), "ts")
     assert_same(store["ts"].read_object("app"), {"s": value, "r": 3})
+    again = partial(is_imported, tmp_path / "ts", key=None, rank=None)
+    assert again(store["ts"].contents)
+    (tmp_path / "ts/shard1").write_bytes(raw(value[2:] + 1))
+    assert not again(store["ts"].contents)
+    (tmp_path / "ts/shard1").write_bytes(shards["shard1"])
     own = {f"{rank}/app/o": {"type": "int", "serialized_value": str(rank)} for rank in (0, 1)}
     for rank in (0, 1):
         manifest[f"{rank}/app"] = {"type": "dict", "keys": ["s", "r", "o"]}

@@ -1,0 +1,60 @@
+"""The manifest that a take of a state would have: to compare it with a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from casnap.format.digest import Digest, digest_of
+from casnap.format.entries import Manifest
+from casnap.ranks.comm import SingleProcess
+from casnap.runtime.threads import Crew, run_shielded
+from casnap.storage import Raw
+from casnap.take.capture import StateSource
+from casnap.take.division import divide
+from casnap.take.exchange import Exchange
+from casnap.take.hashing import Hasher
+from casnap.take.manifest import build_manifest
+from casnap.take.options import TakeOptions
+from casnap.take.staging import Piece, batched
+
+
+def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
+    """Return the manifest that a take by one process would have. All bytes are hashed.
+
+    Args:
+        source: The state.
+        chunk_size: That of the store, in bytes.
+
+    Raises:
+        StateError: Something in the state cannot be taken.
+    """
+    comm = SingleProcess()
+    state = source.capture(source.keys(), chunk_size, allow_pickle=False)
+    division = divide(comm, state, source.values, TakeOptions(), chunk_size, 0)
+    state.assign(division.plans)
+    hasher = Hasher(state, lambda _: _Digester(), None)
+
+    def work(crew: Crew) -> None:
+        def batches(nbytes: int) -> Iterator[list[Piece]]:
+            return batched(state.pieces(), nbytes)
+
+        if division.is_single_process:
+            hasher.hash_all(batches, crew)
+        else:
+            Exchange(comm, crew, state, division).run(batches, hasher.hash)
+
+    run_shielded(work)
+    built = build_manifest(comm, state, division, hasher.digests, digest_of)
+    assert built is not None
+    return built[0]
+
+
+class _Digester:
+    """Takes chunks, and stores none."""
+
+    def store(self, raws: list[Raw]) -> list[Digest]:
+        """Return the digests of some chunks."""
+        return [digest_of(raw) for raw in raws]
+
+    def finish(self) -> None:
+        """Nothing is left to be written."""
