@@ -152,7 +152,7 @@ def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
         start, _, digest = path.name.partition(".")
         if start != PATCHES:
             continue
-        with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError, FileFormatError):
+        with suppress(FileNotFoundError, *PLACE_ERRORS, DamagedError, ValueError):
             raw, _ = read_file(str(path), _MOST_BYTES)
             if digest_of(raw).hex() == digest:
                 staged = _staged(path, digest, raw)

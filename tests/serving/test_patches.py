@@ -294,7 +294,8 @@ def test_a_file_in_a_version_that_is_only_named_like_patches_is_passed_over(
     base = pulled(tmp_path, store)
     take(store, 1)
     folder = pulled(tmp_path, store)
-    for raw in (b"notes", save({"w": torch.ones(3)}), save({}, {"content": "x"})):
+    about = {"base": "x", "content": "y", "whole": "all"}
+    for raw in (b"notes", save({"w": torch.ones(3)}), save({}, {"base": "x"}), save({}, about)):
         (folder / f"casnap-patches.{digest_of(raw).hex()}").write_bytes(raw)
     staged = stage(base, folder)
     assert staged is not None
