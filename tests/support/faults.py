@@ -111,7 +111,8 @@ def files(folder: Path | str, under: str = "") -> set[str]:
 def assert_no_orphans(path: Path | str) -> None:
     """Check that a store has just the packs and segments that its newest root names."""
     view = Repository(LocalBackend(Path(path))).view()
-    assert files(path, "packs") == set(map(pack_key, view.packs))
+    packs, named = files(path, "packs"), set(map(pack_key, view.packs))
+    assert packs == named, f"left over: {packs - named}; not there: {named - packs}"
     assert files(path, "index") == set(map(segment_key, view.segments))
     assert files(path, "tmp") == set()
 
