@@ -153,10 +153,11 @@ def open_snapshot(path: str) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
-    return _snapshot_at(path, options_for(path))
+    return snapshot_at(path, options_for(path))
 
 
-def _snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
+def snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
+    """Return the same, with storage options that are known already."""
     view, name = view_above(
         path, storage_options, create=False, is_typed=True, exclusive=is_exclusive()
     )
@@ -248,7 +249,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
         if store_uri(path) is not None:
             return open_snapshot(path)
         if elsewhere or neighbour.contents.store.backend.folder:
-            return _snapshot_at(path, None)
+            return snapshot_at(path, None)
     except CasnapError as e:
         if elsewhere:
             raise

@@ -9,7 +9,13 @@ from typing import Any
 import click
 
 from casnap.backends.local_paths import is_folder
-from casnap.cli.arguments import identity, is_exclusive, options_for, writing_options
+from casnap.cli.arguments import (
+    identity,
+    is_exclusive,
+    options_for,
+    snapshot_at,
+    writing_options,
+)
 from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.file_reports import SUFFIXES, ImportReport
@@ -156,8 +162,9 @@ def _import(
     places: list[tuple[View, str]] = []
 
     def find() -> tuple[View, str]:
-        places.append(_place_of(snapshot, reach, create=True))
-        return places[-1]
+        place = view_above(snapshot, reach, create=True, is_typed=True, exclusive=is_exclusive())
+        places.append(place)
+        return place
 
     with progress_bars() as progress:
         options_of_take = {"overwrite": overwrite, "progress": progress}
@@ -168,8 +175,7 @@ def _import(
 
 def _find(snapshot: str, reach: dict[str, Any] | None) -> Snapshot | None:
     try:
-        view, name = _place_of(snapshot, reach, create=False)
-        return Snapshot.of(view, name, view.row(name))
+        return snapshot_at(snapshot, reach)
     except (NotAStoreError, SnapshotNotFoundError):
         return None
 
@@ -181,10 +187,6 @@ def _is_imported(
 
     with there.contents.reading():
         return is_imported(Path(local_path(source)), there.contents, key=key, rank=rank)
-
-
-def _place_of(snapshot: str, reach: dict[str, Any] | None, *, create: bool) -> tuple[View, str]:
-    return view_above(snapshot, reach, create=create, is_typed=True, exclusive=is_exclusive())
 
 
 def _show(report: ImportReport, snapshot: str) -> None:

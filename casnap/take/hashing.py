@@ -69,7 +69,7 @@ class Digests:
         leaf, start, stop = piece.leaf, piece.first_cell, piece.first_cell + len(piece.sizes)
         if leaf in self.shared:
             return [self.shared[leaf][cell] for cell in range(start, stop)]
-        return split_digests(self.of_leaf(leaf))[start:stop]
+        return split_digests(bytes(self._whole[leaf][start * DIGEST_SIZE : stop * DIGEST_SIZE]))
 
     def of_leaf(self, leaf: int) -> bytes:
         """Return the digests of all chunks of a leaf that this rank hashes alone, in a row."""
