@@ -25,7 +25,7 @@ from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.references import MANIFEST, is_node, walk
 from casnap.storage.snapshots.runs import folders_of
 from casnap.storage.snapshots.table import Table
-from casnap.storage.writing.chunk_forms import ChunkForms
+from casnap.storage.writing.chunk_forms import Base, ChunkForms
 from casnap.storage.writing.copying import ChunkBuffer
 from casnap.storage.writing.session import Session
 
@@ -188,9 +188,13 @@ class _Recoder:
         self._buffer.clear()
         raws = self._buffer.read(self._store, chunks)
         for digest, base, nbytes in todo:
+            like = None
             # The chains that end in a chunk must not become longer.
-            base_raw = None if base is None or digest in self._bases else raws.get(base)
-            form = self._forms.choose(session.base, digest, raws[digest], base, base_raw)
+            if base is not None and base in raws and digest not in self._bases:
+                # Those of bases that were just recoded are longer now.
+                chain = self._forms.chains_below(session.base, [base])[base]
+                like = Base(base, raws[base], chain)
+            form = self._forms.choose(digest, raws[digest], like)
             if form is not None and len(form.content) < _WORTH * sizes[digest]:
                 self._forms.write(session.new_packs, digest, nbytes, form)
                 if form.base is not None:

@@ -185,7 +185,7 @@ def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, 
     """
     import numpy as np
 
-    raw, _ = read_file(str(path), _MOST_BYTES)
+    raw = bytearray(read_file(str(path), _MOST_BYTES)[0])
     if digest_of(raw).hex() != digest:
         raise DamagedError(f"{path} is damaged, or not the file that was meant")
     header = read_header(memoryview(raw))

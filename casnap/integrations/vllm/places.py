@@ -41,15 +41,15 @@ class Region(NamedTuple):
     strides: tuple[int, ...]
     target: torch.Tensor
 
-    def located(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def located(self, indices: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
         """Say where elements are.
 
         Args:
             indices: Of elements of the flat tensor of the checkpoint, in ascending order.
 
         Returns:
-            Which of them are in this part, and the place of each of these in the storage of the
-            model's tensor.
+            Which of them are in this part, as an index, and the place of each of these in the
+            storage of the model's tensor.
         """
         axes = self._axes()
         last = self.start + sum((size - 1) * stride for size, stride, _ in axes)
@@ -57,9 +57,9 @@ class Region(NamedTuple):
         ends = torch.tensor([self.start, last + 1], dtype=indices.dtype)
         first, stop = torch.searchsorted(indices, ends).tolist()
         rest = indices[first:stop].long() - self.start
-        offset, which = int(self.target.storage_offset()), torch.arange(first, stop)
+        offset, within = int(self.target.storage_offset()), slice(first, stop)
         if len(axes) == 1 and axes[0][1] == 1:
-            return which, rest.mul_(axes[0][2]).add_(offset)
+            return within, rest.mul_(axes[0][2]).add_(offset)
         places, is_here = torch.full_like(rest, offset), torch.ones_like(rest, dtype=torch.bool)
         for size, stride, step in axes:
             at = torch.div(rest, stride, rounding_mode="floor")
@@ -67,7 +67,7 @@ class Region(NamedTuple):
             places += at * step
             is_here &= at < size
         is_here &= rest == 0
-        return which[is_here], places[is_here]
+        return is_here.nonzero().view(-1) + first, places[is_here]
 
     def _axes(self) -> list[tuple[int, int, int]]:
         """Return the axes from the checkpoint's outermost: sizes, strides there, strides here.

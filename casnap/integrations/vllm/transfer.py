@@ -229,16 +229,8 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         except CasnapError as e:
             _log.warning("casnap: %s is loaded whole: %s", Path(info.folder).name, e)
             return False
+        self._content = ""
         with torch.no_grad():
-            for write in prepared[1]:
-                if not write.fits():
-                    _log.warning(
-                        "casnap: %s is loaded whole: somebody has changed %s in this worker",
-                        Path(info.folder).name,
-                        write.name,
-                    )
-                    return False
-            self._content = ""
             for write in prepared[1]:
                 write.do()
         self._content = info.content
@@ -257,10 +249,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         return self._places
 
     def _writes(self, info: CasnapUpdateInfo) -> list[_Write]:
-        """Return what must be written, when all that can be checked before has been.
+        """Return what must be written.
 
         Raises:
-            CasnapError: The patches are not for these weights.
+            CasnapError: The patches are not for these weights. All elements that they replace were
+                compared, so that in the pause there is nothing left but to write.
             OSError: They, or the folder, cannot be read.
         """
         places = self._check(info)
@@ -271,6 +264,9 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             for region in places.of(name)
             if (write := _write_of(name, patch, region)) is not None
         ]
+        for write in writes:
+            if not write.fits():
+                raise OtherBaseError(f"somebody has changed {write.name} in this worker")
         if info.whole:
             version = version_of(Path(info.folder))
             if version is None:
@@ -314,17 +310,24 @@ class _Write(NamedTuple):
 
 def _write_of(name: str, patch: Patch, region: Region) -> _Write | None:
     """Return what a patch writes to a part of its tensor; None if it is nothing."""
-    which, places = region.located(torch.tensor(patch.indices))
-    if not len(which):
+    which, places = region.located(_shared(patch.indices))
+    if not len(places):
         return None
     memory = storage_of(region.target)
 
     def of_memory(elements: Any) -> torch.Tensor:
         # torch has few calls for unsigned integers.
-        signed = torch.tensor(elements.view(f"i{elements.itemsize}"))[which]
+        signed = _shared(elements.view(f"i{elements.itemsize}"))[which]
         return bits_of(signed.view(getattr(torch, patch.dtype)).to(memory.dtype))
 
     return _Write(name, bits_of(memory), places, of_memory(patch.before), of_memory(patch.values))
+
+
+def _shared(elements: Any) -> torch.Tensor:
+    """Return the elements of an array of numpy, at aligned places, without a copy if they are."""
+    import numpy as np
+
+    return torch.from_numpy(np.require(elements, requirements=["A", "W"]))
 
 
 def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, torch.Tensor]:

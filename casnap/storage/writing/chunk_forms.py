@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from casnap.format.codec import Codec, compress
 from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
 from casnap.format.digest import Digest
-from casnap.format.records import Place, with_base
+from casnap.format.records import Place, Record, with_base
 from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.writing.new_packs import NewPacks
@@ -34,6 +35,20 @@ class Form(NamedTuple):
     base: Digest | None
 
 
+class Base(NamedTuple):
+    """What a chunk may be a delta of.
+
+    Attributes:
+        digest: Another chunk of the store, of the same length.
+        raw: Its bytes.
+        chain: It, and all that it stands on: :meth:`ChunkForms.chains_below`.
+    """
+
+    digest: Digest
+    raw: memoryview
+    chain: Sequence[Record]
+
+
 class ChunkForms:
     """Chooses forms for new chunks of one store.
 
@@ -50,37 +65,41 @@ class ChunkForms:
         """Whether a chunk was written in a smaller form."""
         return digest in self._written
 
-    def choose(
-        self,
-        view: IndexView,
-        digest: Digest,
-        raw: memoryview,
-        base: Digest | None,
-        base_raw: memoryview | None,
-    ) -> Form | None:
+    def chains_below(
+        self, view: IndexView, digests: Iterable[Digest]
+    ) -> dict[Digest, list[Record]]:
+        """Return some chunks with all bases below them, as :func:`~.chains.chains_below` does.
+
+        Args:
+            view: The index as the change sees it that writes new chunks.
+            digests: The chunks.
+        """
+        return chains_below(digests, partial(self._find, view))
+
+    def choose(self, digest: Digest, raw: memoryview, base: Base | None) -> Form | None:
         """Return the smallest form of a chunk; None if none is smaller. Several threads may ask.
 
         Args:
-            view: The index as the change sees it that writes the chunk.
             digest: Its digest.
             raw: The chunk.
-            base: Another chunk of the store, of the same length, that it may be like.
-            base_raw: That chunk.
+            base: What it may be like.
         """
-        delta = None
-        if base is not None and base_raw is not None:
-            chain = chains_below([base], partial(self._find, view))[base]
-            sizes = [place.stored_size for _, place in chain]
-            if can_carry(chain, digest) and _is_affordable([0, *sizes], len(raw)):
-                delta = encode_delta(raw, base_raw, base)
-            if delta is not None and not _is_affordable([len(delta), *sizes], len(raw)):
-                delta = None
-        if delta is not None and len(delta) <= _LARGE_SHARE * len(raw):
-            return Form(delta, Codec.DELTA, base)
+        delta = None if base is None else self._delta(digest, raw, base)
+        if delta is not None and len(delta.content) <= _LARGE_SHARE * len(raw):
+            return delta
         planes = compress(raw)
-        if planes is not None and (delta is None or len(planes) <= len(delta)):
+        if planes is not None and (delta is None or len(planes) <= len(delta.content)):
             return Form(planes, Codec.PLANES, None)
-        return None if delta is None else Form(delta, Codec.DELTA, base)
+        return delta
+
+    def _delta(self, digest: Digest, raw: memoryview, base: Base) -> Form | None:
+        """Return a chunk as a delta; None if that saves little, or its readers cannot afford it."""
+        sizes = [place.stored_size for _, place in base.chain]
+        if can_carry(base.chain, digest) and _is_affordable([0, *sizes], len(raw)):
+            delta = encode_delta(raw, base.raw, base.digest)
+            if delta is not None and _is_affordable([len(delta), *sizes], len(raw)):
+                return Form(delta, Codec.DELTA, base.digest)
+        return None
 
     def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
         """Write a chunk of so many bytes in a form that was chosen."""

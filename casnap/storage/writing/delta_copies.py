@@ -13,7 +13,7 @@ from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.chunk_forms import ChunkForms, Form
+from casnap.storage.writing.chunk_forms import Base, ChunkForms, Form
 from casnap.storage.writing.copying import ChunkBuffer, Report
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.reliance import Reliance
@@ -67,8 +67,9 @@ class DeltaCopier:
         bases = self._usable_bases(sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
         copy = partial(self._copy_some, bases, report)
-        # A copy in the background leaves most cores to the training that it runs beside.
-        threads = max(1, cores() // 4) if works_in_background() else cores()
+        # A copy in the background leaves most cores to the training that it runs beside. One thread
+        # alone would take twice as long for the same work.
+        threads = max(2, cores() // 4) if works_in_background() else cores()
         few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
         for _ in mapped(copy, groups, min(threads, few, _MOST_THREADS)):
             continue
@@ -77,12 +78,13 @@ class DeltaCopier:
         self, bases: Mapping[Digest, Digest], report: Report, digests: list[Digest]
     ) -> None:
         buffer = self._buffers.pop() if self._buffers else ChunkBuffer(2 * self._group_bytes)
-        raws = self._read(buffer, digests, {bases[d] for d in digests if d in bases})
+        wanted_bases = {bases[d] for d in digests if d in bases}
+        raws = self._read(buffer, digests, wanted_bases)
+        chains = self._forms.chains_below(self._reliance.base, wanted_bases & raws.keys())
         for digest in digests:
-            raw, base = raws[digest], bases.get(digest)
-            base_raw = None if base is None else raws.get(base)
-            form = self._forms.choose(self._reliance.base, digest, raw, base, base_raw)
-            form = form or Form(raw, Codec.RAW, None)
+            raw, like = raws[digest], bases.get(digest)
+            base = Base(like, raws[like], chains[like]) if like in chains else None
+            form = self._forms.choose(digest, raw, base) or Form(raw, Codec.RAW, None)
             self._forms.write(self._new_packs, digest, len(raw), form)
             report(digest, len(raw))
         buffer.clear()
