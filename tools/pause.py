@@ -5,13 +5,17 @@ By the python of `make test-engines`, which has vLLM on the CPU:
     VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 \
         .venv/engines/bin/python -m tools.pause --mb 222 --rounds 5 --s3
 
-A trainer takes steps, of which each moves 1 % of the elements of bf16 weights; a follower pulls
-each, and an engine of this process takes it: in turns by patches, and whole by ``reload_weights``.
-Each round also measures vLLM's own ``load_checkpoint_weight_patches`` with the same patches, and
-``save_pretrained`` with a reload of what that has written; and a pause in which the engine has the
-version already, which is the part that no patch can save. With ``--line 100``, the mirror and the
-follower share a line of so many MB a second to the S3 server, and ``save_pretrained``'s folder is
-copied at that rate. All share this machine.
+A trainer, a process of its own, takes steps, of which each moves 1 % of the elements of bf16
+weights; a follower pulls each, and an engine of this process takes it: in turns by patches, and
+whole by ``reload_weights``. Each round also measures vLLM's own ``load_checkpoint_weight_patches``
+with the same patches, and ``save_pretrained`` with a reload of what that has written; and a pause
+in which the engine has the version already, which is the part that no patch can save. At the end,
+an engine without the backend reloads versions whole: on CPUs, it packs its weights. With ``--line
+100``, the mirror and the follower share a line of so many MB a second to the S3 server, and
+``save_pretrained``'s folder is copied at that rate. All share this machine.
+
+While it waits, vLLM keeps two cores busy for a second after each call. With ``--yield``, its
+processes have the lowest priority, so that on a machine with as few cores casnap goes first.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 
 from casnap import PendingSnapshot, Retention, StateDict, Store
@@ -79,21 +85,16 @@ def _relayed(bucket: Any, rate: float) -> str:
 class Trainer:
     """Takes steps of a model."""
 
-    def __init__(self, folder: Path, nbytes: int, bucket: Any, line: float = 0.0) -> None:
+    def __init__(self, folder: Path, nbytes: int, mirror: str, options: dict[str, Any]) -> None:
         self.model = llama(nbytes)
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self._files = small_files(self.model, folder / "files")
         self._folder = folder
-        mirror, options = bucket and f"{bucket.uri}/run", None
-        self._line = Line(line * 1e6) if line else None
-        if self._line:
-            options = {**bucket.storage_options, "endpoint_url": _relayed(bucket, line * 1e6)}
-        self.store = Store(folder / "ckpts", mirror=mirror, mirror_options=options)
-        self.source = Store(mirror, storage_options=options) if mirror else self.store
-        self.live = folder / "live"
-        self.taken = 0
-        self.name = ""
-        self.pulled = 0.0
+        self._store = Store(
+            folder / "ckpts", mirror=mirror or None, mirror_options=options if mirror else None
+        )
+        self._is_mirrored = bool(mirror)
+        self._taken = 0
 
     def step(self) -> None:
         """Change the last bit of 1 % of the elements."""
@@ -103,27 +104,84 @@ class Trainer:
                 chosen = torch.randint(len(bits), (len(bits) // 100 + 1,))
                 bits[chosen] ^= 1
 
-    def take(self, *, in_background: bool = False) -> float:
-        """Take a step; return how long that blocked."""
+    def take(self, *, in_background: bool = False) -> tuple[str, float]:
+        """Take a step; return its name, and how long that blocked."""
         self.step()
-        self.name = f"run/step_{self.taken}"
-        self.taken += 1
+        name = f"run/step_{self._taken}"
+        self._taken += 1
         state = {"model": self.model, "files": StateDict(self._files)}
-        take = self.store.async_take if in_background else self.store.take
+        take = self._store.async_take if in_background else self._store.take
         start = time.perf_counter()
-        taken = take(state, self.name, retention=Retention(keep_last=2))
+        taken = take(state, name, retention=Retention(keep_last=2))
         blocked = time.perf_counter() - start
         if isinstance(taken, PendingSnapshot):
             taken.wait()
-        return blocked
+        return name, blocked
 
     def save(self) -> tuple[Path, float]:
-        """Have Transformers save the model; return where, and how long that blocked."""
-        folder = self._folder / f"saved_{self.taken}"
+        """Take a step, and have Transformers save it; return where, and how long that blocked."""
+        self.step()
+        folder = self._folder / f"saved_{self._taken}"
         shutil.copytree(self._folder / "files", folder)
         start = time.perf_counter()
         self.model.save_pretrained(folder)
         return folder, time.perf_counter() - start
+
+    def collect(self) -> None:
+        """Delete what retention let go, which a collector else keeps for a day: memory is short."""
+        if self._is_mirrored:
+            self._store.wait_mirrored(600)
+        self._store.gc(grace=0, recode_after=None)
+
+
+def _train(orders: Connection, *about: Any) -> None:
+    """Be a trainer that another process orders what to do."""
+    trainer = Trainer(*about)
+    orders.send(trainer.nbytes)
+    while order := orders.recv():
+        name, options = order
+        orders.send(getattr(trainer, name)(**options))
+
+
+class TrainerProcess:
+    """A trainer in a process of its own, as :class:`Trainer`; it ends with this one."""
+
+    def __init__(self, *about: Any) -> None:
+        self._orders, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        context.Process(target=_train, args=(theirs, *about), daemon=True).start()
+        theirs.close()
+        self.nbytes: int = self._orders.recv()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ordered(**options: Any) -> Any:
+            self._orders.send((name, options))
+            return self._orders.recv()
+
+        return ordered
+
+
+class Follower:
+    """Brings the weights to this host."""
+
+    def __init__(self, folder: Path, source: str, options: dict[str, Any], line: float) -> None:
+        self._source = Store(source, storage_options=options or None)
+        self._line = Line(line) if line else None
+        self.live = folder / "live"
+        self.pulled = 0.0
+
+    def follow(self, name: str, callback: OnVersion) -> None:
+        """Follow until a callback was called for a snapshot."""
+        options = PullOptions(patches=True)
+        for event in self._source.follow(
+            self.live, "run", interval=0.05, on_version=callback, options=options
+        ):
+            if event.error is not None:
+                print(event.error)
+            if event.event == "switched" and event.report:
+                self.pulled = event.report.seconds
+            if event.event == "called" and event.report and event.report.snapshot == name:
+                return
 
     def copied(self, folder: Path) -> Path:
         """Copy a folder over the line, if there is one; return the copy."""
@@ -139,24 +197,12 @@ class Trainer:
         shutil.rmtree(folder)
         return copy
 
-    def collect(self) -> None:
-        """Delete what retention let go, which a collector else keeps for a day: memory is short."""
-        if self.source is not self.store:
-            self.store.wait_mirrored(600)
-        self.store.gc(grace=0, recode_after=None)
 
-    def follow(self, callback: OnVersion) -> None:
-        """Follow until a callback was called for the last step."""
-        options = PullOptions(patches=True)
-        for event in self.source.follow(
-            self.live, "run", interval=0.05, on_version=callback, options=options
-        ):
-            if event.error is not None:
-                print(event.error)
-            if event.event == "switched" and event.report:
-                self.pulled = event.report.seconds
-            if event.event == "called" and event.report and event.report.snapshot == self.name:
-                return
+def go_last() -> None:
+    """Give all processes below this one the lowest priority, but the trainer and the server."""
+    for process in psutil.Process().children(recursive=True):
+        if "VLLM" in process.name() or "VLLM" in "".join(process.cmdline()[:1]):
+            process.nice(19)
 
 
 class Pauses:
@@ -201,37 +247,54 @@ def apply_by_vllm(
     return time.perf_counter() - start
 
 
-async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: float) -> None:
-    """Print all figures."""
-    from vllm import AsyncEngineArgs, SamplingParams
+def _engine(live: Path, **options: Any) -> Any:
+    from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    trainer = Trainer(folder, nbytes, bucket, line)
-    trainer.take()
-    if bucket:
-        trainer.store.wait_mirrored(600)
-    trainer.follow(lambda *_: None)
-    print(f"a model of {trainer.nbytes / 1e6:,.0f} MB of bf16")
-    options = AsyncEngineArgs(
-        model=str(trainer.live.resolve()), dtype="bfloat16", enforce_eager=True, max_model_len=128,
-        gpu_memory_utilization=0.1, weight_transfer_config={"backend": "casnap"},
+    about = AsyncEngineArgs(
+        model=str(live.resolve()), dtype="bfloat16", enforce_eager=True, max_model_len=128,
+        gpu_memory_utilization=0.1, **options,
     )  # fmt: skip
-    engine = AsyncLLM.from_engine_args(options)
+    return AsyncLLM.from_engine_args(about)
+
+
+async def _answer(engine: Any) -> None:
+    from vllm import SamplingParams
+
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    async for _ in engine.generate(_PROMPT, sampling, f"r{time.perf_counter_ns()}"):
+        pass
+
+
+async def measure(
+    folder: Path, nbytes: int, rounds: int, bucket: Any, line: float, *, yields: bool
+) -> None:
+    """Print all figures."""
+    mirror, options = "", dict[str, Any]()
+    if bucket:
+        mirror, options = f"{bucket.uri}/run", bucket.storage_options
+        if line:
+            options = {**options, "endpoint_url": _relayed(bucket, line)}
+    trainer = TrainerProcess(folder, nbytes, mirror, options)
+    name, _ = trainer.take()
+    trainer.collect()
+    follower = Follower(folder, mirror or str(folder / "ckpts"), options, line)
+    follower.follow(name, lambda *_: None)
+    live = follower.live
+    print(f"a model of {trainer.nbytes / 1e6:,.0f} MB of bf16")
+    engine = _engine(live, weight_transfer_config={"backend": "casnap"})
+    if yields:
+        go_last()
     pauses = Pauses(engine)
     by_patches, whole = reload_vllm_async(engine, patches=True), reload_vllm_async(engine)
-
-    async def answer() -> None:
-        async for _ in engine.generate(_PROMPT, sampling, f"r{time.perf_counter_ns()}"):
-            pass
 
     async def served(callback: OnVersion) -> tuple[float, float, float]:
         """Return how long a take blocks, the pause is, and the first answer comes after it."""
         await asyncio.to_thread(trainer.collect)
-        blocked = await asyncio.to_thread(trainer.take)
+        name, blocked = await asyncio.to_thread(trainer.take)
         start = time.perf_counter()
-        await asyncio.to_thread(trainer.follow, callback)
-        await answer()
+        await asyncio.to_thread(follower.follow, name, callback)
+        await _answer(engine)
         return blocked, pauses.seconds, time.perf_counter() - start
 
     def keeping_stage(callback: OnVersion, kept: list[StagedPatches]) -> Callable[..., None]:
@@ -242,22 +305,22 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: flo
             assert again is not None
             kept.append(again)
 
-        before = trainer.live.resolve()
+        before = live.resolve()
         return on_version
 
     rows: list[dict[str, float]] = []
     try:
-        await answer()
+        await _answer(engine)
         await served(by_patches)
         for _ in range(rounds):
             row: dict[str, float] = {}
             row["taken"], row["patches"], row["answer"] = await served(by_patches)
-            row["pulled"] = trainer.pulled
-            await asyncio.to_thread(by_patches, trainer.live.resolve(), [])
+            row["pulled"] = follower.pulled
+            await asyncio.to_thread(by_patches, live.resolve(), [])
             row["nothing"] = pauses.seconds
             kept: list[StagedPatches] = []
             await served(keeping_stage(by_patches, kept))
-            version = version_of(trainer.live)
+            version = version_of(live)
             assert version is not None
             shapes = {n: list(tensor.shape) for n, tensor in version.record.tensors.items()}
             path, *about = kept[0][:4]
@@ -266,19 +329,26 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: flo
             )
             kept[0].remove()
             _, row["whole"], row["answer, whole"] = await served(whole)
-            row["taken, async"] = await asyncio.to_thread(trainer.take, in_background=True)
-            trainer.step()
+            _, row["taken, async"] = await asyncio.to_thread(trainer.take, in_background=True)
             saved, row["saved"] = await asyncio.to_thread(trainer.save)
             start = time.perf_counter()
-            saved = await asyncio.to_thread(trainer.copied, saved)
+            saved = await asyncio.to_thread(follower.copied, saved)
             await asyncio.to_thread(whole, saved, [])
-            await answer()
+            await _answer(engine)
             row["answer, saved"] = time.perf_counter() - start + row["saved"]
             shutil.rmtree(saved)
             # The engine learns again which version it has.
             await served(by_patches)
             rows.append(row)
             print(", ".join(f"{name} {seconds:.3f}" for name, seconds in row.items()), flush=True)
+    finally:
+        engine.shutdown()
+    engine = _engine(live)
+    try:
+        pauses, whole = Pauses(engine), reload_vllm_async(engine)
+        for row in rows:
+            await served(whole)
+            row["whole, packed"] = pauses.seconds
     finally:
         engine.shutdown()
     middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
@@ -289,8 +359,9 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: flo
     print(f"medians of {rounds} rounds, in s:")
     print(
         f"the pause: by patches {middle['patches']:.3f}, by reload_weights {middle['whole']:.3f}: "
-        f"{ratio('patches', 'whole')} of that; with nothing to write {middle['nothing']:.3f}; "
-        f"vLLM's own function alone takes "
+        f"{ratio('patches', 'whole')} of that; by an engine that packs its weights "
+        f"{middle['whole, packed']:.3f}: {ratio('patches', 'whole, packed')} of that; with nothing "
+        f"to write {middle['nothing']:.3f}; vLLM's own function alone takes "
         f"{middle['by vllm']:.3f}"
     )
     print(
@@ -313,6 +384,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--s3", action="store_true", help="by way of a mirror on an S3 server")
     parser.add_argument("--line", type=float, default=0.0, help="MB a second, with --s3")
+    parser.add_argument("--yield", dest="yields", action="store_true", help="vLLM goes last")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="casnap-pause-", dir=args.dir))
@@ -326,7 +398,8 @@ def main() -> None:
                 server = stack.enter_context(shared("seaweedfs", folder))
                 bucket = stack.enter_context(server.bucket())
                 os.environ.update(bucket.environment)
-            asyncio.run(measure(folder, int(args.mb * 1e6), args.rounds, bucket, args.line))
+            nbytes, line = int(args.mb * 1e6), args.line * 1e6
+            asyncio.run(measure(folder, nbytes, args.rounds, bucket, line, yields=args.yields))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -118,6 +118,8 @@ class Following:
             self._is_called = False
             last = self._report
             report = update(self._served, self._source, self._options, self._progress)
+            if self._on_version is None:
+                self._served.prune(self._options.keep)
             self._report = report
             self._note_staged(self._source, report)
             if report.switched or last is None or report.folder != last.folder:
@@ -140,15 +142,25 @@ class Following:
             self._pulls.note_success()
 
     def _call(self, on_version: OnVersion) -> Iterator[FollowEvent]:
-        """Call the callback, unless it was called for the current version."""
+        """Call the callback, unless it was called for the current version; then delete old ones.
+
+        An engine that waits for the version does not wait for that too: of a version in memory it
+        takes long.
+        """
+        event = self._event_of_call(on_version)
+        self._served.prune(self._options.keep)
+        if event is not None:
+            yield event
+
+    def _event_of_call(self, on_version: OnVersion) -> FollowEvent | None:
         try:
             version, last = self._served.current(), self._served.called()
             if version is None:
-                return
+                return None
             self._is_called = version.record == last
             if self._is_called:
                 self._note_serving()
-                return
+                return None
             changed = version.record.changed_since(last)
             self._served.note_calling(version)
             try:
@@ -159,15 +171,14 @@ class Following:
                 raise
         except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again
             self._calls.note_failure(e)
-            yield FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")
-        else:
-            self._is_called = True
-            self._note_serving()
-            self._calls.note_success()
-            try:
-                self._served.note_called(version)
-            except (CasnapError, OSError) as e:
-                _log.warning(
-                    "the callback for %s is called again after a restart: %s", version.folder, e
-                )
-            yield FollowEvent("called", self._report)
+            return FollowEvent("call_failed", self._report, f"{type(e).__name__}: {e}")
+        self._is_called = True
+        self._note_serving()
+        self._calls.note_success()
+        try:
+            self._served.note_called(version)
+        except (CasnapError, OSError) as e:
+            _log.warning(
+                "the callback for %s is called again after a restart: %s", version.folder, e
+            )
+        return FollowEvent("called", self._report)

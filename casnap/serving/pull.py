@@ -101,13 +101,15 @@ def pull(
 ) -> PullReport:
     """Bring a folder to the newest snapshot. :meth:`casnap.Store.pull` describes the rest."""
     with ServedFolder(out).locked() as served:
-        return update(served, source, options, progress)
+        report = update(served, source, options, progress)
+        served.prune(options.keep)
+        return report
 
 
 def update(
     served: ServedFolder, source: Source, options: PullOptions, progress: Progress | None
 ) -> PullReport:
-    """Bring a folder, whose lock is held, to the newest snapshot."""
+    """Bring a folder, whose lock is held, to the newest snapshot; old versions stay."""
     start = time.monotonic()
     received = source.store.backend.received_bytes
     version = None
@@ -116,8 +118,6 @@ def update(
         report = PullReport("", contents.name, contents.row.commit.hex(), number, published)
         with served.translated():
             version = _switched(served, source, contents, options, report, progress)
-    with served.translated():
-        served.prune(options.keep)
     record, report.folder = version.record, os.path.realpath(version.folder)
     report.tensors, report.left_out = len(record.tensors), record.left_out
     report.total_bytes = sum(file.file_bytes for file in record.files.values())
