@@ -102,6 +102,9 @@ class Store:
             See ``docs/object-stores.md``.
         mirror_options: How the mirror is reached, like ``storage_options``.
         mirror_retention: Which snapshots to keep at the mirror; by default all.
+        mirror_tag: The mirror gets only what this tag is published on, by :meth:`publish`, and the
+            tag is published there on the same. Of publishes that follow each other fast, it may get
+            the last one alone.
         cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
             so many bytes for all stores together, such as ``"50GB"``, so that they are fetched
             once. 0: no cache. By default ``CASNAP_CACHE_BYTES`` of the environment counts; without
@@ -132,6 +135,7 @@ class Store:
         mirror: str | os.PathLike[str] | Backend | None = None,
         mirror_options: Mapping[str, Any] | None = None,
         mirror_retention: casnap.Retention | None = None,
+        mirror_tag: str | None = None,
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
@@ -142,7 +146,7 @@ class Store:
             create=create,
             storage_options=storage_options,
             threads=count_if_given("threads", threads),
-            mirror_options=_mirror_options(mirror, mirror_options, mirror_retention),
+            mirror_options=_mirror_options(mirror, mirror_options, mirror_retention, mirror_tag),
             chunk_size=chunk_size_of(chunk_size),
             settings=new_settings(codec),
             exclusive=exclusive,
@@ -382,6 +386,9 @@ class Store:
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
 
+        With ``mirror_tag``, until the tag is published there on what it is published on here, or
+        on something later.
+
         Any process that has the store open can wait, not only the one that copies.
 
         Args:
@@ -477,7 +484,9 @@ class Store:
             full, commit_id = view.full_of(snapshot.name), snapshot.commit_id
         else:
             full, commit_id = view.full_name(snapshot), view.row(snapshot).commit.hex()
-        return publish_tag(view.repository, tag, full, commit_id)
+        move = publish_tag(view.repository, tag, full, commit_id)
+        view.hooks.on_commit()
+        return move
 
     def tagged(self, tag: str) -> Snapshot:
         """Return the snapshot that has a tag. If the tag was published, that is one look-up.
@@ -1051,11 +1060,14 @@ def _mirror_options(
     mirror: str | os.PathLike[str] | Backend | None,
     options: Mapping[str, Any] | None,
     retention: casnap.Retention | None,
+    tag: str | None,
 ) -> MirrorOptions | None:
     """Return the user's options for the mirror; None without a mirror."""
     if mirror is None:
-        if options is not None or retention is not None:
-            raise ValueError("mirror_options= and mirror_retention= need mirror=, the other store")
+        if options is not None or retention is not None or tag is not None:
+            raise ValueError(
+                "mirror_options=, mirror_retention= and mirror_tag= need mirror=, the other store"
+            )
         return None
     from casnap.mirror.status import MirrorOptions
 
@@ -1063,8 +1075,12 @@ def _mirror_options(
         from casnap.storage import check_retention
 
         check_retention(retention)
+    if tag is not None:
+        from casnap.storage import checked_tag
+
+        tag = checked_tag(tag)
     place = mirror if isinstance(mirror, Backend) else given_path(mirror)
-    return MirrorOptions(place, options, retention)
+    return MirrorOptions(place, options, retention, tag or "")
 
 
 def import_snapshot(

@@ -6,7 +6,7 @@ import click
 
 from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
-from casnap.mirror.notes import mirror_place, succeeded_in, unmirrored_in
+from casnap.mirror.notes import lag_in, mirror_place, succeeded_in
 from casnap.mirror.status import HostFiles, HostStatus
 from casnap.view import repository_of
 
@@ -27,7 +27,9 @@ def mirror(store: str | None, as_json: bool) -> None:
     mirror_known = mirror_place(root, uri)
     if mirror_known is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
-    lacking, succeeded = unmirrored_in(repository.table(root)), succeeded_in(repository.table(root))
+    snapshot_table = repository.table(root)
+    lacking = lag_in(root, snapshot_table, mirror_known.tag, uri).rows
+    succeeded = succeeded_in(snapshot_table)
     running = HostFiles(repository, mirror_known.uri).read()
     status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())
@@ -49,6 +51,7 @@ def mirror(store: str | None, as_json: bool) -> None:
         document = {
             "store": uri,
             "mirror": mirror_known.uri,
+            "tag": mirror_known.tag or None,
             "snapshots": snapshots,
             "succeeded": list(succeeded),
         }
@@ -68,7 +71,8 @@ def mirror(store: str | None, as_json: bool) -> None:
     lag = (
         f"lacks {amount(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
     )
-    say(f"{mirror_known.uri} {lag}")
+    follows = f" (it follows the tag {mirror_known.tag})" if mirror_known.tag else ""
+    say(f"{mirror_known.uri} {lag}{follows}")
     if succeeded:
         say(
             f"{amount(len(succeeded), 'snapshot')} of runs that another store continues there stay "

@@ -44,6 +44,7 @@ class Succession:
         new_name: The full name of the snapshot there.
         row: Its row in the mirrored store.
         retention: Which copies to keep there; None for all.
+        tag: The tag that the mirror follows, which holds no copy there; empty for none.
         predecessor: The id of the store whose run the last placement took over; else empty.
         replaced: The names of the copies of earlier lives that the last placement replaces.
     """
@@ -53,6 +54,7 @@ class Succession:
     new_name: str
     row: Row
     retention: Retention | None
+    tag: str = ""
     predecessor: str = ""
     replaced: tuple[str, ...] = ()
 
@@ -80,7 +82,7 @@ class Succession:
             # What came after the snapshot that is taken anew came from it.
             names = [name for name, _ in in_commit_order(earlier.items())]
             replaced_names.update(names[names.index(self.new_name) :])
-        replaced_names = {name for name in replaced_names if not copies[name].tags}
+        replaced_names = {n for n in replaced_names if not {*copies[n].tags} - {self.tag}}
         self.replaced = tuple(
             name for name, _ in in_commit_order((n, copies[n]) for n in replaced_names)
         )

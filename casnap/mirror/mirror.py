@@ -4,7 +4,8 @@ A take with a mirror commits its row with a note that the mirror lacks the snaps
 (``notes.py``). A **pass** copies all snapshots with such a note, in the order of their commits, and
 removes the notes. It runs on a thread that the interpreter waits for at exit. A pass begins after
 each commit of this process, and a **watcher**, a daemon thread, begins others: after a failure, or
-for what other processes have committed. On each host one process at a time has a pass. Nothing here
+for what other processes have committed. On each host one process at a time has a pass. To a mirror
+that follows a tag, it copies only what that is published on, and moves the tag there. Nothing here
 raises to a take, or makes it wait. When to copy is decided in two places: :meth:`Mirror.wake`
 begins each pass, and :meth:`Mirror._pause` holds one up while a take goes on.
 """
@@ -32,18 +33,20 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.format.names import folder_of
-from casnap.format.records import Row
+from casnap.format.records import Root, Row
 from casnap.mirror.continued_runs import SucceededError, Succession
 from casnap.mirror.notes import (
+    Lag,
     MirrorPlace,
     attach_mirror,
+    check_same_tag,
     follows_of,
+    lag_in,
     mark_mirrored,
     mirror_place,
     restored_from,
     succeeded_in,
     taken_notes,
-    unmirrored_in,
     wrong_mirror_error,
 )
 from casnap.mirror.status import (
@@ -60,8 +63,10 @@ from casnap.runtime.threads import Worker
 from casnap.storage import (
     CommitHooks,
     Repository,
+    Table,
     locate_store,
     open_at,
+    publish_tag,
 )
 from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
@@ -89,6 +94,10 @@ def _is_other_rank() -> bool:
 
 class _StoppedError(Exception):
     """Ends a copy because the mirror was stopped."""
+
+
+class _OvertakenError(Exception):
+    """A tag is not moved at the mirror, since it has moved on in the mirrored store."""
 
 
 class Mirror:
@@ -155,7 +164,12 @@ class Mirror:
         # no cycle, and is freed with its store.
         self._copier: ContinuousCopier | None = None
         self._succession: Succession | None = None
+        # What is to be noted in the mirrored store: what the mirror has or is not to get, what it
+        # never gets, and the last publish that it has.
+        self._dealt_with: dict[str, bytes] = {}
         self._given_up: dict[str, bytes] = {}
+        self._moved = 0
+        self._lag = Lag({})
         self._passes = 0
 
     # --- from the threads of users; none of these raises because of the mirror, or waits for it ---
@@ -209,7 +223,7 @@ class Mirror:
         run = folder_of(name)
         place = None if self._passive else mirror_place(self._source.newest(), self.uri)
         if place is None:
-            return taken_notes("", 0)
+            return taken_notes("", 0, self.how.tag)
         if run not in self._follows:
             rows = self._source.read_at_newest(
                 lambda root: list(self._source.table(root).items_in(run))
@@ -217,7 +231,7 @@ class Mirror:
             followed = [follows_of(r, place.store) for n, r in rows if folder_of(n) == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))
             self._follows[run] = max([resumed, *followed])
-        return taken_notes(place.store, self._follows[run])
+        return taken_notes(place.store, self._follows[run], self.how.tag)
 
     def _watch(self) -> None:
         with self._lock:
@@ -283,23 +297,50 @@ class Mirror:
         """Copy what is new; return whether anything was."""
         if self._copier is None:
             self._copier = ContinuousCopier(self._pair, self._on_progress, self._explain)
-        commits: dict[str, bytes] = {}
         settled = time.monotonic()
         any_copied = False
         try:
             for job, report in self._copier.look():
+                any_copied = True
                 if report.copied:
                     self._say_continued(destination, job)
-                commits[job.name] = job.row.commit
-                any_copied = True
+                if job.name == self._lag.published:
+                    try:
+                        self._publish(destination, job)
+                    except _OvertakenError:
+                        continue
+                    except SucceededError as e:
+                        self._explain(job, e)
+                        continue
+                self._dealt_with[job.name] = job.row.commit
                 if time.monotonic() - settled > _SETTLE:
-                    self._settle(commits)
+                    self._settle()
                     settled = time.monotonic()
         finally:
-            if commits or self._given_up:
+            if self._dealt_with or self._given_up:
                 self._pause()
-                self._settle(commits)
+                self._settle()
         return any_copied
+
+    def _publish(self, destination: Destination, job: CopyJob) -> None:
+        """Move the tag at the mirror to the copy of what it is published on.
+
+        Raises:
+            _OvertakenError: It has moved on in the mirrored store.
+            SucceededError: Another store writes the run at the mirror.
+        """
+        number = self._lag.number
+        succession = self._succession_of(destination, job.new_name, job.row)
+
+        def check(table: Table, seq: int) -> None:
+            # Another process may have moved the tag there to what is published later. This commit
+            # then begins anew, and sees that here.
+            if self.lag().number != number:
+                raise _OvertakenError
+            succession.place(table, seq)
+
+        publish_tag(destination.store, self.how.tag, job.new_name, job.row.commit.hex(), check)
+        self._moved = number
 
     def _pair(self) -> Pair:
         destination = self.destination()
@@ -308,18 +349,46 @@ class Mirror:
 
     def _choose(self, destination: Destination) -> Iterator[CopyJob]:
         """Yield what the mirror lacks."""
-        lacking = self.lacking()
+        root, lag = self._look()
+        self._check_attached(root)
+        self._lag = lag
+        tag, lacking = self.how.tag, lag.rows
+        strays = lacking.keys() - {lag.published} if tag else ()
+        there = self._commits_at(destination) if strays else ()
         for name, row in lacking.items():
+            if name in strays and row.commit not in there:
+                # Its run went back from it, or it was taken before the mirror followed the tag.
+                self._dealt_with[name] = row.commit
+                continue
             # Takes go first, unless the mirror falls behind. No low priority for this thread:
             # when it holds Python's lock, the training would wait with it.
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
             new_name = f"{destination.prefix}/{name}" if destination.prefix else name
-            succession = Succession(
-                self._source, destination.store, new_name, row, self.how.retention
-            )
-            self._succession = succession
+            succession = self._succession = self._succession_of(destination, new_name, row)
             place, upkeep = succession.place, succession.upkeep
-            yield CopyJob(name, new_name, row, place=place, upkeep=upkeep)
+            yield CopyJob(name, new_name, row, place=place, moved_tag=tag, upkeep=upkeep)
+
+    def _check_attached(self, root: Root) -> None:
+        """Check that the store still has this mirror for what this process copies there.
+
+        Raises:
+            MirrorError: A user has changed that.
+        """
+        uri = self._source.backend.uri
+        try:
+            check_same_tag(mirror_place(root, uri), self.how.tag, uri)
+        except MirrorError as e:
+            self._misfit = e
+            raise
+
+    def _succession_of(self, destination: Destination, new_name: str, row: Row) -> Succession:
+        store, retention = destination.store, self.how.retention
+        return Succession(self._source, store, new_name, row, retention, self.how.tag)
+
+    def _commits_at(self, destination: Destination) -> set[bytes]:
+        store = destination.store
+        rows = store.read_at_newest(lambda root: list(store.table(root).items_in()))
+        return {row.commit for _, row in rows}
 
     def _say_continued(self, destination: Destination, job: CopyJob) -> None:
         """Say that this store continues the run of another one, and what that replaced."""
@@ -337,12 +406,12 @@ class Mirror:
             f", which replaces {replaced:.1000} of another branch" if replaced else "",
         )
 
-    def _settle(self, commits: dict[str, bytes]) -> None:
+    def _settle(self) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.
         self._backoff.note_success()
         self._host.write(self._host_status())
-        mark_mirrored(self._source, commits, self._given_up)
-        commits.clear()
+        mark_mirrored(self._source, self._dealt_with, self._given_up, self._moved)
+        self._dealt_with.clear()
         self._given_up.clear()
         self._host.write(self._host_status())
         self._tell_waiting()
@@ -367,6 +436,8 @@ class Mirror:
                 _log.error("%s", error)
             self._succeeded.setdefault(run, (str(error), time.time()))
             self._given_up[job.name] = job.row.commit
+            if job.name == self._lag.published:
+                self._moved = self._lag.number
             return None
         store, source = self.destination().store, self._source
         row = store.read_at_newest(lambda root: store.table(root).get(job.new_name))
@@ -408,6 +479,7 @@ class Mirror:
         source = self._source
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
+        check_same_tag(attached, self.how.tag, source.backend.uri, attaches=True)
         try:
             # Another process may have made it meanwhile, so its place is looked at anew.
             place = locate_store(self.how.uri, self.how.options)
@@ -428,16 +500,26 @@ class Mirror:
                 "mirror is another store, which casnap makes"
             )
         check_pair(source, store)
-        attach_mirror(source, MirrorPlace(store.config.store_id, place.name, self.uri))
+        mirror = MirrorPlace(store.config.store_id, place.name, self.uri, self.how.tag)
+        attach_mirror(source, mirror)
         options = CopyOptions(hooks=self._hooks_of(store), gets_all=True)
         return Destination(store, place.name, options)
 
     # --- what is known ---
 
+    def lag(self) -> Lag:
+        """Return what the mirror lacks, as the newest root says."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[Root, Lag]:
+        store, tag = self._source, self.how.tag
+        return store.read_at_newest(
+            lambda root: (root, lag_in(root, store.table(root), tag, store.backend.uri))
+        )
+
     def lacking(self) -> dict[str, Row]:
-        """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
-        store = self._source
-        return store.read_at_newest(lambda root: unmirrored_in(store.table(root)))
+        """Return the snapshots that the mirror lacks, by full name."""
+        return self.lag().rows
 
     def succeeded(self) -> dict[str, Row]:
         """Return the snapshots that the mirror never gets, by full name."""
@@ -471,7 +553,8 @@ class Mirror:
             MirrorError: The time is over, some cannot be mirrored, or the mirror was stopped.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        commits = {row.commit for row in self.lacking().values()}
+        first = self.lag()
+        commits = {row.commit for row in first.rows.values()}
         passes = self._passes
         self._backoff.hurry()
         if self._copier is not None:
@@ -483,7 +566,11 @@ class Mirror:
                 self._changed.wait(
                     0.5 if seconds_left is None else min(0.5, max(0.0, seconds_left))
                 )
-            lacking = {name: row for name, row in self.lacking().items() if row.commit in commits}
+            lag = self.lag()
+            if lag.moved < first.number and lag.published:
+                # What was published since stands for what is waited for.
+                commits.add(lag.rows[lag.published].commit)
+            lacking = {name: row for name, row in lag.rows.items() if row.commit in commits}
             commits &= {row.commit for row in lacking.values()}
             if not commits:
                 break

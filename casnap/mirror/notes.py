@@ -2,8 +2,10 @@
 
 A take into a store with a mirror commits its row with such a note, and the mirror removes it once
 it holds the snapshot. Until then no process prunes the snapshot, even a process that does not know
-of the mirror, and even after a crash. Other notes say which life of its run a snapshot belongs to
-(``docs/decisions/0058-lives-of-a-run.md``).
+of the mirror, and even after a crash. A mirror that follows a tag lacks what that is published on
+until the setting for the mirror has the number of that publish
+(``docs/decisions/0093-mirrors-of-a-tag.md``). Other notes say which life of its run a snapshot
+belongs to (``docs/decisions/0058-lives-of-a-run.md``).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+import msgspec
 
 from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
@@ -21,6 +25,8 @@ from casnap.storage import (
     change_settings,
     change_table,
     is_copy_from_here,
+    move_of,
+    published_row,
     rows_of_run,
 )
 
@@ -42,11 +48,37 @@ class MirrorPlace(NamedTuple):
         store: The id of that store.
         prefix: The folder there that all snapshots go into; empty for none.
         uri: Where it was.
+        tag: The published tag that it follows; empty if it gets all snapshots.
+        moved: The number of the last publish of that tag that it has.
     """
 
     store: str
     prefix: str
     uri: str
+    tag: str = ""
+    moved: int = 0
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The setting of the mirrored store."""
+        fields = self._asdict()
+        return fields if self.tag else {key: fields[key] for key in ("store", "prefix", "uri")}
+
+
+class Lag(NamedTuple):
+    """What a mirror lacks.
+
+    Attributes:
+        rows: The snapshots, by full name, in the order in which it is to get them.
+        published: The one of these that the tag which it follows is published on; empty for none.
+        number: The number of that publish; 0 for none.
+        moved: The number of the last publish that it has.
+    """
+
+    rows: dict[str, Row]
+    published: str = ""
+    number: int = 0
+    moved: int = 0
 
 
 class Life(NamedTuple):
@@ -66,15 +98,16 @@ def is_succeeded(row: Row) -> bool:
     return row.has_note(_SUCCEEDED)
 
 
-def taken_notes(mirror_id: str, follows: int) -> dict[str, Any]:
+def taken_notes(mirror_id: str, follows: int, tag: str) -> dict[str, Any]:
     """Return the notes of a snapshot that is taken into a store with a mirror.
 
     Args:
         mirror_id: The id of the mirror.
         follows: The root there that the snapshot follows; 0 for none.
+        tag: The tag that the mirror follows; empty if it gets all snapshots.
     """
     followed = {_FOLLOWS: [mirror_id, follows]} if follows else {}
-    return {**followed, UNMIRRORED: True}
+    return followed if tag else {**followed, UNMIRRORED: True}
 
 
 def follows_of(row: Row, mirror_id: str) -> int:
@@ -163,7 +196,10 @@ def notes_of_renamed(root: Root, uri: str) -> dict[str, Any]:
 
 
 def mark_mirrored(
-    store: Repository, mirrored: Mapping[str, bytes], succeeded: Mapping[str, bytes]
+    store: Repository,
+    mirrored: Mapping[str, bytes],
+    succeeded: Mapping[str, bytes],
+    moved: int = 0,
 ) -> None:
     """Note that the mirror holds some snapshots, and never gets others, in one commit.
 
@@ -172,6 +208,7 @@ def mark_mirrored(
         mirrored: Full name and commit id of each that it holds. A run of which the mirror gets
             snapshots again is no longer noted as succeeded.
         succeeded: Those that it never gets, since another store continues their run.
+        moved: The number of the last publish that it has followed, or never will; 0 for none.
     """
     runs = {folder_of(name) for name in mirrored}
 
@@ -184,11 +221,20 @@ def mark_mirrored(
         for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)
             # It may have been taken anew meanwhile.
-            if row is not None and row.commit == commit and row.is_unmirrored:
+            is_owed = row is not None and (row.is_unmirrored or (moved and name in succeeded))
+            if row is not None and row.commit == commit and is_owed:
                 changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
         return changed
 
-    change_table(store, change)
+    def update_root(root: Root) -> Root:
+        place = mirror_place(root, store.backend.uri) if moved else None
+        # It may have been forgotten meanwhile, or another process was faster.
+        if place is None or not place.tag or place.moved >= moved:
+            return root
+        settings = {**root.settings, SETTING: {**root.settings[SETTING], "moved": moved}}
+        return msgspec.structs.replace(root, settings=settings)
+
+    change_table(store, change, update_root)
 
 
 def succeeded_in(table: Table) -> dict[str, Row]:
@@ -196,10 +242,29 @@ def succeeded_in(table: Table) -> dict[str, Row]:
     return {name: row for name, row in table.items_in() if is_succeeded(row)}
 
 
-def unmirrored_in(table: Table) -> dict[str, Row]:
-    """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
-    rows = [(name, row) for name, row in table.items_in() if row.is_unmirrored]
-    return dict(sorted(rows, key=lambda item: item[1].seq))
+def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
+    """Return what the mirror lacks.
+
+    Args:
+        root: The root of the mirrored store.
+        table: Its table.
+        tag: The tag that the mirror follows; empty if it gets all snapshots.
+        uri: The mirrored store, for an error.
+
+    Raises:
+        MirrorError: The setting for the mirror cannot be understood.
+    """
+    noted = [(name, row) for name, row in table.items_in() if row.is_unmirrored]
+    rows = dict(sorted(noted, key=lambda item: item[1].seq))
+    if not tag:
+        return Lag(rows)
+    place = mirror_place(root, uri)
+    moved = 0 if place is None else place.moved
+    move, published = move_of(root, tag), published_row(root, table, tag)
+    if move is None or published is None or move.root <= moved:
+        return Lag(rows, moved=moved)
+    name, row = published
+    return Lag({**rows, name: row}, name, move.root, moved)
 
 
 def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
@@ -211,32 +276,67 @@ def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
     setting = root.settings.get(SETTING)
     if setting is None:
         return None
-    fields = (
-        [setting.get(field) for field in MirrorPlace._fields] if isinstance(setting, dict) else []
+    match setting:
+        case {"store": str(store), "prefix": str(prefix), "uri": str(place_uri)}:
+            tag, moved = setting.get("tag", ""), setting.get("moved", 0)
+            if isinstance(tag, str) and isinstance(moved, int):
+                return MirrorPlace(store, prefix, place_uri, tag, moved)
+    raise MirrorError(
+        f"{uri} has a setting for its mirror that this casnap does not understand; update "
+        f"casnap, or forget that mirror: `casnap config {uri} mirror=none`"
     )
-    texts = [field for field in fields if isinstance(field, str)]
-    if len(texts) != len(MirrorPlace._fields):
-        raise MirrorError(
-            f"{uri} has a setting for its mirror that this casnap does not understand; update "
-            f"casnap, or forget that mirror: `casnap config {uri} mirror=none`"
-        )
-    return MirrorPlace(*texts)
 
 
 def attach_mirror(store: Repository, place: MirrorPlace) -> None:
     """Note which store is the mirror; the first time, note that it lacks all snapshots.
 
+    One that follows a tag lacks only what that is published on.
+
     Raises:
-        MirrorError: Another store is the mirror.
+        MirrorError: Another store is the mirror, or this one gets other snapshots.
     """
     uri = store.backend.uri
     attached = mirror_place(store.newest(), uri)
     if attached is None:
-        change_settings(store, lambda s: {SETTING: place._asdict(), **s}, _note_all)
+        note = _note_none if place.tag else _note_all
+        change_settings(store, lambda s: {SETTING: place.setting, **s}, note)
         attached = mirror_place(store.newest(), uri)
     if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
         reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
         raise wrong_mirror_error(store, attached, reality)
+    check_same_tag(attached, place.tag, uri)
+
+
+def check_same_tag(
+    attached: MirrorPlace | None, tag: str, uri: str, *, attaches: bool = False
+) -> None:
+    """Check that the mirror gets the snapshots that it is to get.
+
+    Args:
+        attached: The mirror, as the newest root has it.
+        tag: The tag that it is to follow; empty if it is to get all snapshots.
+        uri: The mirrored store.
+        attaches: Whether there may be none yet.
+
+    Raises:
+        MirrorError: It follows another tag, or gets all snapshots, and is not to; or it was
+            forgotten.
+    """
+    if attached is None and tag and not attaches:
+        raise MirrorError(
+            f"{uri} has forgotten its mirror, as a user has asked; a new Store with mirror= and "
+            "mirror_tag= has one again"
+        )
+    if attached is not None and attached.tag != tag:
+        raise MirrorError(
+            f"the mirror of {uri} gets {_what_it_gets(attached.tag)}, and this Store asks for one "
+            f"that gets {_what_it_gets(tag)}. Give mirror_tag= as before; or to have it get other "
+            f"snapshots from now on, forget it first: `casnap config {uri} mirror=none`"
+        )
+
+
+def _what_it_gets(tag: str) -> str:
+    return f"what the tag {tag!r} is published on" if tag else "all snapshots"
 
 
 def wrong_mirror_error(store: Repository, attached: MirrorPlace, reason: str) -> MirrorError:

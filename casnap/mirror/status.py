@@ -40,11 +40,13 @@ class MirrorOptions(NamedTuple):
         uri: The mirror.
         options: How it is reached.
         retention: Which snapshots to keep there.
+        tag: The published tag that it follows, and gets nothing else; empty if it gets all.
     """
 
     uri: str | os.PathLike[str] | Backend
     options: Mapping[str, Any] | None
     retention: Retention | None
+    tag: str = ""
 
 
 @dataclass(frozen=True)

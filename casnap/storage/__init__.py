@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.published import PUBLISHED as PUBLISHED
     from casnap.storage.snapshots.published import TagMove as TagMove
     from casnap.storage.snapshots.published import add_tags as add_tags
+    from casnap.storage.snapshots.published import checked_tag as checked_tag
     from casnap.storage.snapshots.published import move_of as move_of
     from casnap.storage.snapshots.published import publish_tag as publish_tag
     from casnap.storage.snapshots.published import published_row as published_row
@@ -105,8 +106,8 @@ _NAMES = {
     "opening.opening": "open_at",
     "snapshots.pruning": "forget forget_unheld prune_by thin_by",
     "snapshots.published": (
-        "PUBLISHED TagMove add_tags move_of publish_tag published_row remove_tags tag_moves "
-        "tagged_row"
+        "PUBLISHED TagMove add_tags checked_tag move_of publish_tag published_row remove_tags "
+        "tag_moves tagged_row"
     ),
     "snapshots.retention": "Best PruneReport Retention check_retention",
     "snapshots.rewinding": "rewind",

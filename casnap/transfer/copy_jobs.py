@@ -48,6 +48,7 @@ class CopyJob(NamedTuple):
         replaces: The commit ids of snapshots that it may replace there.
         place: Says otherwise how it is placed, given the table and the number of the next root. It
             raises :class:`PlacementError` to give up.
+        moved_tag: A tag that is moved to it there, so that it holds nothing that this replaces.
         upkeep: Given the table, what the snapshot replaces, its new row, and the session, returns
             what else the same commit does to the run there.
     """
@@ -57,6 +58,7 @@ class CopyJob(NamedTuple):
     row: Row
     replaces: frozenset[bytes] = frozenset()
     place: Callable[[Table, int], Placement] | None = None
+    moved_tag: str = ""
     upkeep: Callable[[Table, Mapping[str, Row], Row, Session], Upkeep] | None = None
 
     def placement(self, table: Table, seq: int) -> Placement:

@@ -52,7 +52,13 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
         return None
     placement = job.placement(table, seq)
     check_path_is_free(backend, job.new_name)
-    check_free(table, job.new_name, overwrite=job.new_name in placement.replaced, uri=backend.uri)
+    check_free(
+        table,
+        job.new_name,
+        overwrite=job.new_name in placement.replaced,
+        uri=backend.uri,
+        moved_tag=job.moved_tag,
+    )
     return placement
 
 

@@ -11,7 +11,7 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from msgspec import Struct
@@ -171,7 +171,13 @@ def remove_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, .
     edit_row(store, name, commit_id, lambda row: without_tags(row, tags))
 
 
-def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> TagMove:
+def publish_tag(
+    store: Repository,
+    tag: str,
+    name: str,
+    commit_id: str,
+    check: Callable[[Table, int], None] = lambda *_: None,
+) -> TagMove:
     """Move a tag to a snapshot, from all others that have it, in one commit; return the move.
 
     Args:
@@ -179,6 +185,8 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> TagMo
         tag: The tag.
         name: The full name of the snapshot.
         commit_id: The commit id that it must have.
+        check: Given each table that is to be changed, and the number of the next root: raises if
+            the tag is not to be moved after all.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot any more.
@@ -188,8 +196,9 @@ def publish_tag(store: Repository, tag: str, name: str, commit_id: str) -> TagMo
     previous = ""
     move: TagMove | None = None
 
-    def change(table: Table, _seq: int) -> dict[str, Row | None]:
+    def change(table: Table, seq: int) -> dict[str, Row | None]:
         nonlocal changes, previous
+        check(table, seq)
         row = row_of(table, name, store.backend)
         if row.commit.hex() != commit_id:
             raise SnapshotNotFoundError(
@@ -266,7 +275,7 @@ def with_tags(row: Row, tags: Iterable[str]) -> Row:
         InvalidNameError: One of them cannot be a tag.
         SnapshotError: There are too many.
     """
-    every = {*row.tags, *map(_checked_tag, tags)}
+    every = {*row.tags, *map(checked_tag, tags)}
     if len(every) > _MOST_TAGS:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
@@ -297,7 +306,7 @@ def tag_text(tag: object) -> str:
     return str(tag)
 
 
-def _checked_tag(tag: object) -> str:
+def checked_tag(tag: object) -> str:
     """Return a tag for a snapshot.
 
     Raises:

@@ -32,8 +32,15 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     return row
 
 
-def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
+def check_free(table: Table, name: str, *, overwrite: bool, uri: str, moved_tag: str = "") -> None:
     """Check that a snapshot may be made under this name.
+
+    Args:
+        table: The table.
+        name: The full name.
+        overwrite: Whether it may replace a snapshot that has no tag.
+        uri: The store, for errors.
+        moved_tag: A tag that is moved to it, so that it does not count.
 
     Raises:
         SnapshotExistsError: The name is taken (and tagged, or not to be overwritten), or it is a
@@ -45,9 +52,10 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
             f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
             "take may also pass overwrite=True"
         )
-    if row is not None and row.tags:
+    tags = () if row is None else tuple(tag for tag in row.tags if tag != moved_tag)
+    if tags:
         raise SnapshotExistsError(
-            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.tags):.200}), so it is "
+            f"{uri}: the snapshot {name!r} is tagged ({', '.join(tags):.200}), so it is "
             "not overwritten; choose another name, or untag it first (`casnap tag --remove`)"
         )
     parts = name.split("/")
