@@ -380,6 +380,7 @@ class Mirror:
         except MirrorError as e:
             self._misfit = e
             raise
+        self._misfit = None
 
     def _succession_of(self, destination: Destination, new_name: str, row: Row) -> Succession:
         store, retention = destination.store, self.how.retention

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from casnap import Retention, StateDict, Store
 from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
@@ -16,9 +20,21 @@ from casnap.serving import Follower
 from casnap.storage.snapshots import published
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import await_failure, mirrored, names
-from tests.support.faults import CHUNK, app_state, assert_holds, start, take, wait
+from tests.support.faults import (
+    CHUNK,
+    WRITING_CALLS,
+    app_state,
+    assert_holds,
+    backend_faults,
+    in_child,
+    memory_folder,
+    start,
+    take,
+    wait,
+)
 from tests.support.faulty import Fault, FaultyBackend, Gate, fail
 from tests.support.servers import Bucket
+from tests.support.sweep import sweep
 from tests.support.warm import run_python
 
 DEAD = Fault(fail(), times=None)
@@ -307,16 +323,20 @@ def test_a_slow_host_never_moves_the_tag_back(
     take(slow, 0)
     take(slow, 1)
     slow.wait_mirrored(60)
-    move, said = published.publish_tag, []
+    move, said, ended = published.publish_tag, [], threading.Event()
 
     def overtaken(*args: Any) -> Any:
         if not said:
             # Another host has no cache in common with this one, and no lock.
             said.append(run_python(FAST, tmp_path).stderr)
-        return move(*args)
+        try:
+            return move(*args)
+        finally:
+            ended.set()
 
     monkeypatch.setattr("casnap.mirror.mirror.publish_tag", overtaken)
     slow.publish("stable", "step_0")
+    assert ended.wait(60)
     slow.wait_mirrored(60)
     assert said == [""]
     assert_follows(slow, at_mirror(tmp_path), "step_1")
@@ -349,6 +369,60 @@ def test_a_killed_process_loses_no_publish(tmp_path: Path, operation: str, numbe
     store.wait_mirrored(60)
     assert_follows(store, at_mirror(tmp_path), "step_0")
     assert [move.name for move in at_mirror(tmp_path).tag_moves("stable")] == ["step_0"]
+
+
+@pytest.mark.sweep
+def test_it_is_killed_at_any_call() -> None:
+    """After each call that writes, on either side."""
+    with memory_folder() as base:
+        first = following(base)
+        take(first, 0)
+        first.publish("stable", "step_0")
+        first.wait_mirrored(60)
+        for strike_at in sweep():
+            with memory_folder() as folder:
+                for side in ("here", "there"):
+                    shutil.copytree(base / side, folder / side)
+
+                def work(folder: Path = folder, strike_at: int = strike_at) -> None:
+                    store = following(folder)
+                    with backend_faults(strike_at, names=WRITING_CALLS, after=True):
+                        take(store, 1)
+                        store.publish("stable", "step_1")
+                        store.wait_mirrored(60)
+
+                status = in_child(work)
+                assert status in (0, -signal.SIGKILL)
+                copy = at_mirror(folder)
+                held = copy.tagged("stable")
+                assert_holds(held, int(held.name.removeprefix("step_")))
+                store = following(folder)
+                store.wait_mirrored(60)
+                assert_follows(store, copy, store.tagged("stable").name)
+                assert set(names(copy)) <= set(names(store))
+                for side in ("here", "there"):
+                    assert Store(folder / side).check(data=True).ok
+                if status == 0:
+                    assert held.name == "step_1"
+                    print(f"killed at {strike_at} calls")
+                    return
+
+
+def publish_on_ranks(folder: str) -> None:
+    store = following(Path(folder))
+    store.async_take(app_state(1), "step_1", metadata={"step": 1}).wait()
+    if dist.get_rank() == 1:
+        store.publish("stable", "step_1")
+    dist.barrier()
+    store.wait_mirrored(120)
+    assert lacking(store) == 0
+    dist.barrier()
+
+
+def test_another_rank_publishes(world: Callable[[int], Any], tmp_path: Path) -> None:
+    world(2).run(publish_on_ranks, str(tmp_path))
+    copy = at_mirror(tmp_path)
+    assert_holds(copy.tagged("stable"), 1)
 
 
 # --- which mirror it is ---------------------------------------------------------------------------
