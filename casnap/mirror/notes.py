@@ -221,8 +221,10 @@ def mark_mirrored(
         for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)
             # It may have been taken anew meanwhile.
-            is_owed = row is not None and (row.is_unmirrored or (moved and name in succeeded))
-            if row is not None and row.commit == commit and is_owed:
+            if row is None or row.commit != commit:
+                continue
+            # What a tag is published on has no note.
+            if row.is_unmirrored or (moved and name in succeeded):
                 changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
         return changed
 
