@@ -209,7 +209,7 @@ def test_what_is_published_while_it_fails(tmp_path: Path, there: FaultyBackend) 
 
 
 def test_who_waits_goes_on_with_what_is_published_later(
-    tmp_path: Path, there: FaultyBackend
+    tmp_path: Path, there: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = following(tmp_path, there)
     for step in (0, 1):
@@ -223,6 +223,22 @@ def test_who_waits_goes_on_with_what_is_published_later(
         store.publish("stable", "step_1")
         gate.open()
         store.wait_mirrored(60)
+    assert_follows(store, at_mirror(tmp_path), "step_1")
+    watcher = store.mirror
+    assert watcher is not None
+    wake = watcher.wake
+
+    def publish_meanwhile() -> None:
+        monkeypatch.setattr(watcher, "wake", wake)
+        store.publish("stable", "step_1")
+
+    with there.during(DEAD):
+        store.publish("stable", "step_0")
+        monkeypatch.setattr(watcher, "wake", publish_meanwhile)
+        # That is there already, but the tag is to come back to it.
+        with pytest.raises(MirrorError, match="lacks step_1 after"):
+            store.wait_mirrored(0.2)
+    store.wait_mirrored(60)
     assert_follows(store, at_mirror(tmp_path), "step_1")
 
 
@@ -502,14 +518,17 @@ def test_a_wrong_tag(tmp_path: Path) -> None:
 # --- other stores at the mirror -------------------------------------------------------------------
 
 
-def test_a_node_goes_on_from_the_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_node_goes_on_from_the_mirror(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
     """It takes the run over. The one that lives on does not move the tag any more, nor back."""
     caplog.set_level(logging.ERROR, "casnap")
     one = following(tmp_path)
-    for step in range(3):
-        take(one, step)
-    for step in (0, 1):
-        one.publish("stable", f"step_{step}")
+    for number in range(3):
+        take(one, number)
+    for number in (0, 1):
+        one.publish("stable", f"step_{number}")
         one.wait_mirrored(60)
     two = mirrored(tmp_path / "two", tmp_path / "there", mirror_tag="stable")
     newest = two.latest()
@@ -518,21 +537,20 @@ def test_a_node_goes_on_from_the_mirror(tmp_path: Path, caplog: pytest.LogCaptur
     one.publish("stable", "step_2")
     one.wait_mirrored(60)
     # It had not seen step_2, which is of another branch, whether it has the tag or not.
-    two.take(app_state(102), "step_2")
-    two.publish("stable", "step_2")
+    two.take(app_state(102), f"step_{step}")
+    two.publish("stable", f"step_{step}")
     two.wait_mirrored(60)
     copy = at_mirror(tmp_path)
-    assert names(copy) == ["step_0", "step_1", "step_2"]
-    assert_follows(two, copy, "step_2")
-    assert_holds(copy["step_2"], 102)
-    for name in ("step_0", "step_3"):
-        if name == "step_3":
-            take(one, 3)
+    assert names(copy) == ["step_0", "step_1", f"step_{step}"]
+    assert_follows(two, copy, f"step_{step}")
+    assert_holds(copy[f"step_{step}"], 102)
+    take(one, 4)
+    for name in ("step_0", "step_4"):
         one.publish("stable", name)
         with pytest.raises(MirrorError, match=f"never gets .*{name}.*{two.id}"):
             one.wait_mirrored(60)
     assert lacking(one) == 0
-    assert_follows(two, copy, "step_2")
+    assert_follows(two, copy, f"step_{step}")
     assert len(caplog.records) == 1
 
 
