@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,31 @@ def test_what_is_hidden_defines_nothing(
     page.write_text(f"<!-- invisible-code-block: python\n{hidden}\n-->\n```python\n{seen}\n```\n")
     with pytest.raises((NameError, AssertionError)):
         run_examples(page, tmp_path / "work", monkeypatch)
+
+
+PREEMPTED = """
+```python
+import signal
+from casnap import Store, on_preemption
+
+store = Store("run")
+with on_preemption(store, {}) as preemption:
+    signal.raise_signal(signal.SIGTERM)
+    preemption.step(1)
+```
+"""
+
+
+def test_a_sigterm_from_outside_ends_the_run_of_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An example that handles one does not take it for its own."""
+    page, before = tmp_path / "page.md", signal.getsignal(signal.SIGTERM)
+    page.write_text(PREEMPTED)
+    with pytest.raises(pytest.exit.Exception):
+        run_examples(page, tmp_path / "work", monkeypatch)
+    assert not (tmp_path / "work/run").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def names_in(page: Path) -> set[str]:

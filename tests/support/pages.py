@@ -19,8 +19,11 @@ import doctest
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -97,11 +100,29 @@ def run_examples(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Run the examples of a page in a folder, which is made."""
     folder.mkdir()
     monkeypatch.chdir(folder)
-    for example in SYBIL.parse(page).examples():
-        if example.document.text[example.start :].startswith("<!--"):
-            _run_hidden(example)
-        else:
-            example.evaluate()
+    with _ended_by_sigterm():
+        for example in SYBIL.parse(page).examples():
+            if example.document.text[example.start :].startswith("<!--"):
+                _run_hidden(example)
+            else:
+                example.evaluate()
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have a SIGTERM from outside end the run of the tests, as it does at any other time.
+
+    An example that handles one would take it for its own, and do other than its page says.
+    """
+
+    def end(*_: object) -> None:
+        pytest.exit("SIGTERM", 128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_hidden(example: Example) -> None:
