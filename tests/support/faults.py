@@ -112,7 +112,11 @@ def assert_no_orphans(path: Path | str) -> None:
     """Check that a store has just the packs and segments that its newest root names."""
     view = Repository(LocalBackend(Path(path))).view()
     packs, named = files(path, "packs"), set(map(pack_key, view.packs))
-    assert packs == named, f"left over: {packs - named}; not there: {named - packs}"
+    # A low fence says that a collection has waited for a take; a thread may write, or delete.
+    assert packs == named, (
+        f"left over: {packs - named}; not there: {named - packs}; root {view.root.seq}, fence "
+        f"{view.root.fence}, threads {[thread.name for thread in threading.enumerate()]}"
+    )
     assert files(path, "index") == set(map(segment_key, view.segments))
     assert files(path, "tmp") == set()
 

@@ -110,13 +110,14 @@ def run_examples(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Have a SIGTERM from outside end the run of the tests, as it does at any other time.
+    """Have a SIGTERM from outside end this process, as it does at any other time.
 
     An example that handles one would take it for its own, and do other than its page says.
     """
 
     def end(*_: object) -> None:
-        pytest.exit("SIGTERM", 128 + signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
