@@ -50,7 +50,7 @@ class Served:
     """A trainer, and a server that takes its versions."""
 
     def __init__(self, path: Path) -> None:
-        self.trainer = Trainer(path, versions(20))
+        self.trainer = Trainer(path, versions(24))
         self.server = VllmServer(self.trainer.live.resolve(), path / "log", *BACKEND)
         self._read = 0
 
@@ -168,6 +168,54 @@ def test_a_version_is_withdrawn_while_it_is_staged(served: Served) -> None:
     answers = [server.ask(prompt) for prompt in PROMPTS]
     assert all(trainer.taken - 2 in trainer.judge.versions(*answer) for answer in answers)
     assert "is there by patches" in served.said()[-1]
+
+
+def test_two_publish_at_once(served: Served, tmp_path: Path) -> None:
+    trainer, server = served.trainer, served.server
+    callback = reload_vllm_server(server.url, patches=True)
+    first, begin = trainer.taken, threading.Barrier(2)
+    last = f"run/{first + 4}"
+
+    def publish(models: list[int], scratch: Path) -> None:
+        store = Store(trainer.live.with_name("ckpts"))
+        begin.wait()
+        for number in models:
+            take(store, trainer.models[number], f"run/{number}", scratch)
+            store.publish("stable", f"run/{number}")
+
+    publishers = [
+        threading.Thread(target=publish, args=([first + n, first + n + 2], tmp_path / f"{n}"))
+        for n in range(2)
+    ]
+
+    def publish_the_last() -> None:
+        for publisher in publishers:
+            publisher.start()
+        for publisher in publishers:
+            publisher.join()
+        trainer.taken = first + 4
+        trainer.take()
+        trainer.store.publish("stable", last)
+
+    publishing = threading.Thread(target=publish_the_last)
+    numbers: list[int] = []
+    options = PullOptions(tag="stable", patches=True)
+    with clients(server.ask) as answers:
+        publishing.start()
+        for event in trainer.store.follow(
+            trainer.live, interval=0.1, on_version=callback, options=options
+        ):
+            assert event.event in ("switched", "called"), event.error
+            if event.event == "called" and event.report:
+                numbers.append(event.report.number)
+                if event.report.snapshot == last:
+                    break
+        publishing.join()
+    trainer.check(answers, "wait")
+    served.assert_by("is there by patches")
+    # No engine goes back, whoever publishes.
+    assert numbers == sorted(set(numbers)), numbers
+    assert len(numbers) > 1
 
 
 class Between(BaseHTTPRequestHandler):

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 from weakref import ref
 
+import lmdb
 import pytest
 
 from casnap import Retention, StateDict, Store
@@ -180,6 +181,17 @@ def test_a_cache_that_has_outgrown_its_store_is_made_anew(
     use(store, 4)
     assert not sign.exists()
     use(store, 5)
+
+
+def test_a_cache_that_cannot_say_how_large_it_is_costs_time_alone(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(_: LmdbCache) -> int:
+        raise lmdb.ReadersFullError("too many processes have it open")
+
+    monkeypatch.setattr("casnap.storage.lookup.index._SMALL_CACHE_BYTES", 0)
+    monkeypatch.setattr(LmdbCache, "count", count)
+    use(store, 3)
 
 
 def test_the_cache_of_a_long_run_levels_off(

@@ -175,8 +175,13 @@ class Index:
             BackendError: The store is gone.
         """
         self._look_where_it_is()
-        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_once(cache, root))
-        self._shed(cache, root)
+
+        def learn(cache: IndexCache) -> dict[SegmentId, frozenset[PackId]]:
+            segments = self._learn_once(cache, root)
+            self._shed(cache, root)
+            return segments
+
+        cache, segments = self._ask(self.cache, root, learn)
         packs = PackSet(segments.values())
         return IndexView(root, segments, packs, packs.without(root.condemned.keys()), cache)
 
