@@ -23,7 +23,7 @@ from casnap.files.export_selection import (
 from casnap.files.safetensors_header import DTYPES, header_of, itemsize_of
 from casnap.files.small_files import FILES, is_carried
 from casnap.files.to_safetensors import INDEX, index_of, shard_names
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.entries import INLINE_BYTES, TensorEntry, ValueEntry
 from casnap.format.names import key_of
 from casnap.runtime.fork import cached_property
@@ -118,7 +118,7 @@ class PlacedTensor:
     @cached_property
     def cast_digests(self) -> list[Digest]:
         """The digests of the chunks of a tensor that is cast, as they are set; else none."""
-        return [Digest(b"")] * len(self.cells) if self.cast else []
+        return [Digest(bytes(DIGEST_SIZE))] * len(self.cells) if self.cast else []
 
 
 class PlannedFile(NamedTuple):

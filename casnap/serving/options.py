@@ -34,6 +34,9 @@ class PullOptions:
         keep: How many versions to keep, the current one included.
         patches: Note in each version what leads to it from the one before, so that engines which
             take patches need not wait until both were compared.
+        in_place: Make a real folder of one version, and write into its files what has changed, so
+            that the disk needs no room for two. Who reads them meanwhile, or has mapped them, sees
+            a mix. ``keep`` means nothing then.
     """
 
     tag: str | None = None
@@ -45,6 +48,7 @@ class PullOptions:
     max_shard_size: Size = 5_000_000_000
     keep: int = 2
     patches: bool = False
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("rename", self.rename), ("tied", self.tied)):
@@ -54,6 +58,10 @@ class PullOptions:
             raise ValueError(f"dtype= is one of {', '.join(FLOATS)}; got {self.dtype!r}")
         object.__setattr__(self, "max_shard_size", bytes_of("max_shard_size", self.max_shard_size))
         object.__setattr__(self, "keep", count_of("keep", self.keep))
+        if self.patches and self.in_place:
+            raise ValueError(
+                "patches= lead from the version before, which in_place= writes over; leave out one"
+            )
         self.renaming()
 
     def renaming(self) -> Callable[[str], str]:
@@ -108,14 +116,15 @@ class PullReport:
         changed: The tensors that the version before did not have, or not with these bytes.
         tensors: How many tensors there are.
         total_bytes: The bytes of all files.
-        linked_bytes: Those of files that are hard links of the version before.
-        copied_bytes: Those of tensors that were copied from it.
+        linked_bytes: Those of files that are hard links of the version before, or stay in place.
+        copied_bytes: Those of tensors that were copied from it, or stay in place.
         fetched_bytes: Those of tensors that needed the store: in it, deltas are smaller.
         received_bytes: What came from the store for that: chunks as they are stored, deltas above
             all, nodes of trees, parts of the index; and what other threads read there meanwhile.
         left_out: The paths of values that safetensors cannot hold.
         equal: Tensors with the bytes of an earlier name, and that name: perhaps tied weights.
         seconds: How long it took.
+        written_bytes: Those of tensors that were written: copied or fetched, and not there already.
     """
 
     folder: str
@@ -134,6 +143,7 @@ class PullReport:
     left_out: list[str] = field(default_factory=list)
     equal: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True)

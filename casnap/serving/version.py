@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from casnap.backends.file_io import read_file, read_run
+from casnap.backends.local_paths import is_taken
 from casnap.backends.owners import Owners, owners_by
 from casnap.backends.safe_paths import open_file
 from casnap.backends.system_errors import is_of_the_place
@@ -28,10 +29,13 @@ from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped
+from casnap.runtime.typing import override
 from casnap.storage import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The file that says what a version is, and that of the digests of its chunks."""
+CHANGING = "casnap-changing.json"
+"""What stands for both in a folder that a pull changes in place: see :class:`Trace`."""
 _MOST_RECORD = 1 << 30
 _READ_BYTES = 16 << 20
 
@@ -146,6 +150,18 @@ class VersionRecord(Struct):
         ]
 
 
+class Trace(Struct):
+    """A version that chunks of a folder may be of, which a pull has begun to change in place.
+
+    Attributes:
+        record: What the version says of itself.
+        chunks: The digests of its chunks.
+    """
+
+    record: VersionRecord
+    chunks: bytes
+
+
 class StoredCell(NamedTuple):
     """A chunk in a file of a version: the file, where it begins and ends, and its digest there."""
 
@@ -162,11 +178,19 @@ class Version:
         folder: Its folder.
         record: What that says.
         owners: Whose files count as written by a pull.
+        chunks: The digests of its chunks; by default, those that a file of it has.
     """
 
-    def __init__(self, folder: Path, record: VersionRecord, owners: Owners | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        record: VersionRecord,
+        owners: Owners | None = None,
+        chunks: bytes | None = None,
+    ) -> None:
         self.folder = folder
         self.record = record
+        self._chunks = chunks
         self._owners = owners or owners_by()
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -202,13 +226,22 @@ class Version:
 
     # --- its chunks ---
 
+    @property
+    def traces(self) -> list[Trace]:
+        """The versions that its chunks may be of."""
+        return [Trace(self.record, self._chunk_digests())]
+
+    def _chunk_digests(self) -> bytes:
+        if self._chunks is not None:
+            return self._chunks
+        about = self.record.files.get(CHUNKS)
+        with suppress(*PLACE_ERRORS, DamagedError, OSError):
+            return read_file(str(self.folder / CHUNKS), about.file_bytes if about else 0)[0]
+        return b""
+
     def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
         """Yield the chunks: tensor, digest in the store, cast, and where it is here."""
-        about = self.record.files.get(CHUNKS)
-        try:
-            digests, _ = read_file(str(self.folder / CHUNKS), about.file_bytes if about else 0)
-        except (*PLACE_ERRORS, DamagedError, OSError):
-            return
+        digests = self._chunk_digests()
         at = 0
         for name, tensor in self.record.tensors.items():
             itemsize = itemsize_of(tensor.cast_from or tensor.dtype)
@@ -312,6 +345,35 @@ class Version:
         return list(bad)
 
 
+class MixedVersion(Version):
+    """A folder that was being changed in place when a pull ended: each chunk is of some version.
+
+    Args:
+        folder: The folder.
+        traces: The versions, the newest last.
+        owners: Whose files count as written by a pull.
+    """
+
+    def __init__(self, folder: Path, traces: list[Trace], owners: Owners) -> None:
+        super().__init__(folder, traces[-1].record, owners)
+        self._traces = traces
+
+    @property
+    @override
+    def traces(self) -> list[Trace]:
+        return self._traces
+
+    @override
+    def is_intact(self, file: str) -> bool:
+        return False
+
+    @override
+    def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
+        # The newest one may not know the digests of what was cast: older ones go before it.
+        for record, chunks in ((trace.record, trace.chunks) for trace in reversed(self._traces)):
+            yield from Version(self.folder, record, self._owners, chunks).each_cell()
+
+
 def _nbytes(tensor: VersionTensor) -> int:
     nbytes = itemsize_of(tensor.dtype)
     for size in tensor.shape:
@@ -334,10 +396,28 @@ def read_record(path: Path) -> VersionRecord | None:
         return None
     except (FileNotFoundError, DamagedError, ValueError, RecursionError):
         return None
+    return record if _is_sound(record) else None
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """Return the versions that a file says the chunks of its folder may be of.
+
+    Raises:
+        PlaceError: It cannot be read.
+    """
+    try:
+        raw, _ = read_file(str(path), _MOST_RECORD)
+        traces = json_decoder(list[Trace]).decode(raw)
+    except (FileNotFoundError, DamagedError, ValueError, RecursionError):
+        return []
+    return [trace for trace in traces if _is_sound(trace.record)]
+
+
+def _is_sound(record: VersionRecord) -> bool:
     is_known = record.version == 1 and record.digest == record.own_digest()
     names = {*record.files, *(tensor.file for tensor in record.tensors.values())}
     # A name that leads out of the folder is none that a pull has written.
-    return record if is_known and all(map(_is_plain, names)) else None
+    return is_known and all(map(_is_plain, names))
 
 
 def _is_plain(name: str) -> bool:
@@ -361,7 +441,13 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     """
     place = Path(os.path.realpath(folder))
     record = read_record(place / RECORD)
+    changing = FileFormatError(
+        f"{folder} is no whole version: a pull with --inplace changes it, or has not ended. Pull "
+        "into it again"
+    )
     if record is None:
+        if is_taken(place / CHANGING):
+            raise changing
         raise FileFormatError(
             f"{folder} has no {RECORD} that can be read, so there is nothing to compare it with; "
             "pull it anew"
@@ -371,6 +457,8 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
         damaged = version.damaged()
     finally:
         version.close()
+    if damaged and read_record(place / RECORD) != record:
+        raise changing
     for name in damaged:
         tensor = version.record.tensors.get(name)
         file = tensor.file if tensor else name

@@ -62,14 +62,14 @@ def write_version(
     layout = plan(contents, options)
     report.equal = layout.equal
     folder = served.new_name(contents.name, contents.row.commit.hex())
-    writer = _Writer(contents, layout, old, report, progress)
+    writer = Writer(contents, layout, options, old, report, progress)
     output = ExportOutput(folder, is_folder=True, nbytes=writer.counter.total, mode=FILE_MODE)
     with output:
-        record = writer.write(output, options)
+        record = writer.write(output)
     return Version(folder, record)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A chunk to write: the tensor that it is of, its number there, and its place."""
 
     name: str
@@ -78,23 +78,26 @@ class _Piece(NamedTuple):
     cell: Cell
 
 
-class _Writer:
+class Writer:
     """Writes the files of a version."""
 
     def __init__(
         self,
         contents: Contents,
         layout: Layout,
+        options: PullOptions,
         old: Version | None,
         report: PullReport,
         progress: Progress | None,
     ) -> None:
         self._contents = contents
         self._layout = layout
+        self._options = options
         self._old = old
         self._report = report
         self._lock = threading.Lock()
         self._differences: Differences | None = None
+        self._takes_deltas = options.patches
         self._same = {file.name: self._same_file(file) for file in layout.files}
         new_bytes = sum(file.nbytes for file in layout.files if not self._same[file.name])
         self.counter = ProgressCounter(progress, "writing", new_bytes)
@@ -114,46 +117,22 @@ class _Writer:
                     return name
         return ""
 
-    def write(self, output: ExportOutput, options: PullOptions) -> VersionRecord:
+    def write(self, output: ExportOutput) -> VersionRecord:
         """Write all files; return what the version says of itself."""
-        contents, layout = self._contents, self._layout
-        files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
-        if options.patches and self._old is not None:
+        if self._options.patches and self._old is not None:
             self._differences = self._differences_from(self._old)
-        chunks = list[Digest]()
-        for file in layout.files:
+        for file in self._layout.files:
             if not self._link(output, file):
                 with output.file(file.name) as fd:
                     self._fill(fd, file)
-            files[file.name] = VersionFile(
-                file.nbytes, len(file.header), digest_of(file.header).hex()
-            )
-            for name, tensor in file.tensors.items():
-                tensors[name] = tensor.described(file.name)
-                chunks += [cell.digest for cell in tensor.cells] + tensor.cast_digests
-        for name, raw in {**layout.others, CHUNKS: b"".join(chunks)}.items():
+        record, chunks = self._described()
+        for name, raw in {**self._layout.others, CHUNKS: chunks}.items():
             with output.file(name) as fd:
                 write_cached(fd, memoryview(raw), 0)
-            files[name] = VersionFile(len(raw), len(raw), digest_of(raw).hex())
-        for name, about in files.items():
+        self._settle()
+        for name, about in record.files.items():
             info = output.stat(name)
             about.inode, about.mtime_ns = info.st_ino, info.st_mtime_ns
-        record = VersionRecord(
-            version=1,
-            store=contents.store.backend.uri,
-            store_id=contents.store.config.store_id,
-            snapshot=contents.name,
-            commit=contents.row.commit.hex(),
-            time=contents.row.time,
-            metadata=contents.metadata,
-            mapping=options.mapping,
-            exact=not any(tensor.cast_from for tensor in tensors.values()),
-            chunk_bytes=contents.store.config.chunk_size,
-            tied=layout.tied,
-            left_out=layout.left_out,
-            tensors=tensors,
-            files=files,
-        )
         record.digest = record.own_digest()
         if self._differences is not None:
             patches = self._differences.encoded(record.content)
@@ -162,6 +141,43 @@ class _Writer:
         with output.file(RECORD) as fd:
             write_cached(fd, memoryview(record.encode()), 0)
         return record
+
+    def _described(self) -> tuple[VersionRecord, bytes]:
+        """Return what the version says of itself, and the digests of its chunks."""
+        contents, layout = self._contents, self._layout
+        files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
+        chunks = list[Digest]()
+        for file in layout.files:
+            files[file.name] = VersionFile(
+                file.nbytes, len(file.header), digest_of(file.header).hex()
+            )
+            for name, tensor in file.tensors.items():
+                tensors[name] = tensor.described(file.name)
+                chunks += [cell.digest for cell in tensor.cells] + tensor.cast_digests
+        listed = b"".join(chunks)
+        for name, raw in {**layout.others, CHUNKS: listed}.items():
+            files[name] = VersionFile(len(raw), len(raw), digest_of(raw).hex())
+        record = VersionRecord(
+            version=1,
+            store=contents.store.backend.uri,
+            store_id=contents.store.config.store_id,
+            snapshot=contents.name,
+            commit=contents.row.commit.hex(),
+            time=contents.row.time,
+            metadata=contents.metadata,
+            mapping=self._options.mapping,
+            exact=not any(tensor.cast_from for tensor in tensors.values()),
+            chunk_bytes=contents.store.config.chunk_size,
+            tied=layout.tied,
+            left_out=layout.left_out,
+            tensors=tensors,
+            files=files,
+        )
+        record.digest = record.own_digest()
+        return record, listed
+
+    def _settle(self) -> None:
+        """Write what was kept back; nothing, if the folder is a new one."""
 
     def _differences_from(self, old: Version) -> Differences | None:
         """Return what notes how the version differs; None if it has other tensors."""
@@ -182,7 +198,7 @@ class _Writer:
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
         """Link an equal file of the old version; return whether there is one."""
-        name, cast_digests = self._same[file.name], list[tuple[_Piece, Digest]]()
+        name, cast_digests = self._same[file.name], list[tuple[Piece, Digest]]()
         if self._old is None or not name:
             return False
         for piece in _pieces(file):
@@ -229,7 +245,7 @@ class _Writer:
             return file.name
         return ""
 
-    def _copy(self, fd: int, cloned: str, piece: _Piece) -> bool:
+    def _copy(self, fd: int, cloned: str, piece: Piece) -> bool:
         """Copy a chunk from the old version; return whether it is whole there."""
         _, tensor, number, cell = piece
         if self._old is None:
@@ -241,7 +257,7 @@ class _Writer:
         if digest_of(raw) != before.digest:
             return False
         if (before.file, before.start) != (cloned, cell.start):
-            write_cached(fd, memoryview(raw), cell.start)
+            self._write(fd, piece, memoryview(raw))
         if not self._is_in_place(piece, before):
             self._note(piece, memoryview(raw))
         if tensor.cast:
@@ -251,34 +267,42 @@ class _Writer:
         self.counter.add(cell.nbytes)
         return True
 
-    def _is_in_place(self, piece: _Piece, before: StoredCell) -> bool:
+    def _write(
+        self, fd: int, piece: Piece, raw: memoryview, stored_form: memoryview | None = None
+    ) -> None:
+        """Write a verified chunk; a delta that has made it is told too."""
+        write_cached(fd, raw, piece.cell.start)
+        with self._lock:
+            self._report.written_bytes += len(raw)
+
+    def _is_in_place(self, piece: Piece, before: StoredCell) -> bool:
         """Whether a chunk of the old version lies in the same tensor, at the same place there."""
         assert self._old is not None
         tensor = self._old.record.tensors.get(piece.name)
         place = None if tensor is None else (tensor.file, before.start - tensor.start)
         return place == (before.file, piece.cell.start - piece.tensor.start)
 
-    def _wants(self, fd: int, pieces: list[_Piece]) -> Iterator[Want]:
+    def _wants(self, fd: int, pieces: list[Piece]) -> Iterator[Want]:
         for piece in pieces:
             _, tensor, _, cell = piece
             if tensor.entry.payload.nbytes <= INLINE_BYTES:
                 self._put(fd, piece, memoryview(tensor.entry.payload.inline))
             else:
                 sink = partial(self._put, fd, piece)
-                put_delta = partial(self._put_delta, fd, piece) if self._differences else None
+                put_delta = partial(self._put_delta, fd, piece) if self._takes_deltas else None
                 yield Want(cell.digest, cell.raw_bytes, sink, tensor.path, as_delta=put_delta)
 
-    def _note(self, piece: _Piece, raw: memoryview, stored_form: memoryview | None = None) -> None:
+    def _note(self, piece: Piece, raw: memoryview, stored_form: memoryview | None = None) -> None:
         """Note how a chunk differs from that of the old version, if that is asked for."""
         if self._differences is not None:
             self._differences.note(piece.name, piece.number, raw, stored_form)
 
-    def _put_delta(self, fd: int, piece: _Piece, stored_form: memoryview, raw: memoryview) -> None:
+    def _put_delta(self, fd: int, piece: Piece, stored_form: memoryview, raw: memoryview) -> None:
         """Write a verified chunk, which a delta has made, to its place."""
         self._put(fd, piece, raw, stored_form)
 
     def _put(
-        self, fd: int, piece: _Piece, raw: memoryview, stored_form: memoryview | None = None
+        self, fd: int, piece: Piece, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
         """Write a verified chunk to its place."""
         _, tensor, number, cell = piece
@@ -286,17 +310,17 @@ class _Writer:
             raw = _cast(raw, tensor.entry.dtype, tensor.dtype)
             tensor.cast_digests[number] = digest_of(raw)
             stored_form = None
-        write_cached(fd, raw, cell.start)
+        self._write(fd, piece, raw, stored_form)
         self._note(piece, raw, stored_form)
         with self._lock:
             self._report.fetched_bytes += cell.nbytes
         self.counter.add(cell.nbytes)
 
 
-def _pieces(file: PlannedFile) -> Iterator[_Piece]:
+def _pieces(file: PlannedFile) -> Iterator[Piece]:
     for name, tensor in file.tensors.items():
         for number, cell in enumerate(tensor.cells):
-            yield _Piece(name, tensor, number, cell)
+            yield Piece(name, tensor, number, cell)
 
 
 def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
