@@ -74,6 +74,12 @@ Examples:
 @click.option(
     "--keep", type=click.IntRange(1), default=2, metavar="N", help="How many versions to keep [2]."
 )
+@click.option(
+    "--inplace",
+    is_flag=True,
+    help="Make DIR a real folder, and write what has changed into its files: no room for two "
+    "versions is needed. Who reads them meanwhile sees a mix.",
+)
 @click.option("--verify", "only_verify", is_flag=True, help="Only read and verify what DIR holds.")
 @click.option("--follow", is_flag=True, help="Keep running, and pull each new version.")
 @click.option(
@@ -95,6 +101,7 @@ def pull(
     tied: tuple[str, ...],
     max_shard_size: int,
     keep: int,
+    inplace: bool,
     only_verify: bool,
     follow: bool,
     interval: float,
@@ -116,6 +123,8 @@ def pull(
     for option, name in (("interval", "interval"), ("no_notes", "no-notes"), ("command", "exec")):
         if not follow and given(option) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--{name} is for --follow")
+    if inplace and given("keep") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--inplace keeps one version; leave out --keep")
     if only_verify:
         if follow:
             raise click.UsageError("--verify only reads; leave out --follow")
@@ -131,6 +140,7 @@ def pull(
             tied=tied,
             max_shard_size=max_shard_size,
             keep=keep,
+            in_place=inplace,
         )
     except ValueError as e:
         raise click.UsageError(str(e).replace("rename=", "--rename")) from e

@@ -34,7 +34,7 @@ _LOCK, _CALLED = ".lock", ".called.json"
 FILE_MODE = 0o644
 """The mode of all files of a pull. Who may write to them could have anything served."""
 _FOLDER_MODE = FILE_MODE | 0o111
-_PARTIAL, _VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
+_PARTIAL, VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
 
 
 class ServedFolder:
@@ -84,9 +84,17 @@ class ServedFolder:
             target = Path(os.path.normpath(self.link.parent / self.link.readlink()))
             if target.parent == self.versions:
                 return
+        self._check_kind(is_taken(self.link / RECORD), "with")
         raise FileFormatError(
             f"{self.link} exists, and no pull made it; choose another name, or move it away first"
         )
+
+    def _check_kind(self, is_other: bool, option: str) -> None:
+        if is_other:
+            raise FileFormatError(
+                f"{self.link} is what a pull {option} --inplace (in_place=) has made. Pull so "
+                "again, or name another folder"
+            )
 
     @contextmanager
     def locked(self) -> Iterator[ServedFolder]:
@@ -189,7 +197,7 @@ class ServedFolder:
     def close_to_others(self) -> None:
         """Take from other users the right to write to the versions, such as a mount has given."""
         self._owners.close_to_others(self._folder)
-        for name in self._names(_VERSION.fullmatch):
+        for name in self._names(VERSION.fullmatch):
             base = OpenFolder(self._folder, str(self.versions))
             place = folder_at(f"{base.path}/{name}", listed=True, base=base)
             with suppress(OSError, *PLACE_ERRORS), place as folder:
@@ -215,11 +223,10 @@ class ServedFolder:
         Raises:
             PlaceError: It cannot be looked at.
         """
-        return self._version(self._target.name) if is_link(self.link) else None
+        return self._version(self.versions / self._target.name) if is_link(self.link) else None
 
-    def _version(self, name: str) -> Version | None:
+    def _version(self, folder: Path) -> Version | None:
         """Return a version; None if there is none, it is damaged, or may be another user's."""
-        folder = self.versions / name
         info, about = status(folder / RECORD, follow=False), status(folder, follow=False)
         if info is None or about is None:
             return None
@@ -246,7 +253,7 @@ class ServedFolder:
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
         """Return a whole version of this content, current or not; None if there is none."""
         for name in self._names(lambda name: name.split("@")[-1].startswith(commit)):
-            version = self._version(name)
+            version = self._version(self.versions / name)
             if version is not None and version.is_of(store_id, commit, mapping):
                 return version
         return None
@@ -261,8 +268,8 @@ class ServedFolder:
             path = self.versions / f"{name}@{commit}.{number}"
         return path
 
-    def switch(self, version: Version) -> None:
-        """Have the link lead to another version, which is durable already."""
+    def switch(self, version: Version) -> Version:
+        """Have the link lead to another version, which is durable already; return that."""
         self._check_link()
         # Of the others, those stay that were current last: an engine has one of them loaded.
         with suppress(OSError):
@@ -284,6 +291,7 @@ class ServedFolder:
                 version.folder.name,
                 e,
             )
+        return version
 
     def prune(self, keep: int) -> None:
         """Delete all versions but the last ones that were current; warn of what stays.
@@ -300,7 +308,7 @@ class ServedFolder:
 
     def _prune(self, keep: int) -> None:
         current = self._target.name
-        others = [name for name in self._names(_VERSION.fullmatch) if name != current]
+        others = [name for name in self._names(VERSION.fullmatch) if name != current]
         others.sort(key=lambda name: self._status(name).st_mtime_ns)
         before = self._names(_PARTIAL.fullmatch)
         self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])

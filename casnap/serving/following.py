@@ -12,10 +12,9 @@ from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, Unav
 from casnap.runtime.backoff import Backoff
 from casnap.runtime.progress import Progress
 from casnap.serving.callback import call_plain, check_plain
-from casnap.serving.folder import ServedFolder
 from casnap.serving.handshake import Handshake
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
-from casnap.serving.pull import Source, update
+from casnap.serving.pull import Source, folder_for, update
 from casnap.serving.version import verify
 
 _log = logging.getLogger("casnap")
@@ -52,7 +51,7 @@ class Following:
     ) -> None:
         check_plain(on_version)
         self._open_source = open_source
-        self._served = ServedFolder(out)
+        self._served = folder_for(out, options)
         self._options = options
         self._interval = interval
         self._on_version = on_version

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from casnap.errors import SnapshotNotFoundError
 from casnap.format.records import Root, Row
 from casnap.runtime.progress import Progress
 from casnap.serving.folder import ServedFolder
+from casnap.serving.in_place import FolderInPlace, WithdrawnError, change
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import Version
 from casnap.serving.writing import write_version
@@ -96,11 +98,16 @@ class Source:
         return matches and (not below or not row.is_rewound)
 
 
+def folder_for(out: Path, options: PullOptions) -> ServedFolder:
+    """Return the folder to pull into."""
+    return FolderInPlace(out) if options.in_place else ServedFolder(out)
+
+
 def pull(
     source: Source, out: Path, options: PullOptions, progress: Progress | None = None
 ) -> PullReport:
     """Bring a folder to the newest snapshot. :meth:`casnap.Store.pull` describes the rest."""
-    with ServedFolder(out).locked() as served:
+    with folder_for(out, options).locked() as served:
         report = update(served, source, options, progress)
         served.prune(options.keep)
         return report
@@ -148,13 +155,18 @@ def _switched(
         version = served.of(*wanted)
         if version is None:
             with contents.reading():
-                version = write_version(served, contents, options, current, report, progress)
+                if isinstance(served, FolderInPlace) and served.is_there:
+                    withdrawn = partial(source.has_withdrawn, contents, options)
+                    version = change(served, contents, options, report, progress, withdrawn)
+                else:
+                    version = write_version(served, contents, options, current, report, progress)
             if source.has_withdrawn(contents, options):
                 return None
         report.switched = True
         report.changed = version.record.changed_since(None if current is None else current.record)
-        served.switch(version)
-        return version
+        return served.switch(version)
+    except WithdrawnError:
+        return None
     finally:
         if current is not None:
             current.close()

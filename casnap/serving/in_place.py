@@ -1,0 +1,427 @@
+"""Pulling in place: into one real folder, in whose files only chunks that differ are written.
+
+Chunks are read and verified first, and kept in memory: deltas as they are stored where there are
+many. Then the folder says durably that it is being changed: ``casnap-changing.json`` takes the
+place of the record. From then on each chunk may be of an old version or of the new one, which its
+digest tells. The new record comes last. Files of another layout are written anew, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from casnap.backends.durability import sync_folder
+from casnap.backends.file_io import read_run, write_cached
+from casnap.backends.local_paths import is_taken, status
+from casnap.backends.safe_paths import folder_at, unlink_at
+from casnap.backends.system_errors import ABSENT, translated
+from casnap.errors import DamagedError, FileFormatError
+from casnap.files.export_output import ExportOutput
+from casnap.format.delta import apply_delta, base_of
+from casnap.format.digest import Digest, digest_of
+from casnap.runtime.fork import cached_property, new_lock
+from casnap.runtime.progress import Progress
+from casnap.runtime.threads import cores, mapped
+from casnap.runtime.typing import override
+from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
+from casnap.serving.layout import PlannedFile, plan
+from casnap.serving.options import PullOptions, PullReport
+from casnap.serving.version import (
+    CHANGING,
+    CHUNKS,
+    RECORD,
+    MixedVersion,
+    StoredCell,
+    Trace,
+    Version,
+    VersionRecord,
+    read_traces,
+)
+from casnap.serving.writing import Piece, Writer
+from casnap.storage import Contents
+
+# So many bytes of chunks are kept before anything is written; whole ones only up to the second.
+_MOST_KEPT = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+_MOST_WHOLE = 256 << 20
+_MOST_TRACES = 8
+_OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class WithdrawnError(Exception):
+    """A snapshot is no more meant; nothing was changed."""
+
+
+class FolderInPlace(ServedFolder):
+    """A real folder that is changed in place.
+
+    ``DIR.versions`` beside it has the lock, and what is not whole yet.
+    """
+
+    @override
+    def _check_link(self) -> None:
+        info = status(self.link, follow=False)
+        if info is None:
+            return
+        self._check_kind(stat.S_ISLNK(info.st_mode), "without")
+        if not (stat.S_ISDIR(info.st_mode) and self._is_of_a_pull):
+            raise FileFormatError(
+                f"{self.link} exists, and no pull made it; choose another name, or move it away"
+            )
+        if self._folder >= 0:
+            with folder_at(str(self.link), listed=True) as folder:
+                self._owners.close_to_others(folder)
+                why = self._owners.why_not(os.fstat(folder))
+            if why is not None:
+                raise FileFormatError(
+                    f"{self.link} {why}, so what is in it need not be what a pull has written. "
+                    "Remove it, or name another folder"
+                )
+
+    @property
+    def _is_of_a_pull(self) -> bool:
+        return any(is_taken(self.link / name) for name in (RECORD, CHUNKS, CHANGING))
+
+    @override
+    def close_to_others(self) -> None:
+        super().close_to_others()
+        self._check_link()
+
+    @override
+    def current(self) -> Version | None:
+        """Return the version that the folder is; None if there is none, or it is not whole."""
+        return self._version(self.link)
+
+    def held(self) -> Version | None:
+        """Return what the folder holds; None if nobody knows."""
+        version = self.current()
+        if version is None:
+            path = self.link / CHANGING
+            info = status(path, follow=False)
+            if info is not None and self._owners.why_not(info) is None:
+                traces = read_traces(path)
+                version = MixedVersion(self.link, traces, self._owners) if traces else None
+        return version
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a folder to change."""
+        return is_taken(self.link)
+
+    @override
+    def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
+        """Return the first version if a crash came before it had its name; delete all others."""
+        if self.is_there:
+            return None
+        found = super().of(store_id, commit, mapping)
+        kept = None if found is None else found.folder.name
+        self._remove(self._names(lambda name: VERSION.fullmatch(name) and name != kept))
+        return found
+
+    @override
+    def switch(self, version: Version) -> Version:
+        """Give the first version its name. Others are in place already."""
+        if version.folder == self.link:
+            return version
+        if self.is_there:
+            raise FileFormatError(f"{self.link} has come to be meanwhile, and no pull made it")
+        os.rename(version.folder.name, self.link, src_dir_fd=self._folder)
+        sync_folder(str(self.link.parent))
+        return Version(self.link, version.record, self._owners)
+
+    @override
+    def prune(self, keep: int) -> None:
+        pass
+
+    def editable(self, file: PlannedFile, folder: int) -> int:
+        """Open a file to change it, if it has this layout; return it, else -1.
+
+        Raises:
+            OSError: It cannot be looked at, or is a folder.
+        """
+        try:
+            fd = os.open(file.name, _OPENED, dir_fd=folder)
+        except OSError as e:
+            if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
+                return -1
+            raise
+        info, header = os.fstat(fd), bytearray(len(file.header))
+        if (
+            stat.S_ISREG(info.st_mode)
+            and info.st_size == file.nbytes
+            # Under another name, somebody may have kept what it is now.
+            and info.st_nlink == 1
+            and self._owners.why_not(info) is None
+            and read_run(fd, memoryview(header), 0) == len(header)
+            and header == file.header
+        ):
+            return fd
+        os.close(fd)
+        return -1
+
+
+def change(
+    served: FolderInPlace,
+    contents: Contents,
+    options: PullOptions,
+    report: PullReport,
+    progress: Progress | None,
+    is_withdrawn: Callable[[], bool],
+) -> Version:
+    """Bring a folder that is there to a snapshot, and return the version once it is durable.
+
+    Raises:
+        WithdrawnError: The snapshot is no more meant.
+        OSError: It cannot be written.
+    """
+    layout = plan(contents, options)
+    report.equal = layout.equal
+    with ExitStack() as opened:
+        folder = opened.enter_context(folder_at(str(served.link), listed=True))
+        for name in (*(file.name for file in layout.files), *layout.others, CHUNKS, RECORD):
+            info = status(served.link / name, follow=False)
+            if info is not None and stat.S_ISDIR(info.st_mode):
+                raise FileFormatError(f"{served.link / name} is a folder; move it away")
+        old = served.held()
+        if old is not None:
+            opened.callback(old.close)
+        files = dict[str, int]()
+        for file in layout.files:
+            fd = served.editable(file, folder)
+            if fd >= 0:
+                files[file.name] = fd
+                opened.callback(os.close, fd)
+        path = served.new_name(contents.name, contents.row.commit.hex())
+        new_bytes = sum(file.nbytes for file in layout.files if file.name not in files)
+        output = _ChangedFolder(served.link, folder, files, old, path, new_bytes)
+        writer = _WriterInPlace(contents, layout, options, old, report, progress)
+        writer.begin(output, is_withdrawn)
+        with output:
+            record = writer.write(output)
+    return Version(served.link, record)
+
+
+class _ChangedFolder(ExportOutput):
+    """The output of a pull in place: some files are there, and new ones are renamed into it.
+
+    Args:
+        link: The folder.
+        folder: The same, open.
+        files: The files that are changed where they are, open.
+        old: What the folder holds.
+        out: A name beside the new files.
+        nbytes: About how many bytes these will have.
+    """
+
+    def __init__(
+        self,
+        link: Path,
+        folder: int,
+        files: dict[str, int],
+        old: Version | None,
+        out: Path,
+        nbytes: int,
+    ) -> None:
+        super().__init__(out, is_folder=True, nbytes=nbytes, mode=FILE_MODE)
+        self.files = files
+        self.is_marked = False
+        self._link, self._folder = link, folder
+        self._old = old
+
+    @contextmanager
+    @override
+    def file(self, name: str, nbytes: int = 0) -> Iterator[int]:
+        if name in self.files:
+            yield self.files[name]
+            return
+        with super().file(name, nbytes) as fd:
+            yield fd
+
+    @override
+    def link(self, name: str, file: Path) -> None:
+        """Keep a file as it is.
+
+        Raises:
+            OSError: It has another name by now. A link of it would change with it.
+        """
+        if file != self._link / name:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(file))
+
+    @override
+    def stat(self, name: str) -> os.stat_result:
+        if name in self.sizes:
+            return super().stat(name)
+        return os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+
+    def translated(self) -> AbstractContextManager[None]:
+        """Turn the errors of the system into those of a folder that is no whole version."""
+        return translated(str(self._link), f"{self._link} is whole again after the next pull")
+
+    def mark(self, record: VersionRecord, chunks: bytes) -> None:
+        """Say durably that the folder is being changed, and to what, unless it says so."""
+        if self.is_marked:
+            return
+        before = [] if self._old is None else self._old.traces
+        traces = [each for each in before if each.record.content != record.content]
+        traces = [*traces, Trace(record, chunks)][-_MOST_TRACES:]
+        with self.file(CHANGING) as fd:
+            write_cached(fd, memoryview(msgspec.json.encode(traces)), 0)
+        with self.translated():
+            self._move(CHANGING)
+            os.fsync(self._folder)
+            unlink_at(RECORD, self._folder)
+            os.fsync(self._folder)
+        self.is_marked = True
+
+    def _move(self, name: str) -> None:
+        os.rename(self._partial / name, name, dst_dir_fd=self._folder)
+        del self.sizes[name]
+
+    @override
+    def _publish(self) -> None:
+        with self.translated():
+            new = {*self.files, *self.sizes}
+            for name in [name for name in self.sizes if name != RECORD]:
+                self._move(name)
+            for trace in [] if self._old is None else self._old.traces:
+                for name in trace.record.files.keys() - new:
+                    unlink_at(name, self._folder)
+            os.fsync(self._folder)
+            self._move(RECORD)
+            os.fsync(self._folder)
+            unlink_at(CHANGING, self._folder)
+
+
+class _Kept(NamedTuple):
+    """A chunk that is to be written: to which file, where, and it, or a delta that makes it."""
+
+    fd: int
+    start: int
+    nbytes: int
+    digest: Digest
+    content: bytes
+    is_delta: bool
+
+
+class _WriterInPlace(Writer):
+    """Writes what differs into the files of a folder, once it is all known."""
+
+    def begin(self, output: _ChangedFolder, is_withdrawn: Callable[[], bool]) -> None:
+        """Say where to."""
+        self._output = output
+        self._is_withdrawn = is_withdrawn
+        self._takes_deltas = True
+        self._keeping = new_lock()
+        self._kept: list[_Kept] = []
+        self._kept_bytes = 0
+        self._changed = set[int]()
+        self._names = {fd: name for name, fd in output.files.items()}
+        old = self._old
+        self._intact = {n for n in output.files if old is not None and old.is_intact(n)}
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]]:
+        """What may lie at each place of a file: digest in the store, cast, and digest here."""
+        found: dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]] = {}
+        for _, source, cast, cell in () if self._old is None else self._old.each_cell():
+            found.setdefault((cell.file, cell.start), []).append((source, cast, cell))
+        return found
+
+    @override
+    def _clone(self, fd: int, file: PlannedFile) -> str:
+        return self._names[fd] if fd in self._names else super()._clone(fd, file)
+
+    @override
+    def _copy(self, fd: int, cloned: str, piece: Piece) -> bool:
+        here = self._here(fd, piece) if fd in self._names else None
+        if here is None:
+            return super()._copy(fd, cloned, piece)
+        if piece.tensor.cast:
+            piece.tensor.cast_digests[piece.number] = here
+        with self._lock:
+            self._report.copied_bytes += piece.cell.nbytes
+        self.counter.add(piece.cell.nbytes)
+        return True
+
+    def _here(self, fd: int, piece: Piece) -> Digest | None:
+        """Return the digest of what lies at the place of a chunk, if it is that chunk."""
+        name, (_, tensor, _, cell) = self._names[fd], piece
+        wanted = {
+            here.digest
+            for source, cast, here in self._places.get((name, cell.start), [])
+            if (source, cast, here.nbytes) == (cell.digest, tensor.cast, cell.nbytes)
+        }
+        if name in self._intact:
+            return next(iter(wanted), None)
+        if not tensor.cast:
+            wanted.add(cell.digest)
+        raw = bytearray(cell.nbytes)
+        read_run(fd, memoryview(raw), cell.start)
+        found = digest_of(raw)
+        return found if found in wanted else None
+
+    @override
+    def _write(
+        self, fd: int, piece: Piece, raw: memoryview, stored_form: memoryview | None = None
+    ) -> None:
+        if fd not in self._names:
+            super()._write(fd, piece, raw)
+            return
+        cell = piece.cell
+        with self._keeping:
+            is_delta = (
+                stored_form is not None
+                and self._kept_bytes + cell.nbytes > _MOST_WHOLE
+                and self._holds(fd, cell.start, base_of(stored_form))
+            )
+            content = bytes(stored_form if is_delta and stored_form is not None else raw)
+            kept = _Kept(fd, cell.start, cell.nbytes, cell.digest, content, is_delta)
+            self._kept.append(kept)
+            self._kept_bytes += len(content)
+            if self._kept_bytes > _MOST_KEPT:
+                self._flush()
+
+    def _holds(self, fd: int, start: int, base: Digest) -> bool:
+        """Whether a chunk of the store may lie at a place, so that a delta can be applied there."""
+        places = self._places.get((self._names[fd], start), [])
+        return any((source, cast) == (base, "") for source, cast, _ in places)
+
+    def _flush(self) -> None:
+        """Write what is kept."""
+        self._output.mark(*self._described())
+        kept, self._kept, self._kept_bytes = self._kept, [], 0
+        with self._output.translated():
+            for _ in mapped(self._put_kept, kept, cores()):
+                continue
+        self._changed.update(each.fd for each in kept)
+        self._report.written_bytes += sum(each.nbytes for each in kept)
+
+    def _put_kept(self, kept: _Kept) -> None:
+        raw = memoryview(kept.content)
+        if kept.is_delta:
+            chunk = bytearray(kept.nbytes)
+            read_run(kept.fd, memoryview(chunk), kept.start)
+            apply_delta(raw, chunk)
+            if digest_of(chunk) != kept.digest:
+                raise DamagedError(
+                    f"{self._names[kept.fd]} has been changed by another process, or its disk "
+                    "fails. The next pull mends it"
+                )
+            raw = memoryview(chunk)
+        write_cached(kept.fd, raw, kept.start)
+
+    @override
+    def _settle(self) -> None:
+        if not self._output.is_marked and self._is_withdrawn():
+            raise WithdrawnError
+        self._flush()
+        with self._output.translated():
+            for fd in self._changed:
+                os.fsync(fd)
