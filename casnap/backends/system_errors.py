@@ -103,12 +103,14 @@ def gone_error(uri: str) -> BackendError:
 
 
 @contextmanager
-def translated(subject: str | Callable[[OSError], str], kept: str = _KEPT) -> Iterator[None]:
+def translated(
+    subject: str | Callable[[OSError], str], kept: str | Callable[[], str] = _KEPT
+) -> Iterator[None]:
     """Turn the operating system's errors into casnap's, except ``FileNotFoundError``.
 
     Args:
         subject: What could not be used; or what returns that of an error.
-        kept: As for :func:`told`.
+        kept: As for :func:`told`; or what returns that after an error.
     """
     try:
         yield
@@ -118,7 +120,8 @@ def translated(subject: str | Callable[[OSError], str], kept: str = _KEPT) -> It
         if e.errno is None:
             # None of the system: a signal handler has raised it, such as an alarm.
             raise
-        raise told(e, subject if isinstance(subject, str) else subject(e), kept) from e
+        about = subject if isinstance(subject, str) else subject(e)
+        raise told(e, about, kept if isinstance(kept, str) else kept()) from e
 
 
 def is_of_the_place(error: BaseException) -> bool:

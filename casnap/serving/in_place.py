@@ -138,7 +138,18 @@ class FolderInPlace(ServedFolder):
 
     @override
     def prune(self, keep: int) -> None:
-        pass
+        """Delete the note that the folder was being changed. There is one version."""
+        with folder_at(str(self.link)) as folder:
+            unlink_at(CHANGING, folder)
+
+    @override
+    def translated(self) -> AbstractContextManager[None]:
+        def kept() -> str:
+            is_changed = is_taken(self.link / CHANGING) and not is_taken(self.link / RECORD)
+            state = "is whole after the next pull" if is_changed else "stays as it is"
+            return f"{self.link} {state}"
+
+        return translated(lambda e: str(self.link / os.fsdecode(e.filename or "")), kept)
 
     def editable(self, file: PlannedFile, folder: int) -> int:
         """Open a file to change it, if it has this layout; return it, else -1.
@@ -260,10 +271,6 @@ class _ChangedFolder(ExportOutput):
             return super().stat(name)
         return os.stat(name, dir_fd=self._folder, follow_symlinks=False)
 
-    def translated(self) -> AbstractContextManager[None]:
-        """Turn the errors of the system into those of a folder that is no whole version."""
-        return translated(str(self._link), f"{self._link} is whole again after the next pull")
-
     def mark(self, record: VersionRecord, chunks: bytes) -> None:
         """Say durably that the folder is being changed, and to what, unless it says so."""
         if self.is_marked:
@@ -273,12 +280,11 @@ class _ChangedFolder(ExportOutput):
         traces = [*traces, Trace(record, chunks)][-_MOST_TRACES:]
         with self.file(CHANGING) as fd:
             write_cached(fd, memoryview(msgspec.json.encode(traces)), 0)
-        with self.translated():
-            self._move(CHANGING)
-            os.fsync(self._folder)
-            unlink_at(RECORD, self._folder)
-            os.fsync(self._folder)
+        self._move(CHANGING)
+        os.fsync(self._folder)
         self.is_marked = True
+        unlink_at(RECORD, self._folder)
+        os.fsync(self._folder)
 
     def _move(self, name: str) -> None:
         os.rename(self._partial / name, name, dst_dir_fd=self._folder)
@@ -286,17 +292,15 @@ class _ChangedFolder(ExportOutput):
 
     @override
     def _publish(self) -> None:
-        with self.translated():
-            new = {*self.files, *self.sizes}
-            for name in [name for name in self.sizes if name != RECORD]:
-                self._move(name)
-            for trace in [] if self._old is None else self._old.traces:
-                for name in trace.record.files.keys() - new:
-                    unlink_at(name, self._folder)
-            os.fsync(self._folder)
-            self._move(RECORD)
-            os.fsync(self._folder)
-            unlink_at(CHANGING, self._folder)
+        new = {*self.files, *self.sizes}
+        for name in [name for name in self.sizes if name != RECORD]:
+            self._move(name)
+        for trace in [] if self._old is None else self._old.traces:
+            for name in trace.record.files.keys() - new:
+                unlink_at(name, self._folder)
+        os.fsync(self._folder)
+        self._move(RECORD)
+        os.fsync(self._folder)
 
 
 class _Kept(NamedTuple):
@@ -397,9 +401,8 @@ class _WriterInPlace(Writer):
         """Write what is kept."""
         self._output.mark(*self._described())
         kept, self._kept, self._kept_bytes = self._kept, [], 0
-        with self._output.translated():
-            for _ in mapped(self._put_kept, kept, cores()):
-                continue
+        for _ in mapped(self._put_kept, kept, cores()):
+            continue
         self._changed.update(each.fd for each in kept)
         self._report.written_bytes += sum(each.nbytes for each in kept)
 
@@ -422,6 +425,5 @@ class _WriterInPlace(Writer):
         if not self._output.is_marked and self._is_withdrawn():
             raise WithdrawnError
         self._flush()
-        with self._output.translated():
-            for fd in self._changed:
-                os.fsync(fd)
+        for fd in self._changed:
+            os.fsync(fd)

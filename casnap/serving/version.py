@@ -373,6 +373,12 @@ class MixedVersion(Version):
         for record, chunks in ((trace.record, trace.chunks) for trace in reversed(self._traces)):
             yield from Version(self.folder, record, self._owners, chunks).each_cell()
 
+    @override
+    def base(self, digest: Digest) -> Fill | None:
+        cell = self.cells.get((digest, ""))
+        # Who reads a delta on a chunk that is not here must know that before.
+        return None if cell is None or self.verified(cell) is None else partial(self._fill, cell)
+
 
 def _nbytes(tensor: VersionTensor) -> int:
     nbytes = itemsize_of(tensor.dtype)
