@@ -23,7 +23,7 @@ from casnap.backends.file_io import read_run, write_cached
 from casnap.backends.local_paths import is_taken, status
 from casnap.backends.safe_paths import folder_at, unlink_at
 from casnap.backends.system_errors import ABSENT, translated
-from casnap.errors import DamagedError, FileFormatError
+from casnap.errors import CasnapError, FileFormatError
 from casnap.files.export_output import ExportOutput
 from casnap.format.delta import apply_delta, base_of
 from casnap.format.digest import Digest, digest_of
@@ -32,7 +32,7 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import cores, mapped
 from casnap.runtime.typing import override
 from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
-from casnap.serving.layout import PlannedFile, plan
+from casnap.serving.layout import Cell, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (
     CHANGING,
@@ -48,9 +48,8 @@ from casnap.serving.version import (
 from casnap.serving.writing import Piece, Writer
 from casnap.storage import Contents
 
-# So many bytes of chunks are kept before anything is written; whole ones only up to the second.
+# So many bytes of chunks, and of deltas, are kept before anything is written.
 _MOST_KEPT = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
-_MOST_WHOLE = 256 << 20
 _MOST_TRACES = 8
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -304,12 +303,10 @@ class _ChangedFolder(ExportOutput):
 
 
 class _Kept(NamedTuple):
-    """A chunk that is to be written: to which file, where, and it, or a delta that makes it."""
+    """A chunk that is to be written: to which file, where, and it, or the delta that makes it."""
 
     fd: int
-    start: int
-    nbytes: int
-    digest: Digest
+    cell: Cell
     content: bytes
     is_delta: bool
 
@@ -326,6 +323,7 @@ class _WriterInPlace(Writer):
         self._kept: list[_Kept] = []
         self._kept_bytes = 0
         self._changed = set[int]()
+        self._times = {fd: os.fstat(fd).st_mtime_ns for fd in output.files.values()}
         self._names = {fd: name for name, fd in output.files.items()}
         old = self._old
         self._intact = {n for n in output.files if old is not None and old.is_intact(n)}
@@ -378,47 +376,49 @@ class _WriterInPlace(Writer):
         if fd not in self._names:
             super()._write(fd, piece, raw)
             return
-        cell = piece.cell
+        # A delta takes a hundredth, and its base is read once more when it is applied.
+        is_delta = stored_form is not None and self._holds(fd, piece.cell, base_of(stored_form))
+        content = bytes(stored_form if stored_form is not None and is_delta else raw)
         with self._keeping:
-            is_delta = (
-                stored_form is not None
-                and self._kept_bytes + cell.nbytes > _MOST_WHOLE
-                and self._holds(fd, cell.start, base_of(stored_form))
-            )
-            content = bytes(stored_form if is_delta and stored_form is not None else raw)
-            kept = _Kept(fd, cell.start, cell.nbytes, cell.digest, content, is_delta)
-            self._kept.append(kept)
+            self._kept.append(_Kept(fd, piece.cell, content, is_delta))
             self._kept_bytes += len(content)
             if self._kept_bytes > _MOST_KEPT:
                 self._flush()
 
-    def _holds(self, fd: int, start: int, base: Digest) -> bool:
-        """Whether a chunk of the store may lie at a place, so that a delta can be applied there."""
-        places = self._places.get((self._names[fd], start), [])
+    def _holds(self, fd: int, cell: Cell, base: Digest) -> bool:
+        """Whether a chunk of the store lies at a place, so that a delta can be applied there."""
+        places = self._places.get((self._names[fd], cell.start), [])
         return any((source, cast) == (base, "") for source, cast, _ in places)
 
     def _flush(self) -> None:
-        """Write what is kept."""
-        self._output.mark(*self._described())
+        """Write what is kept.
+
+        Raises:
+            CasnapError: Another process has written to a file. Deltas might not fit any more.
+        """
         kept, self._kept, self._kept_bytes = self._kept, [], 0
+        changed = {each.fd for each in kept}
+        for fd in changed:
+            if os.fstat(fd).st_mtime_ns != self._times[fd]:
+                raise CasnapError(
+                    f"{self._names[fd]} was written to by another process while it was pulled; "
+                    "have no other one do so, and pull again"
+                )
+        self._output.mark(*self._described())
         for _ in mapped(self._put_kept, kept, cores()):
             continue
-        self._changed.update(each.fd for each in kept)
-        self._report.written_bytes += sum(each.nbytes for each in kept)
+        self._times.update({fd: os.fstat(fd).st_mtime_ns for fd in changed})
+        self._changed |= changed
+        self._report.written_bytes += sum(each.cell.nbytes for each in kept)
 
     def _put_kept(self, kept: _Kept) -> None:
         raw = memoryview(kept.content)
         if kept.is_delta:
-            chunk = bytearray(kept.nbytes)
-            read_run(kept.fd, memoryview(chunk), kept.start)
+            chunk = memoryview(bytearray(kept.cell.nbytes))
+            read_run(kept.fd, chunk, kept.cell.start)
             apply_delta(raw, chunk)
-            if digest_of(chunk) != kept.digest:
-                raise DamagedError(
-                    f"{self._names[kept.fd]} has been changed by another process, or its disk "
-                    "fails. The next pull mends it"
-                )
-            raw = memoryview(chunk)
-        write_cached(kept.fd, raw, kept.start)
+            raw = chunk
+        write_cached(kept.fd, raw, kept.cell.start)
 
     @override
     def _settle(self) -> None:
