@@ -26,6 +26,7 @@ from urllib.request import Request, urlopen
 from casnap.errors import PLACE_ERRORS, CasnapError
 from casnap.integrations.sglang import publish_version
 from casnap.runtime.typing import override
+from casnap.serving.folder import is_in_place, name_of
 from casnap.serving.patches import StagedPatches, stage, version_of
 
 _log = logging.getLogger("casnap")
@@ -49,7 +50,7 @@ def reload_sglang(
     """Return a callback that has a server of SGLang load each version.
 
     It posts to ``/update_weights_from_disk``. The server flushes its cache of prefixes, and gets
-    the name of the version's folder as its ``weight_version``. The server must see the folder under
+    the name of the version as its ``weight_version``. The server must see the folder under
     the same path.
 
     Args:
@@ -69,7 +70,7 @@ def reload_sglang(
             "model_path": str(folder),
             "abort_all_requests": abort_all_requests,
             "flush_cache": True,
-            "weight_version": folder.name,
+            "weight_version": name_of(folder),
         }
         server.tell("/update_weights_from_disk", asked)
 
@@ -113,7 +114,7 @@ def pull_sglang(
             "model_path": str(local),
             "abort_all_requests": abort_all_requests,
             "flush_cache": True,
-            "weight_version": folder.name,
+            "weight_version": name_of(folder),
         }
         server.tell("/update_weights_from_disk", asked)
 
@@ -155,7 +156,7 @@ def reload_vllm_async(
     """Return a callback that has a ``vllm.AsyncLLM`` of this process load each version.
 
     It pauses the engine, loads the folder, forgets the prefixes that the old weights have computed,
-    says the name of the folder as the weights' version, and resumes the engine, also if a step
+    says the name of the version as that of the weights, and resumes the engine, also if a step
     fails. The weights before are loaded again then, as by :func:`reload_vllm`.
 
     The callback blocks, so follow in another thread than that of the event loop, for instance by
@@ -265,7 +266,7 @@ class _Reload:
         with self._paused():
             self._load(str(folder))
             self._engine.forget_prefixes()
-            self._engine.name_version(folder.name)
+            self._engine.name_version(name_of(folder))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -325,6 +326,11 @@ class _PatchedReload(_Reload):
 
     @override
     def __call__(self, folder: Path, changed: list[str]) -> None:
+        if is_in_place(folder):
+            raise CasnapError(
+                f"patches lead from the version before, and a pull in place has written over it in "
+                f"{folder}: leave out patches=True here, or --inplace (in_place=) there"
+            )
         if not self._loaded:
             # Of a callback before this one, perhaps.
             named = folder.parent / self._engine.version()

@@ -37,6 +37,22 @@ _FOLDER_MODE = FILE_MODE | 0o111
 _PARTIAL, VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
 
 
+def is_in_place(folder: Path) -> bool:
+    """Whether a folder, without links, is one that pulls change in place."""
+    return is_taken(folder.with_name(f"{folder.name}.versions") / _LOCK)
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of a version: that of its folder, unless that is changed in place."""
+    record = read_record(folder / RECORD) if is_in_place(folder) else None
+    return folder.name if record is None else _name(record.snapshot, record.commit)
+
+
+def _name(snapshot: str, commit: str) -> str:
+    # A name has at most 255 bytes.
+    return f"{os.fsdecode(os.fsencode(snapshot.rpartition('/')[2])[:180])}@{commit}"
+
+
 class ServedFolder:
     """A folder that is kept at one version.
 
@@ -260,12 +276,11 @@ class ServedFolder:
 
     def new_name(self, snapshot: str, commit: str) -> Path:
         """Return a folder for a new version that is not there yet."""
-        # A name has at most 255 bytes.
-        name = os.fsdecode(os.fsencode(snapshot.rpartition("/")[2])[:180])
-        number, path = 1, self.versions / f"{name}@{commit}"
+        name = _name(snapshot, commit)
+        number, path = 1, self.versions / name
         while is_taken(path):
             number += 1
-            path = self.versions / f"{name}@{commit}.{number}"
+            path = self.versions / f"{name}.{number}"
         return path
 
     def switch(self, version: Version) -> Version:

@@ -45,6 +45,27 @@ def test_the_mapping(store: Store, tmp_path: Path) -> None:
     assert "progress/step is left out" in invoke("pull", store.uri, live, "--path", "").stdout
 
 
+def test_in_place(store: Store, tmp_path: Path) -> None:
+    live = tmp_path / "live"
+    for step in range(2):
+        take(store, step, f"run1/step_{step}")
+        result = document("pull", store.uri, live, "--inplace")
+        assert_served(live, step)
+    assert result["written_bytes"] == result["fetched_bytes"] > 0
+    assert result["output"] == str(live)
+    assert not live.is_symlink()
+    assert "all of run1/step_1 is whole" in invoke("pull", store.uri, live, "--verify").stdout
+    (live / "casnap-version.json").rename(live / "casnap-changing.json")
+    assert "no whole version: a pull with" in failure("pull", store.uri, live, "--verify")
+    assert "run1/step_1: 9 tensors" in invoke("pull", store.uri, live, "--inplace").stdout
+    assert_served(live, 1)
+    assert "with --inplace" in failure("pull", store.uri, live)
+    assert "leave out --keep" in failure(
+        "pull", store.uri, live, "--inplace", "--keep", 2, status=2
+    )
+    assert_served(live, 1)
+
+
 def test_verify(store: Store, tmp_path: Path) -> None:
     live = tmp_path / "live"
     assert "nothing to compare" in failure("pull", store.uri, live, "--verify")

@@ -30,6 +30,7 @@ from casnap.integrations.engines import (
     reload_vllm_server,
 )
 from casnap.runtime.typing import override
+from casnap.serving import PullOptions
 from casnap.serving.patches import read_patches, version_of
 from tests.support.served import store_at, take, versions_of, weights
 
@@ -257,11 +258,13 @@ def callbacks(
 WAYS = ["here", "async", "server"]
 
 
-def follow(path: Path, on_version: OnVersion, until: str, count: int = 1) -> list[str]:
+def follow(
+    path: Path, on_version: OnVersion, until: str, count: int = 1, *, in_place: bool = False
+) -> list[str]:
     """Follow until an event has come so often; return all events."""
-    seen = []
+    seen, options = [], PullOptions(in_place=in_place)
     for event in store_at(path / "store").follow(
-        path / "live", interval=0.01, on_version=on_version
+        path / "live", interval=0.01, on_version=on_version, options=options
     ):
         seen.append(event.event)
         if seen.count(until) == count:
@@ -284,6 +287,35 @@ def test_sglang_loads_each_version(tmp_path: Path) -> None:
         ]
         assert server.headers == ["x", "x"]
         assert not any(folder.is_symlink() for folder in folders)
+
+
+def test_engines_load_a_folder_that_is_changed_in_place(tmp_path: Path) -> None:
+    """It has one name for all versions, so engines are told that of the version."""
+    store, live = store_at(tmp_path / "store"), tmp_path / "live"
+    engine = Engine(tmp_path)
+    with sglang() as (server, url):
+        for step in range(3):
+            take(store, step)
+            for reload in (reload_sglang(url), reload_vllm(engine)):
+                follow(tmp_path, reload, "called", in_place=True)
+                (live.with_name("live.versions") / ".called.json").unlink()
+            name = f"step_{step}@{store[f'step_{step}'].commit_id}"
+            asked = server.requests[-1]
+            assert (asked["model_path"], asked["weight_version"]) == (str(live), name)
+            assert engine.named == name
+            assert all(engine.weights[n].equal(tensor) for n, tensor in weights(step).items())
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_patches_need_the_version_before(tmp_path: Path, way: str) -> None:
+    engine = Engine(tmp_path)
+    take(store_at(tmp_path / "store"), 0)
+    with callbacks(engine, patches=True) as ways:
+        seen = follow(tmp_path, ways[way], "call_failed", in_place=True)
+        with pytest.raises(CasnapError, match=r"written over it in .*live: leave out patches=True"):
+            ways[way](tmp_path / "live", [])
+    assert (seen, engine.calls) == (["switched", "call_failed"], [])
 
 
 def test_what_sglang_refuses_is_tried_again(tmp_path: Path) -> None:

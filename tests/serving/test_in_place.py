@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -120,11 +121,11 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-@pytest.mark.parametrize("most_whole", [0, 1 << 30])
+@pytest.mark.parametrize("most_kept", [0, 1 << 30])
 def test_deltas_are_applied_where_their_bases_lie(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_whole: int
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_kept: int
 ) -> None:
-    monkeypatch.setattr(in_place, "_MOST_WHOLE", most_whole)
+    monkeypatch.setattr(in_place, "_MOST_KEPT", most_kept)
     host, live = Host(tmp_path, monkeypatch), tmp_path / "live"
     run.step()
     host.pull(ONE_FILE)
@@ -279,7 +280,7 @@ def test_killed_at_any_call(
             with system_faults(number, names=CALLS, after=after):
                 Store(base / "store").pull(live, "step_1", options=OPTIONS)
 
-        for number in sweep():
+        for number in sweep(3):
             store.pull(live, "step_0", options=OPTIONS)
             status = in_child(partial(work, number))
             found = step_of(live)
@@ -302,7 +303,7 @@ def test_the_first_one_killed_at_any_call(base: Path) -> None:
             with system_faults(number, names=CALLS):
                 Store(base / "store").pull(live, "step_0", options=OPTIONS)
 
-        for number in sweep():
+        for number in sweep(3):
             status = in_child(partial(work, number))
             assert not live.exists() or step_of(live) == 0
             if status == 0:
@@ -370,7 +371,7 @@ def test_a_store_that_goes_away(base: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with memory_folder() as place:
             live, options = place / "live", PullOptions(in_place=True, rename=["s/a/b/g"])
             store = Store(base / "store")
-            for number in sweep(1):
+            for number in itertools.count():
                 store.pull(live, "step_0", options=options)
 
                 def lost() -> None:
@@ -385,6 +386,7 @@ def test_a_store_that_goes_away(base: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 if not calls.struck:
                     break
     assert (1 << 30, False) not in seen
+    assert (0, False) in seen
 
 
 def test_a_pull_that_ended_on_the_way_to_another_version(
@@ -401,6 +403,27 @@ def test_a_pull_that_ended_on_the_way_to_another_version(
     first = run.step()
     report = host.pull(ONE_FILE)
     assert 0 < report.received_bytes <= 2.2 * first + (80 << 10)
+    run.assert_served(live)
+
+
+def test_a_file_that_another_process_writes_to(run: Run, live: Path) -> None:
+    """A delta that was proven might not fit any more, so nothing is written."""
+    run.step()
+    run.bucket.pull(live, options=ONE_FILE)
+    run.step()
+    file = live / "model.safetensors"
+    real = in_place._WriterInPlace._settle
+
+    def settle(writer: Any) -> None:
+        flip(file, 3 << 20)
+        real(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place._WriterInPlace, "_settle", settle)
+        with pytest.raises(CasnapError, match=r"model\.safetensors was written to by another"):
+            run.bucket.pull(live, options=ONE_FILE)
+    assert len(verify(live)) == 1
+    run.bucket.pull(live, options=ONE_FILE)
     run.assert_served(live)
 
 
