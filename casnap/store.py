@@ -649,8 +649,12 @@ class Store:
         version's bytes and the new chunks. All that is written is verified, then the link is
         replaced at once. See ``docs/guides/serving.md``.
 
+        With ``in_place`` in the options, it is a real folder, and what has changed is written into
+        its files. Who reads them meanwhile, or has mapped them, sees a mix. If that is cut short,
+        the folder is no whole version until the next pull.
+
         Args:
-            folder: The folder, which is not there yet, or was made by a pull.
+            folder: The folder, which is not there yet, or was made by such a pull.
             name: A snapshot, or a folder of them; None for all snapshots of this store or view.
             options: Which snapshot, and how its folder looks:
                 a :class:`casnap.serving.PullOptions`.
@@ -663,8 +667,9 @@ class Store:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
             FileFormatError: Something else stands at the folder, it is another user's, or the
                 snapshot holds no tensors.
-            StorageFullError: The disk is full. The folder stays at the version before.
-            BackendError: The folder cannot be written or looked at for another reason. It stays.
+            StorageFullError: The disk is full. The folder stays at the version before, or the
+                error says that it is changed in place, and not whole.
+            BackendError: The folder cannot be written or looked at for another reason. The same.
             UnavailableError: The same, for want of open files or memory. It stays.
             FileNotFoundError: There is no folder to put it in.
             CasnapError: Another process pulls into this folder.

@@ -40,6 +40,7 @@ Examples:
   casnap pull s3://bucket/run1 models/live --tag stable --follow
   casnap pull /ckpts models/live --match 'run1/*' --rename 's/^module\\.//'
   casnap pull s3://bucket/run1 models/live --follow --exec 'curl -fsS -m 60 localhost:3000/reload'
+  casnap pull s3://bucket/run1 models/live --inplace      one folder, changed in place
   casnap pull s3://bucket/run1 models/live --verify       read what is there, and change nothing
 """
 
@@ -77,8 +78,8 @@ Examples:
 @click.option(
     "--inplace",
     is_flag=True,
-    help="Make DIR a real folder, and write what has changed into its files: no room for two "
-    "versions is needed. Who reads them meanwhile sees a mix.",
+    help="Make DIR a real folder, and write what has changed into its files, so that the disk "
+    "needs no room for two versions. Who reads or has mapped them sees a mix meanwhile.",
 )
 @click.option("--verify", "only_verify", is_flag=True, help="Only read and verify what DIR holds.")
 @click.option("--follow", is_flag=True, help="Keep running, and pull each new version.")
@@ -113,6 +114,7 @@ def pull(
 
     SOURCE is a store, a folder of snapshots in it, or a snapshot. DIR becomes a link to one whole
     version in DIR.versions, and is replaced at once. Only what has changed is fetched and written.
+    With --inplace, DIR is a folder whose files are written to: let nobody read them meanwhile.
 
     With --follow, the command pulls each new version until SIGINT, SIGTERM or SIGHUP. --exec runs
     in a shell with CASNAP_FOLDER, CASNAP_SNAPSHOT and CASNAP_COMMIT; a list of the tensors that

@@ -323,7 +323,6 @@ class _WriterInPlace(Writer):
         self._kept: list[_Kept] = []
         self._kept_bytes = 0
         self._changed = set[int]()
-        self._times = {fd: os.fstat(fd).st_mtime_ns for fd in output.files.values()}
         self._names = {fd: name for name, fd in output.files.items()}
         old = self._old
         self._intact = {n for n in output.files if old is not None and old.is_intact(n)}
@@ -387,28 +386,18 @@ class _WriterInPlace(Writer):
 
     def _holds(self, fd: int, cell: Cell, base: Digest) -> bool:
         """Whether a chunk of the store lies at a place, so that a delta can be applied there."""
-        places = self._places.get((self._names[fd], cell.start), [])
+        name = self._names[fd]
+        # In other files, it is only one of those that may lie there.
+        places = self._places.get((name, cell.start), []) if name in self._intact else []
         return any((source, cast) == (base, "") for source, cast, _ in places)
 
     def _flush(self) -> None:
-        """Write what is kept.
-
-        Raises:
-            CasnapError: Another process has written to a file. Deltas might not fit any more.
-        """
+        """Write what is kept."""
         kept, self._kept, self._kept_bytes = self._kept, [], 0
-        changed = {each.fd for each in kept}
-        for fd in changed:
-            if os.fstat(fd).st_mtime_ns != self._times[fd]:
-                raise CasnapError(
-                    f"{self._names[fd]} was written to by another process while it was pulled; "
-                    "have no other one do so, and pull again"
-                )
         self._output.mark(*self._described())
         for _ in mapped(self._put_kept, kept, cores()):
             continue
-        self._times.update({fd: os.fstat(fd).st_mtime_ns for fd in changed})
-        self._changed |= changed
+        self._changed.update(each.fd for each in kept)
         self._report.written_bytes += sum(each.cell.nbytes for each in kept)
 
     def _put_kept(self, kept: _Kept) -> None:
@@ -417,6 +406,11 @@ class _WriterInPlace(Writer):
             chunk = memoryview(bytearray(kept.cell.nbytes))
             read_run(kept.fd, chunk, kept.cell.start)
             apply_delta(raw, chunk)
+            if digest_of(chunk) != kept.cell.digest:
+                raise CasnapError(
+                    f"{self._names[kept.fd]} was written to by another process while it was "
+                    "pulled, or its disk fails. The next pull mends it"
+                )
             raw = chunk
         write_cached(kept.fd, raw, kept.cell.start)
 
