@@ -27,7 +27,7 @@ from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.runtime.fork import locked_file
-from casnap.serving.version import RECORD, Version, VersionRecord, read_record
+from casnap.serving.version import CHANGING, CHUNKS, RECORD, Version, VersionRecord, read_record
 
 _log = logging.getLogger("casnap")
 _LOCK, _CALLED = ".lock", ".called.json"
@@ -100,10 +100,18 @@ class ServedFolder:
             target = Path(os.path.normpath(self.link.parent / self.link.readlink()))
             if target.parent == self.versions:
                 return
-        self._check_kind(is_taken(self.link / RECORD), "with")
-        raise FileFormatError(
+        self._check_kind(self._has_files, "with")
+        raise self._foreign()
+
+    def _foreign(self) -> FileFormatError:
+        return FileFormatError(
             f"{self.link} exists, and no pull made it; choose another name, or move it away first"
         )
+
+    @property
+    def _has_files(self) -> bool:
+        """Whether the folder itself has what a pull puts into a version."""
+        return any(is_taken(self.link / name) for name in (RECORD, CHUNKS, CHANGING))
 
     def _check_kind(self, is_other: bool, option: str) -> None:
         if is_other:

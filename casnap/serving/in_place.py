@@ -1,9 +1,9 @@
 """Pulling in place: into one real folder, in whose files only chunks that differ are written.
 
-Chunks are read and verified first, and kept in memory: deltas as they are stored where there are
-many. Then the folder says durably that it is being changed: ``casnap-changing.json`` takes the
-place of the record. From then on each chunk may be of an old version or of the new one, which its
-digest tells. The new record comes last. Files of another layout are written anew, and renamed.
+Chunks are read and verified first, and kept in memory: deltas as they are stored. Then the folder
+says durably that it is being changed: ``casnap-changing.json`` takes the place of the record. From
+then on each chunk may be of an old version or of the new one, which its digest tells. The new
+record comes last. Files of another layout are written anew, and renamed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from casnap.storage import Contents
 
 # So many bytes of chunks, and of deltas, are kept before anything is written.
 _MOST_KEPT = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
-_MOST_TRACES = 8
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -70,10 +69,8 @@ class FolderInPlace(ServedFolder):
         if info is None:
             return
         self._check_kind(stat.S_ISLNK(info.st_mode), "without")
-        if not (stat.S_ISDIR(info.st_mode) and self._is_of_a_pull):
-            raise FileFormatError(
-                f"{self.link} exists, and no pull made it; choose another name, or move it away"
-            )
+        if not (stat.S_ISDIR(info.st_mode) and self._has_files):
+            raise self._foreign()
         if self._folder >= 0:
             with folder_at(str(self.link), listed=True) as folder:
                 self._owners.close_to_others(folder)
@@ -83,10 +80,6 @@ class FolderInPlace(ServedFolder):
                     f"{self.link} {why}, so what is in it need not be what a pull has written. "
                     "Remove it, or name another folder"
                 )
-
-    @property
-    def _is_of_a_pull(self) -> bool:
-        return any(is_taken(self.link / name) for name in (RECORD, CHUNKS, CHANGING))
 
     @override
     def close_to_others(self) -> None:
@@ -150,20 +143,10 @@ class FolderInPlace(ServedFolder):
 
         return translated(lambda e: str(self.link / os.fsdecode(e.filename or "")), kept)
 
-    def editable(self, file: PlannedFile, folder: int) -> int:
-        """Open a file to change it, if it has this layout; return it, else -1.
-
-        Raises:
-            OSError: It cannot be looked at, or is a folder.
-        """
-        try:
-            fd = os.open(file.name, _OPENED, dir_fd=folder)
-        except OSError as e:
-            if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
-                return -1
-            raise
+    def can_change(self, fd: int, file: PlannedFile) -> bool:
+        """Whether a file has this layout, and nobody else has it."""
         info, header = os.fstat(fd), bytearray(len(file.header))
-        if (
+        return (
             stat.S_ISREG(info.st_mode)
             and info.st_size == file.nbytes
             # Under another name, somebody may have kept what it is now.
@@ -171,10 +154,7 @@ class FolderInPlace(ServedFolder):
             and self._owners.why_not(info) is None
             and read_run(fd, memoryview(header), 0) == len(header)
             and header == file.header
-        ):
-            return fd
-        os.close(fd)
-        return -1
+        )
 
 
 def change(
@@ -204,10 +184,15 @@ def change(
             opened.callback(old.close)
         files = dict[str, int]()
         for file in layout.files:
-            fd = served.editable(file, folder)
-            if fd >= 0:
+            try:
+                fd = os.open(file.name, _OPENED, dir_fd=folder)
+            except OSError as e:
+                if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
+                    continue  # it is made anew
+                raise
+            opened.callback(os.close, fd)
+            if served.can_change(fd, file):
                 files[file.name] = fd
-                opened.callback(os.close, fd)
         path = served.new_name(contents.name, contents.row.commit.hex())
         new_bytes = sum(file.nbytes for file in layout.files if file.name not in files)
         output = _ChangedFolder(served.link, folder, files, old, path, new_bytes)
@@ -276,9 +261,9 @@ class _ChangedFolder(ExportOutput):
             return
         before = [] if self._old is None else self._old.traces
         traces = [each for each in before if each.record.content != record.content]
-        traces = [*traces, Trace(record, chunks)][-_MOST_TRACES:]
         with self.file(CHANGING) as fd:
-            write_cached(fd, memoryview(msgspec.json.encode(traces)), 0)
+            raw = msgspec.json.encode([*traces, Trace(record, chunks)])
+            write_cached(fd, memoryview(raw), 0)
         self._move(CHANGING)
         os.fsync(self._folder)
         self.is_marked = True
