@@ -18,7 +18,7 @@ from casnap import Store
 from casnap.errors import CasnapError, FileFormatError, StorageFullError
 from casnap.serving import PullOptions, in_place, verify
 from casnap.serving.version import CHANGING, RECORD
-from tests.serving.test_pull_deltas import Host, Run
+from tests.support.bucket_runs import Host, Run
 from tests.support.faults import (
     backend_faults,
     content_of,
