@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from casnap.backends.file_io import read_run, write_cached
 from casnap.backends.local_paths import is_taken, status
 from casnap.backends.safe_paths import folder_at, unlink_at
 from casnap.backends.system_errors import ABSENT, translated
-from casnap.errors import CasnapError, FileFormatError
+from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.files.export_output import ExportOutput
 from casnap.format.delta import apply_delta, base_of
 from casnap.format.digest import Digest, digest_of
@@ -130,9 +130,11 @@ class FolderInPlace(ServedFolder):
 
     @override
     def prune(self, keep: int) -> None:
-        """Delete the note that the folder was being changed. There is one version."""
-        with folder_at(str(self.link)) as folder:
-            unlink_at(CHANGING, folder)
+        """Delete the note that the folder was being changed, if it is whole."""
+        with suppress(OSError, *PLACE_ERRORS):
+            if is_taken(self.link / RECORD):
+                with folder_at(str(self.link)) as folder:
+                    unlink_at(CHANGING, folder)
 
     @override
     def translated(self) -> AbstractContextManager[None]:

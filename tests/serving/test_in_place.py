@@ -17,7 +17,7 @@ import torch
 from casnap import Store
 from casnap.errors import CasnapError, FileFormatError, StorageFullError
 from casnap.serving import PullOptions, in_place, verify
-from casnap.serving.version import CHANGING, RECORD
+from casnap.serving.version import CHANGING, RECORD, read_traces
 from tests.support.bucket_runs import Host, Run
 from tests.support.faults import (
     backend_faults,
@@ -501,27 +501,25 @@ def test_following(store: Store, live: Path, monkeypatch: pytest.MonkeyPatch) ->
     events = store.follow(live, options=ONE_FILE, interval=0, on_version=on_version, notes=False)
     assert [next(events).event for _ in range(2)] == ["switched", "called"]
     take(store, 1)
-    # The first chunk that is written to the file itself.
-    monkeypatch.setattr(in_place, "write_cached", fail_once(in_place.write_cached, monkeypatch))
-    event = next(events)
-    assert (event.event, called) == ("failed", [(0, 9)])
-    assert "whole after the next pull" in str(event.error)
-    assert not is_whole(live)
-    assert [next(events).event for _ in range(2)] == ["switched", "called"]
-    assert called == [(0, 9), (1, 2)]
-
-
-def fail_once(real: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    calls: list[int] = []
+    real = in_place.write_cached
 
     def write_cached(fd: int, view: memoryview, offset: int) -> None:
-        calls.append(offset)
-        # After the note that the folder is being changed.
-        if len(calls) == 2:
+        if offset:  # else it is the note that the folder is being changed
             disk_full()
         real(fd, view, offset)
 
-    return write_cached
+    with monkeypatch.context() as patch:
+        patch.setattr(in_place, "write_cached", write_cached)
+        for _ in range(2):
+            event = next(events)
+            assert (event.event, called) == ("failed", [(0, 9)])
+            assert "whole after the next pull" in str(event.error)
+            assert not is_whole(live)
+            traces = read_traces(live / CHANGING)
+            assert [trace.record.snapshot for trace in traces] == ["step_0", "step_1"]
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    assert called == [(0, 9), (1, 2)]
+    assert not (live / CHANGING).exists()
 
 
 def test_what_was_withdrawn_is_not_written(
