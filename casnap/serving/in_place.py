@@ -48,9 +48,20 @@ from casnap.serving.version import (
 from casnap.serving.writing import Piece, Writer
 from casnap.storage import Contents
 
-# So many bytes of chunks, and of deltas, are kept before anything is written.
-_MOST_KEPT = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def _memory() -> int:
+    """Return how much memory this host, or its container, has."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int(Path("/sys/fs/cgroup", name).read_text()))
+    return found
+
+
+# So many bytes of chunks, and of deltas, are kept before anything is written.
+_MOST_KEPT = min(16 << 30, _memory() // 8)
 
 
 class WithdrawnError(Exception):
@@ -309,10 +320,10 @@ class _WriterInPlace(Writer):
         self._keeping = new_lock()
         self._kept: list[_Kept] = []
         self._kept_bytes = 0
-        self._changed = set[int]()
         self._names = {fd: name for name, fd in output.files.items()}
         old = self._old
         self._intact = {n for n in output.files if old is not None and old.is_intact(n)}
+        self._synced = set(self._intact)
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]]:
@@ -384,7 +395,7 @@ class _WriterInPlace(Writer):
         self._output.mark(*self._described())
         for _ in mapped(self._put_kept, kept, cores()):
             continue
-        self._changed.update(each.fd for each in kept)
+        self._synced -= {self._names[each.fd] for each in kept}
         self._report.written_bytes += sum(each.cell.nbytes for each in kept)
 
     def _put_kept(self, kept: _Kept) -> None:
@@ -406,5 +417,6 @@ class _WriterInPlace(Writer):
         if not self._output.is_marked and self._is_withdrawn():
             raise WithdrawnError
         self._flush()
-        for fd in self._changed:
+        # What a pull that was killed has written may be nowhere but in memory.
+        for fd in (fd for fd, name in self._names.items() if name not in self._synced):
             os.fsync(fd)

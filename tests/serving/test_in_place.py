@@ -410,6 +410,29 @@ def test_a_pull_that_ended_on_the_way_to_another_version(
     run.assert_served(live)
 
 
+def test_what_a_pull_has_not_synced_is_synced_by_the_next(
+    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds all chunks whole, but they may be in memory alone."""
+    store.pull(live, options=ONE_FILE)
+    take(store, 1)
+    file, real, synced = live / "model.safetensors", os.fsync, list[bool]()
+
+    def fsync(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), file.stat()):
+            synced.append(True)
+            if len(synced) == 1:
+                disk_full()
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageFullError):
+        store.pull(live, options=ONE_FILE)
+    report = store.pull(live, options=ONE_FILE)
+    assert (report.written_bytes, len(synced)) == (0, 2)
+    assert_served(live, 1)
+
+
 def test_a_file_that_another_process_writes_to(run: Run, live: Path) -> None:
     """A delta that was proven does not fit any more."""
     run.step()
