@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -48,6 +49,7 @@ from casnap.serving.version import (
 from casnap.serving.writing import Piece, Writer
 from casnap.storage import Contents
 
+_WEIGHTS = re.compile(r"(adapter_)?model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?")
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -292,9 +294,12 @@ class _ChangedFolder(ExportOutput):
         new = {*self.files, *self.sizes}
         for name in [name for name in self.sizes if name != RECORD]:
             self._move(name)
+        # A loader might take them for a part of it, also if the record that names them is damaged.
+        there = set(filter(_WEIGHTS.fullmatch, os.listdir(self._folder)))
         for trace in [] if self._old is None else self._old.traces:
-            for name in trace.record.files.keys() - new:
-                unlink_at(name, self._folder)
+            there |= trace.record.files.keys()
+        for name in there - new:
+            unlink_at(name, self._folder)
         os.fsync(self._folder)
         self._move(RECORD)
         os.fsync(self._folder)

@@ -243,6 +243,15 @@ def test_damage_is_mended(store: Store, live: Path, step: int, dtype: str | None
         assert verify(live) == []
 
 
+def test_files_that_no_record_names_any_more_go(store: Store, live: Path) -> None:
+    store.pull(live, options=OPTIONS)
+    flip(live / RECORD, 100)
+    (live / "mine.txt").write_text("stays")
+    store.pull(live, options=ONE_FILE)
+    assert_served(live, 0)
+    assert (live / "mine.txt").exists()
+
+
 def test_damage_that_only_a_look_at_all_finds(store: Store, live: Path) -> None:
     store.pull(live, options=ONE_FILE)
     file = live / "model.safetensors"
