@@ -291,11 +291,12 @@ class _ChangedFolder(ExportOutput):
 
     @override
     def _publish(self) -> None:
+        folder: int = self._folder
         new = {*self.files, *self.sizes}
         for name in [name for name in self.sizes if name != RECORD]:
             self._move(name)
         # A loader might take them for a part of it, also if the record that names them is damaged.
-        there = set(filter(_WEIGHTS.fullmatch, os.listdir(self._folder)))
+        there = set(filter(_WEIGHTS.fullmatch, os.listdir(folder)))
         for trace in [] if self._old is None else self._old.traces:
             there |= trace.record.files.keys()
         for name in there - new:
