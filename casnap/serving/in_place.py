@@ -208,10 +208,11 @@ def change(
             opened.callback(os.close, fd)
             if served.can_change(fd, file):
                 files[file.name] = fd
-        path = served.new_name(contents.name, contents.row.commit.hex())
-        new_bytes = sum(file.nbytes for file in layout.files if file.name not in files)
-        output = _ChangedFolder(served.link, folder, files, old, path, new_bytes)
         writer = _WriterInPlace(contents, layout, options, old, report, progress)
+        path = served.new_name(contents.name, contents.row.commit.hex())
+        new = [f for f in layout.files if f.name not in files and writer.same[f.name] != f.name]
+        new_bytes = sum(file.nbytes for file in new)
+        output = _ChangedFolder(served.link, folder, files, old, path, new_bytes)
         writer.begin(output, is_withdrawn)
         with output:
             record = writer.write(output)

@@ -79,7 +79,11 @@ class Piece(NamedTuple):
 
 
 class Writer:
-    """Writes the files of a version."""
+    """Writes the files of a version.
+
+    Attributes:
+        same: By the name of each file: that of an equal one of the old version; "" for none.
+    """
 
     def __init__(
         self,
@@ -98,8 +102,8 @@ class Writer:
         self._lock = threading.Lock()
         self._differences: Differences | None = None
         self._takes_deltas = options.patches
-        self._same = {file.name: self._same_file(file) for file in layout.files}
-        new_bytes = sum(file.nbytes for file in layout.files if not self._same[file.name])
+        self.same = {file.name: self._same_file(file) for file in layout.files}
+        new_bytes = sum(file.nbytes for file in layout.files if not self.same[file.name])
         self.counter = ProgressCounter(progress, "writing", new_bytes)
 
     def _same_file(self, file: PlannedFile) -> str:
@@ -198,7 +202,7 @@ class Writer:
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
         """Link an equal file of the old version; return whether there is one."""
-        name, cast_digests = self._same[file.name], list[tuple[Piece, Digest]]()
+        name, cast_digests = self.same[file.name], list[tuple[Piece, Digest]]()
         if self._old is None or not name:
             return False
         for piece in _pieces(file):
