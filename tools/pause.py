@@ -316,6 +316,9 @@ async def measure(
             row: dict[str, float] = {}
             row["taken"], row["patches"], row["answer"] = await served(by_patches)
             row["pulled"] = follower.pulled
+            start = time.perf_counter()
+            await _answer(engine)
+            row["asked"] = time.perf_counter() - start
             await asyncio.to_thread(by_patches, live.resolve(), [])
             row["nothing"] = pauses.seconds
             kept: list[StagedPatches] = []
@@ -366,7 +369,8 @@ async def measure(
     )
     print(
         f"take returned to first answer: {middle['answer']:.2f}, of which the pull "
-        f"{middle['pulled']:.2f}; with a whole reload "
+        f"{middle['pulled']:.2f}, and an answer by itself "
+        f"{middle['asked']:.2f}; with a whole reload "
         f"{middle['answer, whole']:.2f}; save_pretrained and a reload of its folder "
         f"{middle['answer, saved']:.2f}, of which the trainer is blocked for {middle['saved']:.2f}"
     )
