@@ -208,7 +208,7 @@ class View:
         if self.mirror is None:
             return None
         destination = self.mirror.destination()
-        return View.of(destination.store, destination.prefix)
+        return View.of(destination.store, destination.place.prefix)
 
     @property
     def hooks(self) -> CommitHooks:

@@ -39,6 +39,7 @@ from casnap.mirror.notes import (
     Lag,
     MirrorPlace,
     attach_mirror,
+    check_same_mirror,
     check_same_tag,
     follows_of,
     lag_in,
@@ -221,13 +222,12 @@ class Mirror:
         The first take of a run decides what it follows: this process's takes are one branch.
         """
         run = folder_of(name)
-        place = None if self._passive else mirror_place(self._source.newest(), self.uri)
+        source = self._source
+        place = None if self._passive else mirror_place(source.newest(), source.backend.uri)
         if place is None:
             return taken_notes("", 0, self.how.tag)
         if run not in self._follows:
-            rows = self._source.read_at_newest(
-                lambda root: list(self._source.table(root).items_in(run))
-            )
+            rows = source.read_at_newest(lambda root: list(source.table(root).items_in(run)))
             followed = [follows_of(r, place.store) for n, r in rows if folder_of(n) == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))
             self._follows[run] = max([resumed, *followed])
@@ -363,7 +363,8 @@ class Mirror:
             # Takes go first, unless the mirror falls behind. No low priority for this thread:
             # when it holds Python's lock, the training would wait with it.
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
-            new_name = f"{destination.prefix}/{name}" if destination.prefix else name
+            prefix = destination.place.prefix
+            new_name = f"{prefix}/{name}" if prefix else name
             succession = self._succession = self._succession_of(destination, new_name, row)
             place, upkeep = succession.place, succession.upkeep
             yield CopyJob(name, new_name, row, place=place, moved_tag=tag, upkeep=upkeep)
@@ -374,9 +375,13 @@ class Mirror:
         Raises:
             MirrorError: A user has changed that.
         """
-        uri = self._source.backend.uri
+        source = self._source
+        attached = mirror_place(root, source.backend.uri)
         try:
-            check_same_tag(mirror_place(root, uri), self.how.tag, uri)
+            if self._there is not None:
+                check_same_mirror(source, attached, self._there.place)
+            elif attached is not None:
+                check_same_tag(attached, self.how.tag, source.backend.uri)
         except MirrorError as e:
             self._misfit = e
             raise
@@ -411,7 +416,8 @@ class Mirror:
         # Before that, so that a thread that waits for the notes finds no failure any more.
         self._backoff.note_success()
         self._host.write(self._host_status())
-        mark_mirrored(self._source, self._dealt_with, self._given_up, self._moved)
+        notes = self._dealt_with, self._given_up, self._moved
+        mark_mirrored(self._source, *notes, check=self._check_attached)
         self._dealt_with.clear()
         self._given_up.clear()
         self._host.write(self._host_status())
@@ -504,7 +510,7 @@ class Mirror:
         mirror = MirrorPlace(store.config.store_id, place.name, self.uri, self.how.tag)
         attach_mirror(source, mirror)
         options = CopyOptions(hooks=self._hooks_of(store), gets_all=True)
-        return Destination(store, place.name, options)
+        return Destination(store, mirror, options)
 
     # --- what is known ---
 
@@ -584,6 +590,8 @@ class Mirror:
                 raise MirrorError(
                     _lag(status, lacking, None if hopeless else seconds_asked, stopped)
                 )
+        # If the store has another mirror now, what that has says nothing of this one.
+        self._check_attached(self._source.newest())
         given_up = self.succeeded()
         if given_up:
             raise MirrorError(_given_up_text(self.status(), given_up))

@@ -10,7 +10,7 @@ belongs to (``docs/decisions/0058-lives-of-a-run.md``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -199,7 +199,8 @@ def mark_mirrored(
     store: Repository,
     mirrored: Mapping[str, bytes],
     succeeded: Mapping[str, bytes],
-    moved: int = 0,
+    moved: int,
+    check: Callable[[Root], None],
 ) -> None:
     """Note that the mirror holds some snapshots, and never gets others, in one commit.
 
@@ -209,6 +210,7 @@ def mark_mirrored(
             snapshots again is no longer noted as succeeded.
         succeeded: Those that it never gets, since another store continues their run.
         moved: The number of the last publish that it has followed, or never will; 0 for none.
+        check: Raises if the mirror is another one by the root that the commit follows.
     """
     runs = {folder_of(name) for name in mirrored}
 
@@ -229,6 +231,7 @@ def mark_mirrored(
         return changed
 
     def update_root(root: Root) -> Root:
+        check(root)
         place = mirror_place(root, store.backend.uri) if moved else None
         # It may have been forgotten meanwhile, or another process was faster.
         if place is None or not place.tag or place.moved >= moved:
@@ -261,7 +264,8 @@ def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
     if not tag:
         return Lag(rows)
     place = mirror_place(root, uri)
-    moved = 0 if place is None else place.moved
+    # Another tag's number says nothing of this one.
+    moved = 0 if place is None or place.tag != tag else place.moved
     move, published = move_of(root, tag), published_row(root, table, tag)
     if move is None or published is None or move.root <= moved:
         return Lag(rows, moved=moved)
@@ -303,10 +307,24 @@ def attach_mirror(store: Repository, place: MirrorPlace) -> None:
         note = _note_none if place.tag else _note_all
         change_settings(store, lambda s: {SETTING: place.setting, **s}, note)
         attached = mirror_place(store.newest(), uri)
+    check_same_mirror(store, attached, place)
+
+
+def check_same_mirror(store: Repository, attached: MirrorPlace | None, place: MirrorPlace) -> None:
+    """Check that a store has the mirror that this process copies to, for what it copies there.
+
+    Args:
+        store: The mirrored store.
+        attached: Its mirror, as the newest root has it.
+        place: The mirror of this process.
+
+    Raises:
+        MirrorError: Another store is the mirror, or this one gets other snapshots.
+    """
     if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
         reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
         raise wrong_mirror_error(store, attached, reality)
-    check_same_tag(attached, place.tag, uri)
+    check_same_tag(attached, place.tag, store.backend.uri)
 
 
 def check_same_tag(

@@ -14,6 +14,7 @@ import msgspec
 from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
+from casnap.mirror.notes import MirrorPlace
 from casnap.runtime.environment import cache_folder, is_running
 from casnap.storage import Repository, Retention
 from casnap.transfer.copy_jobs import CopyOptions
@@ -24,12 +25,12 @@ class Destination(NamedTuple):
 
     Attributes:
         store: The store.
-        prefix: The folder there that all snapshots go into; empty for none.
+        place: Which store it is, and what it gets.
         options: How to copy to it.
     """
 
     store: Repository
-    prefix: str
+    place: MirrorPlace
     options: CopyOptions
 
 

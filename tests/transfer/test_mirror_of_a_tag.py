@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from casnap import Retention, StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
 from casnap.mirror import mirror
 from casnap.serving import Follower
@@ -502,9 +503,64 @@ def test_a_process_whose_mirror_was_forgotten(tmp_path: Path) -> None:
     every.mirror.stop()
     take(every, 1)
     store.publish("stable", "step_1")
-    with pytest.raises(MirrorError, match="gets all snapshots"):
+    with pytest.raises(MirrorError, match=r"is the store \w+, which was at \S+elsewhere;"):
         store.wait_mirrored(60)
     assert store["step_1"].row.is_unmirrored
+
+
+@pytest.mark.parametrize("tag", ["stable", "best", None])
+def test_a_process_whose_store_has_another_mirror(tmp_path: Path, tag: str | None) -> None:
+    """It neither says that this one has what was published, nor that its own has it."""
+    store = following(tmp_path)
+    take(store, 0)
+    store.publish("stable", "step_0")
+    store.publish("best", "step_0")
+    store.wait_mirrored(60)
+    store.configure(mirror="none")
+    other = mirrored(tmp_path / "here", tmp_path / "elsewhere", mirror_tag=tag)
+    other.wait_mirrored(60)
+    assert other.mirror is not None
+    other.mirror.stop()
+    take(other, 1)
+    store.publish("stable", "step_1")
+    store.publish("best", "step_1")
+    with pytest.raises(MirrorError, match="forget it first"):
+        store.wait_mirrored(60)
+    with pytest.raises(MirrorError, match="forget it first"):
+        store.wait_mirrored(60)
+    assert names(at_mirror(tmp_path)) == ["step_0"]
+    again = mirrored(tmp_path / "here", tmp_path / "elsewhere", mirror_tag=tag)
+    again.wait_mirrored(60)
+    copy = Store(tmp_path / "elsewhere", create=False)
+    assert names(copy) == ["step_0", "step_1"]
+    assert tag is None or copy.tagged(tag).name == "step_1"
+
+
+@pytest.mark.parametrize("tag", ["stable", None])
+def test_the_mirror_is_changed_while_it_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str | None
+) -> None:
+    """What this mirror has is not noted as if the other one had it."""
+    store = following(tmp_path, mirror_tag=tag)
+    take(store, 0)
+    store.wait_mirrored(60)
+    note, other = mirror.mark_mirrored, FaultyBackend(LocalBackend(tmp_path / "elsewhere"))
+    others = []
+
+    def overtaken(*args: Any, **options: Any) -> None:
+        if not others:
+            store.configure(mirror="none")
+            others.append(mirrored(tmp_path / "here", other, mirror_tag=tag))
+        note(*args, **options)
+
+    monkeypatch.setattr(mirror, "mark_mirrored", overtaken)
+    with other.during(Fault(fail(), "write", "packs/*", times=None)):
+        take(store, 1)
+        store.publish("stable", "step_1")
+        with pytest.raises(MirrorError, match="forget it first"):
+            store.wait_mirrored(60)
+    others[0].wait_mirrored(60)
+    assert names(Store(tmp_path / "elsewhere", create=False))[-1] == "step_1"
 
 
 def test_a_wrong_tag(tmp_path: Path) -> None:
