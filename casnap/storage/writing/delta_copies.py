@@ -77,7 +77,10 @@ class DeltaCopier:
     def _copy_some(
         self, bases: Mapping[Digest, Digest], report: Report, digests: list[Digest]
     ) -> None:
-        buffer = self._buffers.pop() if self._buffers else ChunkBuffer(2 * self._group_bytes)
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = ChunkBuffer(2 * self._group_bytes)
         wanted_bases = {bases[d] for d in digests if d in bases}
         raws = self._read(buffer, digests, wanted_bases)
         chains = self._forms.chains_below(self._reliance.base, wanted_bases & raws.keys())
