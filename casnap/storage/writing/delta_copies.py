@@ -67,9 +67,8 @@ class DeltaCopier:
         bases = self._usable_bases(sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
         copy = partial(self._copy_some, bases, report)
-        # A copy in the background leaves most cores to the training that it runs beside. One thread
-        # alone would take twice as long for the same work.
-        threads = max(2, cores() // 4) if works_in_background() else cores()
+        # A copy in the background leaves most cores to the training that it runs beside.
+        threads = max(1, cores() // 4) if works_in_background() else cores()
         few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
         for _ in mapped(copy, groups, min(threads, few, _MOST_THREADS)):
             continue
