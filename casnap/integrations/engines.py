@@ -303,7 +303,9 @@ class _Reload:
                 ) from e
             if not isinstance(e, Exception):
                 raise
-            raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
+            # A folder that is changed in place, or a link, is this version by now. So it is loaded.
+            if os.path.realpath(before) != folder:
+                raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
         self._loaded = folder
 
     def _before(self) -> str:

@@ -381,6 +381,32 @@ def test_vllm_keeps_its_weights_if_a_folder_cannot_be_loaded(tmp_path: Path, way
     assert way == "here" or engine.calls[-1] == "resume"
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_second_load_of_one_folder_counts(
+    tmp_path: Path, way: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder of the version before is that of the new one, there is no way back."""
+    store, live = store_at(tmp_path / "store"), tmp_path / "live"
+    for step in range(2):
+        take(store, step)
+        store.pull(live, options=PullOptions(in_place=in_place))
+    engine, real, loads = Engine(live), Engine.collective_rpc, list[str]()
+
+    def collective_rpc(engine: Engine, method: str, *args: Any, **options: Any) -> list[None]:
+        loads.append(method)
+        if len(loads) == 1:
+            raise RuntimeError("once")
+        return real(engine, method, *args, **options)
+
+    monkeypatch.setattr(Engine, "collective_rpc", collective_rpc)
+    with callbacks(engine) as ways:
+        ways[way](live.resolve(), [])
+    assert engine.weights["bias"].equal(weights(1)["bias"])
+    assert engine.named == f"step_1@{store['step_1'].commit_id}"
+    assert (len(loads), engine.calls.count("reset")) == (2, 1)
+
+
 def test_a_server_of_vllm_is_resumed_whatever_fails(tmp_path: Path) -> None:
     store = store_at(tmp_path / "store")
     take(store, 0)
