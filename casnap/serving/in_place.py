@@ -243,6 +243,7 @@ class _ChangedFolder(ExportOutput):
         super().__init__(out, is_folder=True, nbytes=nbytes, mode=FILE_MODE)
         self.files = files
         self.is_marked = False
+        self._staying = set(files)
         self._link, self._folder = link, folder
         self._old = old
 
@@ -264,6 +265,7 @@ class _ChangedFolder(ExportOutput):
         """
         if file != self._link / name:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(file))
+        self._staying.add(name)
 
     @override
     def stat(self, name: str) -> os.stat_result:
@@ -293,7 +295,7 @@ class _ChangedFolder(ExportOutput):
     @override
     def _publish(self) -> None:
         folder: int = self._folder
-        new = {*self.files, *self.sizes}
+        new = {*self._staying, *self.sizes}
         for name in [name for name in self.sizes if name != RECORD]:
             self._move(name)
         # A loader might take them for a part of it, also if the record that names them is damaged.

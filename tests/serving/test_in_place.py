@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Store
+from casnap import StateDict, Store
 from casnap.errors import CasnapError, FileFormatError, StorageFullError
 from casnap.serving import PullOptions, in_place, verify
 from casnap.serving.version import CHANGING, RECORD, read_traces
@@ -182,6 +182,18 @@ def test_a_file_with_another_name_is_made_anew(store: Store, live: Path, tmp_pat
     assert_served(live, 1)
     assert kept.read_bytes() == raw
     assert kept.stat().st_nlink == 1
+
+
+def test_a_file_with_another_name_that_has_not_changed_stays(
+    store: Store, live: Path, tmp_path: Path
+) -> None:
+    store.pull(live, options=ONE_FILE)
+    kept = tmp_path / "kept"
+    kept.hardlink_to(live / "model.safetensors")
+    store.take({"model": StateDict(weights(0))}, "again")
+    assert store.pull(live, options=ONE_FILE).written_bytes == 0
+    assert_same(live, weights(0))
+    assert kept.samefile(live / "model.safetensors")
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(
