@@ -15,7 +15,7 @@ from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.handshake import Handshake
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.pull import Source, folder_for, update
-from casnap.serving.version import verify
+from casnap.serving.version import Version, verify
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]
@@ -121,7 +121,8 @@ class Following:
                 self._served.prune(self._options.keep)
             self._report = report
             self._note_staged(self._source, report)
-            if report.switched or last is None or report.folder != last.folder:
+            before = None if last is None else (last.folder, last.commit)
+            if report.switched or before != (report.folder, report.commit):
                 self._calls.hurry()
                 yield FollowEvent("switched", report)
         except SnapshotNotFoundError as e:
@@ -151,10 +152,14 @@ class Following:
         if event is not None:
             yield event
 
+    def _is_pulled(self, version: Version) -> bool:
+        """Whether a version is that of the last pull; one in place may have failed after it."""
+        return self._report is None or version.record.commit == self._report.commit
+
     def _event_of_call(self, on_version: OnVersion) -> FollowEvent | None:
         try:
             version, last = self._served.current(), self._served.called()
-            if version is None:
+            if version is None or not self._is_pulled(version):
                 return None
             self._is_called = version.record == last
             if self._is_called:

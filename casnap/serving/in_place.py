@@ -190,7 +190,8 @@ def change(
     report.equal = layout.equal
     with ExitStack() as opened:
         folder = opened.enter_context(folder_at(str(served.link), listed=True))
-        for name in (*(file.name for file in layout.files), *layout.others, CHUNKS, RECORD):
+        ours = (CHUNKS, RECORD, CHANGING)
+        for name in (*(file.name for file in layout.files), *layout.others, *ours):
             info = status(served.link / name, follow=False)
             if info is not None and stat.S_ISDIR(info.st_mode):
                 raise FileFormatError(f"{served.link / name} is a folder; move it away")
@@ -287,6 +288,19 @@ class _ChangedFolder(ExportOutput):
         self.is_marked = True
         unlink_at(RECORD, self._folder)
         os.fsync(self._folder)
+
+    def sync(self, name: str) -> None:
+        """Sync a file that is changed where it is; delete it if that fails.
+
+        The system may keep in memory, as if it were written, what the disk did not take. So the
+        next pull would find it there, and sync it without an error.
+        """
+        try:
+            os.fsync(self.files[name])
+        except OSError:
+            with suppress(OSError, *PLACE_ERRORS):
+                unlink_at(name, self._folder)
+            raise
 
     def _move(self, name: str) -> None:
         os.rename(self._partial / name, name, dst_dir_fd=self._folder)
@@ -427,5 +441,5 @@ class _WriterInPlace(Writer):
             raise WithdrawnError
         self._flush()
         # What a pull that was killed has written may be nowhere but in memory.
-        for fd in (fd for fd, name in self._names.items() if name not in self._synced):
-            os.fsync(fd)
+        for name in self._output.files.keys() - self._synced:
+            self._output.sync(name)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -36,6 +36,7 @@ RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The file that says what a version is, and that of the digests of its chunks."""
 CHANGING = "casnap-changing.json"
 """What stands for both in a folder that a pull changes in place: see :class:`Trace`."""
+_Kind = TypeVar("_Kind")
 _MOST_RECORD = 1 << 30
 _READ_BYTES = 16 << 20
 
@@ -393,16 +394,8 @@ def read_record(path: Path) -> VersionRecord | None:
     Raises:
         PlaceError: It cannot be read: who took that for "no version" would make all anew.
     """
-    try:
-        raw, _ = read_file(str(path), _MOST_RECORD)
-        record = json_decoder(VersionRecord).decode(raw)
-    except BackendError as e:
-        if is_of_the_place(e):
-            raise
-        return None
-    except (FileNotFoundError, DamagedError, ValueError, RecursionError):
-        return None
-    return record if _is_sound(record) else None
+    record = _decoded(path, VersionRecord)
+    return None if record is None or not _is_sound(record) else record
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -411,12 +404,19 @@ def read_traces(path: Path) -> list[Trace]:
     Raises:
         PlaceError: It cannot be read.
     """
+    return [trace for trace in _decoded(path, list[Trace]) or [] if _is_sound(trace.record)]
+
+
+def _decoded(path: Path, kind: type[_Kind]) -> _Kind | None:
     try:
         raw, _ = read_file(str(path), _MOST_RECORD)
-        traces = json_decoder(list[Trace]).decode(raw)
+        return json_decoder(kind).decode(raw)
+    except BackendError as e:
+        if is_of_the_place(e):
+            raise
+        return None
     except (FileNotFoundError, DamagedError, ValueError, RecursionError):
-        return []
-    return [trace for trace in traces if _is_sound(trace.record)]
+        return None
 
 
 def _is_sound(record: VersionRecord) -> bool:

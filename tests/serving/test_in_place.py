@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -443,14 +444,40 @@ def test_what_a_pull_has_not_synced_is_synced_by_the_next(
         if os.path.samestat(os.fstat(fd), file.stat()):
             synced.append(True)
             if len(synced) == 1:
-                disk_full()
+                raise KeyboardInterrupt
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(StorageFullError):
+    with pytest.raises(KeyboardInterrupt):
         store.pull(live, options=ONE_FILE)
     report = store.pull(live, options=ONE_FILE)
     assert (report.written_bytes, len(synced)) == (0, 2)
+    assert_served(live, 1)
+
+
+def test_what_a_disk_did_not_take_is_not_believed(
+    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a sync that fails, reads may give what only memory has, and the next sync succeeds."""
+    store.pull(live, options=ONE_FILE)
+    take(store, 1)
+    file, real = live / "model.safetensors", os.fsync
+    before = file.stat()
+
+    def fsync(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), before):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(CasnapError, match="what serves it, failed"):
+            store.pull(live, options=ONE_FILE)
+    assert not is_whole(live)
+    with (live / "other").open("w"):  # takes the inode, if that can be had again
+        report = store.pull(live, options=ONE_FILE)
+    assert report.written_bytes == sum(t.nbytes for t in weights(1).values())
+    (live / "other").unlink()
     assert_served(live, 1)
 
 
@@ -564,6 +591,53 @@ def test_following(store: Store, live: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [next(events).event for _ in range(2)] == ["switched", "called"]
     assert called == [(0, 9), (1, 2)]
     assert not (live / CHANGING).exists()
+
+
+def test_the_callback_waits_for_a_pull_that_failed_at_its_very_end(
+    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is the next version, but the report is of the one before."""
+    monkeypatch.setattr("casnap.runtime.backoff._FIRST", 0.01)
+    events = store.follow(live, options=ONE_FILE, interval=0, on_version=lambda *_: None)
+    assert [next(events).event for _ in range(2)] == ["switched", "called"]
+    take(store, 1)
+    real, record = os.fsync, live / RECORD
+
+    def fsync(fd: int) -> None:
+        is_last = record.exists() and '"step_1"' in record.read_text()
+        if os.path.samestat(os.fstat(fd), live.stat()) and is_last:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        assert next(events).event == "failed"
+        assert step_of(live) == 1
+    for name in ("switched", "called"):
+        event = next(events)
+        assert event.report is not None
+        assert (event.event, event.report.snapshot) == (name, "step_1")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_note_that_is_no_file_is_not_read(
+    store: Store, live: Path, tmp_path: Path, kind: str
+) -> None:
+    store.pull(live, options=ONE_FILE)
+    take(store, 1)
+    (live / RECORD).unlink()
+    if kind == "pipe":
+        os.mkfifo(live / CHANGING)
+    else:
+        (live / CHANGING).symlink_to(tmp_path / "elsewhere")
+    store.pull(live, options=ONE_FILE)
+    assert_served(live, 1)
+    assert not (live / CHANGING).exists()
+    (live / CHANGING).mkdir()
+    take(store, 2)
+    with pytest.raises(FileFormatError, match=r"casnap-changing\.json is a folder; move it away"):
+        store.pull(live, options=ONE_FILE)
+    assert_served(live, 1)
 
 
 def test_what_was_withdrawn_is_not_written(
