@@ -190,8 +190,9 @@ def change(
     report.equal = layout.equal
     with ExitStack() as opened:
         folder = opened.enter_context(folder_at(str(served.link), listed=True))
-        ours = (CHUNKS, RECORD, CHANGING)
-        for name in (*(file.name for file in layout.files), *layout.others, *ours):
+        ours = {file.name for file in layout.files} | {*layout.others, CHUNKS, RECORD, CHANGING}
+        there = (path.name for path in served.link.iterdir())
+        for name in ours | set(filter(_WEIGHTS.fullmatch, there)):
             info = status(served.link / name, follow=False)
             if info is not None and stat.S_ISDIR(info.st_mode):
                 raise FileFormatError(f"{served.link / name} is a folder; move it away")

@@ -212,8 +212,10 @@ def test_a_link_in_place_of_a_file_is_not_followed(
     file.unlink()
     file.mkdir()
     take(store, 2)
-    with pytest.raises(FileFormatError, match=r"model\.safetensors is a folder; move it away"):
-        store.pull(live, options=ONE_FILE)
+    for options in (ONE_FILE, OPTIONS):
+        with pytest.raises(FileFormatError, match=r"model\.safetensors is a folder; move it away"):
+            store.pull(live, options=options)
+        assert (live / RECORD).exists()
 
 
 # --- damage -------------------------------------------------------------------------------------
