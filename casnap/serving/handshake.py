@@ -52,6 +52,8 @@ PHASES = ("published", "fetched", "staged", "paused", "applied")
 _BEAT, _BEATS = 30.0, 3
 _LEAST_BEAT, _MOST_BEAT = 0.01, 600.0
 _MOST_NOTE_BYTES = 16 << 10
+# So often notes are listed in a look at most, while some are replaced before they are read.
+_LISTS = 5
 _MOST_CHARS = 200
 # How often who waits looks, on this machine and at a remote store; each look is one request, and
 # one more for each note that has changed.
@@ -402,13 +404,17 @@ class FollowerWatch:
             forget: Delete the notes of those that are dead, as far as this user may.
         """
         with self._lock:
-            self._look()
+            # Who lives puts a new note before the old one goes, so another list has it.
+            for _ in range(_LISTS):
+                if self._look():
+                    break
             if forget:
                 self._forget()
             states = [_state(seen) for seen in self._seen.values()]
         return sorted(states, key=lambda state: (state.host, state.pid, state.began_time))
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Look at all notes; return whether each was still there."""
         newest: dict[str, str] = {}
         for name in self._backend.names("tmp"):
             match = FOLLOWER_NOTE.fullmatch(name)
@@ -425,17 +431,29 @@ class FollowerWatch:
             and (ident not in self._seen or self._seen[ident].name < name)
         ]
         at_once = max(1, self._backend.in_flight)
-        for name, content in mapped(self._read, new, at_once):
+        gone = set[str]()
+
+        def read(name: str) -> _NoteContent | None:
+            try:
+                return self._read(name)
+            except FileNotFoundError:
+                gone.add(name)
+                return None
+
+        for name, content in mapped(read, new, at_once):
             ident = name.split("-")[1]
             if content is not None:
                 was_other = ident in self._seen
                 self._seen[ident] = _Seen(name, content, time.monotonic(), was_other)
+        return not gone
 
     def _read(self, name: str) -> _NoteContent | None:
-        """Return what a note says; None if it does not count.
+        """Return what a note says; None if it does not count, and is not read again.
 
-        It was replaced meanwhile; or is of another store, makes no sense, or cannot be read, and is
-        not read again then.
+        It is of another store, makes no sense, or cannot be read.
+
+        Raises:
+            FileNotFoundError: It was replaced, or deleted.
         """
         ident = name.split("-")[1]
         try:
@@ -443,8 +461,6 @@ class FollowerWatch:
             content = json_decoder(_NoteContent).decode(raw)
             if content.store_id == self._store_id:
                 return content
-        except FileNotFoundError:
-            return None
         except (DamagedError, ValueError, RecursionError):
             pass
         except CasnapError as e:

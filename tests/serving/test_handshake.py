@@ -510,6 +510,32 @@ def test_the_command_shows_who_serves_what(store: Store) -> None:
         assert invoke("followers", store.uri, "--tag", "best").stdout.count("\n") == 1
 
 
+def test_a_note_that_is_replaced_while_it_is_looked_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake_module, "_BEAT", 30.0)
+    with follower_of(store):
+        until(lambda: store.followers())
+        backend = store._view.repository.backend
+        real, times = backend.names, 0
+
+        def names(folder: str) -> list[str]:
+            nonlocal times
+            found, times = real(folder), times + 1
+            if folder == "tmp" and times == 1:
+                (note,) = [name for name in found if FOLLOWER_NOTE.fullmatch(name)]
+                later = f"{note.rpartition('-')[0]}-{int(note.rpartition('-')[2], 16) + 1:012x}"
+                backend.write(f"tmp/{later}", backend.read(f"tmp/{note}"))
+                backend.delete(f"tmp/{note}")
+            return found
+
+        monkeypatch.setattr(backend, "names", names)
+        other = SimpleNamespace(backend=backend, config=store._view.repository.config)
+        assert [state.pid for state in handshake_module.FollowerWatch(other).look()] == [
+            os.getpid()
+        ]
+
+
 def test_notes_of_anybody_are_looked_at_with_care(store: Store) -> None:
     backend = store._view.repository.backend
     about = (store._view.repository.config.store_id, "h", 1, "stable", "")
