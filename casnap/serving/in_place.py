@@ -281,6 +281,7 @@ class _ChangedFolder(ExportOutput):
             return
         before = [] if self._old is None else self._old.traces
         traces = [each for each in before if each.record.content != record.content]
+        record.digest = record.own_digest()
         with self.file(CHANGING) as fd:
             raw = msgspec.json.encode([*traces, Trace(record, chunks)])
             write_cached(fd, memoryview(raw), 0)

@@ -147,7 +147,7 @@ class Writer:
         return record
 
     def _described(self) -> tuple[VersionRecord, bytes]:
-        """Return what the version says of itself, and the digests of its chunks."""
+        """Return what the version says of itself, without its digest, and those of its chunks."""
         contents, layout = self._contents, self._layout
         files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
         chunks = list[Digest]()
@@ -177,7 +177,6 @@ class Writer:
             tensors=tensors,
             files=files,
         )
-        record.digest = record.own_digest()
         return record, listed
 
     def _settle(self) -> None:
