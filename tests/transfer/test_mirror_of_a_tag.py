@@ -54,6 +54,12 @@ def at_mirror(folder: Path) -> Store:
     return Store(folder / "there", create=False)
 
 
+def send(store: Store, name: str) -> None:
+    """Publish a snapshot, and wait until the mirror has it."""
+    store.publish("stable", name)
+    store.wait_mirrored(60)
+
+
 def lacking(store: Store) -> int:
     assert store.mirror is not None
     return store.mirror.status().snapshots
@@ -77,8 +83,7 @@ def test_it_gets_what_is_published(tmp_path: Path) -> None:
     for step in range(6):
         take(store, step, retention=Retention(keep_last=2))
         if step % 2:
-            store.publish("stable", f"step_{step}")
-            store.wait_mirrored(60)
+            send(store, f"step_{step}")
     copy = at_mirror(tmp_path)
     assert_follows(store, copy, "step_5")
     assert_holds(copy["step_5"], 5)
@@ -137,13 +142,11 @@ def test_a_follower_of_the_mirror(tmp_path: Path) -> None:
     store = following(tmp_path)
     for step in (0, 1):
         store.take({"model": StateDict(w=torch.full((3000,), float(step)))}, f"step_{step}")
-    store.publish("stable", "step_0")
-    store.wait_mirrored(60)
+    send(store, "step_0")
     copy, weights = at_mirror(tmp_path), {"w": torch.zeros(3000)}
     with Follower(str(tmp_path / "there"), weights, tag="stable", interval=0.01):
         for step in (1, 0):
-            store.publish("stable", f"step_{step}")
-            store.wait_mirrored(60)
+            send(store, f"step_{step}")
             (follower,) = copy.wait_served("stable", timeout=60)
             assert follower.serving is not None
             assert follower.serving.name == f"step_{step}"
@@ -155,19 +158,16 @@ def test_back_to_what_it_has_and_to_what_it_lacks(tmp_path: Path) -> None:
     for step in range(4):
         take(store, step)
     for step in (3, 1, 3):
-        store.publish("stable", f"step_{step}")
-        store.wait_mirrored(60)
+        send(store, f"step_{step}")
         assert_follows(store, at_mirror(tmp_path), f"step_{step}")
     copy = at_mirror(tmp_path)
     # They are in the order of the run, though the older one came later.
     assert names(copy) == ["step_1", "step_3"]
     assert copy.latest().name == "step_3"  # type: ignore[union-attr]
     # What was deleted there is copied again.
-    store.publish("stable", "step_1")
-    store.wait_mirrored(60)
+    send(store, "step_1")
     copy.delete("step_3")
-    store.publish("stable", "step_3")
-    store.wait_mirrored(60)
+    send(store, "step_3")
     assert_follows(store, copy, "step_3")
 
 
@@ -176,8 +176,7 @@ def test_a_name_that_is_taken_and_published_anew(tmp_path: Path) -> None:
     store = following(tmp_path)
     for step in range(3):
         store.take(app_state(step), "policy", overwrite=True)
-        store.publish("stable", "policy")
-        store.wait_mirrored(60)
+        send(store, "policy")
         assert_follows(store, at_mirror(tmp_path), "policy")
         assert_holds(at_mirror(tmp_path)["policy"], step)
         store.untag("policy", "stable")
@@ -247,8 +246,7 @@ def test_what_is_withdrawn_here_stays_there(tmp_path: Path) -> None:
     store = following(tmp_path)
     for step in (0, 1):
         take(store, step)
-        store.publish("stable", f"step_{step}")
-        store.wait_mirrored(60)
+        send(store, f"step_{step}")
     store.untag("step_1", "stable")
     store.delete("step_0")
     store.wait_mirrored(60)
@@ -278,8 +276,7 @@ def test_a_rewind_is_followed(tmp_path: Path) -> None:
     for step in range(4):
         take(store, step)
     for step in (0, 2):
-        store.publish("stable", f"step_{step}")
-        store.wait_mirrored(60)
+        send(store, f"step_{step}")
     store.rewind("step_0")
     store.wait_mirrored(60)
     copy = at_mirror(tmp_path)
@@ -288,8 +285,7 @@ def test_a_rewind_is_followed(tmp_path: Path) -> None:
     assert copy.latest().name == "step_0"  # type: ignore[union-attr]
     assert_follows(store, copy, aside)
     assert not any(s.row.is_unmirrored for s in store.snapshots())
-    store.publish("stable", "step_0")
-    store.wait_mirrored(60)
+    send(store, "step_0")
     assert_follows(store, copy, "step_0")
 
 
@@ -390,8 +386,7 @@ def test_it_is_killed_at_any_call() -> None:
     with memory_folder() as base:
         first = following(base)
         take(first, 0)
-        first.publish("stable", "step_0")
-        first.wait_mirrored(60)
+        send(first, "step_0")
         for strike_at in sweep():
             with memory_folder() as folder:
                 for side in ("here", "there"):
@@ -401,8 +396,7 @@ def test_it_is_killed_at_any_call() -> None:
                     store = following(folder)
                     with backend_faults(strike_at, names=WRITING_CALLS, after=True):
                         take(store, 1)
-                        store.publish("stable", "step_1")
-                        store.wait_mirrored(60)
+                        send(store, "step_1")
 
                 status = in_child(work)
                 assert status in (0, -signal.SIGKILL)
@@ -447,8 +441,7 @@ def test_it_is_another_promise_than_that_of_all_snapshots(
     store = following(tmp_path, there)
     take(store, 0)
     take(store, 1)
-    store.publish("stable", "step_1")
-    store.wait_mirrored(60)
+    send(store, "step_1")
     assert store.mirror is not None
     store.mirror.stop()
     for options in ({}, {"mirror_tag": "best"}):
@@ -480,8 +473,7 @@ def test_from_all_snapshots_to_a_tag(tmp_path: Path, there: FaultyBackend) -> No
         every.configure(mirror="none")
     store = following(tmp_path, there)
     assert lacking(store) == 0
-    store.publish("stable", "step_1")
-    store.wait_mirrored(60)
+    send(store, "step_1")
     assert names(at_mirror(tmp_path)) == ["step_1"]
     store.prune(LAST)
     assert names(store) == ["step_1", "step_2"]
@@ -584,18 +576,15 @@ def test_a_node_goes_on_from_the_mirror(
     for number in range(3):
         take(one, number)
     for number in (0, 1):
-        one.publish("stable", f"step_{number}")
-        one.wait_mirrored(60)
+        send(one, f"step_{number}")
     two = mirrored(tmp_path / "two", tmp_path / "there", mirror_tag="stable")
     newest = two.latest()
     assert newest is not None
     assert newest.name == "step_1"
-    one.publish("stable", "step_2")
-    one.wait_mirrored(60)
+    send(one, "step_2")
     # It had not seen step_2, which is of another branch, whether it has the tag or not.
     two.take(app_state(102), f"step_{step}")
-    two.publish("stable", f"step_{step}")
-    two.wait_mirrored(60)
+    send(two, f"step_{step}")
     copy = at_mirror(tmp_path)
     assert names(copy) == ["step_0", "step_1", f"step_{step}"]
     assert_follows(two, copy, f"step_{step}")
@@ -619,8 +608,7 @@ def test_a_name_that_is_not_its_own_there(tmp_path: Path) -> None:
         store.wait_mirrored(60)
     assert list(store.mirror.status().refused) == ["step_0"]  # type: ignore[union-attr]
     take(store, 1)
-    store.publish("stable", "step_1")
-    store.wait_mirrored(60)
+    send(store, "step_1")
     assert_follows(store, at_mirror(tmp_path), "step_1")
 
 
