@@ -192,6 +192,10 @@ def _join(group: _Group, current: _Group | None) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=group.rank, world_size=group.size, timeout=timeout
     )
+    # Work may begin with the end of the group, which would cut off ranks that still connect.
+    store.set(f"joined {group.rank}", b"")
+    joined = [f"joined {rank}" for rank in range(group.size)]
+    store.wait(joined, timedelta(seconds=_JOINING))
 
 
 def _forget_meshes() -> None:
