@@ -468,7 +468,11 @@ class FollowerWatch:
                 raise
             if ident not in self._unreadable:
                 self._unreadable.add(ident)
-                _log.warning("a follower is not known of, since its note cannot be read: %s", e)
+                _log.warning(
+                    "a follower of %s is not known of, since its note cannot be read: %s",
+                    self._backend.uri,
+                    e,
+                )
         self._ignored[ident] = name
         return None
 
