@@ -53,11 +53,17 @@ class Stream:
                 self.run_to(self.end)
 
     def run_to(self, end: int) -> None:
-        """Let the work take effect that was enqueued before."""
+        """Let the work take effect that was enqueued before; raise its first error after all."""
+        error: Exception | None = None
         with _lock:
             while self._done < end:
                 self._done += 1
-                self._queue.popleft()()
+                try:
+                    self._queue.popleft()()
+                except Exception as e:  # noqa: BLE001 - of whatever work it is
+                    error = error or e
+        if error is not None:
+            raise error
 
     def synchronize(self) -> None:
         counts["wait"] += 1
