@@ -193,7 +193,7 @@ def _join(group: _Group, current: _Group | None) -> None:
         "gloo", store=store, rank=group.rank, world_size=group.size, timeout=timeout
     )
     # Work may begin with the end of the group, which would cut off ranks that still connect.
-    store.set(f"joined {group.rank}", b"")
+    store.set(f"joined {group.rank}", "")
     joined = [f"joined {rank}" for rank in range(group.size)]
     store.wait(joined, timedelta(seconds=_JOINING))
 
