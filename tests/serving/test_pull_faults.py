@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import gc
+import operator
 import os
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -254,7 +256,8 @@ def test_many_versions_leave_nothing(base: Path) -> None:
         assert_served(live, 15)
         assert len(versions_of(live)) == 1
         assert len(set(files[5:])) == 1
-        assert max(sizes[-4:]) < max(sizes[4:8]) + (1 << 20)
+        # What leaks, each version leaks; another thread may import modules at some time.
+        assert statistics.median(map(operator.sub, sizes[5:], sizes[4:])) < 64 << 10
 
 
 # --- what cannot be looked at -------------------------------------------------------------------
