@@ -139,6 +139,8 @@ class Mirror:
         self._patient_for = 0.0
         # On many ranks, rank 0 commits, and copies.
         self._passive = _is_other_rank()
+        # The mirror of the store as such a rank saw it first.
+        self._place_seen: MirrorPlace | None = None
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
@@ -182,6 +184,7 @@ class Mirror:
             CasnapError: It is, or there is no store and none can be made.
         """
         if self._passive:
+            self._place_seen = mirror_place(self._source.recent(), self._source.backend.uri)
             return
         self.wake()
         self._contacted.wait(_FIRST_CONTACT)
@@ -377,9 +380,10 @@ class Mirror:
         """
         source = self._source
         attached = mirror_place(root, source.backend.uri)
+        known = self._place_seen if self._there is None else self._there.place
         try:
-            if self._there is not None:
-                check_same_mirror(source, attached, self._there.place)
+            if known is not None:
+                check_same_mirror(source, attached, known)
             elif attached is not None:
                 check_same_tag(attached, self.how.tag, source.backend.uri)
         except MirrorError as e:
@@ -560,7 +564,7 @@ class Mirror:
             MirrorError: The time is over, some cannot be mirrored, or the mirror was stopped.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        first = self.lag()
+        first = self._awaited_lag()
         commits = {row.commit for row in first.rows.values()}
         passes = self._passes
         self._backoff.hurry()
@@ -573,7 +577,7 @@ class Mirror:
                 self._changed.wait(
                     0.5 if seconds_left is None else min(0.5, max(0.0, seconds_left))
                 )
-            lag = self.lag()
+            lag = self._awaited_lag()
             if lag.moved < first.number and lag.published:
                 # What was published since stands for what is waited for.
                 commits.add(lag.rows[lag.published].commit)
@@ -595,6 +599,19 @@ class Mirror:
         given_up = self.succeeded()
         if given_up:
             raise MirrorError(_given_up_text(self.status(), given_up))
+
+    def _awaited_lag(self) -> Lag:
+        """Return what the mirror lacks, to who waits for it.
+
+        Raises:
+            MirrorError: The store has another mirror now, or none: no pass of this process says so,
+                if another rank copies.
+        """
+        root, lag = self._look()
+        if self._passive:
+            self._check_attached(root)
+            self._place_seen = self._place_seen or mirror_place(root, self._source.backend.uri)
+        return lag
 
     def _tell_waiting(self) -> None:
         with self._changed:

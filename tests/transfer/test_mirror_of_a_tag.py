@@ -432,6 +432,35 @@ def test_another_rank_publishes(world: Callable[[int], Any], tmp_path: Path) -> 
     assert_holds(copy.tagged("stable"), 1)
 
 
+def wait_for_a_forgotten_mirror(folder: str, place: str) -> None:
+    store = following(Path(folder))
+    store.async_take(app_state(1), "step_1", metadata={"step": 1}).wait()
+    store.wait_mirrored(120)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        store.configure(mirror="none")
+        if place:
+            assert store.mirror is not None
+            store.mirror.stop()
+            other = following(Path(folder), Path(folder) / place)
+            other.wait_mirrored(120)
+        store.publish("stable", "step_1")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        match = "forget it first" if place else "has forgotten its mirror"
+        for timeout in (None, 60):
+            with pytest.raises(MirrorError, match=match):
+                store.wait_mirrored(timeout)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("place", ["", "elsewhere"])
+def test_another_rank_waits_for_a_mirror_that_was_forgotten(
+    world: Callable[[int], Any], tmp_path: Path, place: str
+) -> None:
+    world(2).run(wait_for_a_forgotten_mirror, str(tmp_path), place)
+
+
 # --- which mirror it is ---------------------------------------------------------------------------
 
 
