@@ -295,8 +295,13 @@ def identity_of(snapshot: Snapshot) -> dict[str, Any]:
     return identity(contents.store.backend, contents.name, snapshot.commit_id)
 
 
-def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the row of a snapshot, for JSON."""
+def snapshot_fields(snapshot: Snapshot, owed: str) -> dict[str, Any]:
+    """Return the row of a snapshot, for JSON.
+
+    Args:
+        snapshot: The snapshot.
+        owed: The commit id of the one whose publish the mirror of a tag lacks; "" for none.
+    """
     return {
         **identity_of(snapshot),
         "root": snapshot.seq,
@@ -308,7 +313,7 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
-        "unmirrored": snapshot.row.is_unmirrored,
+        "unmirrored": snapshot.row.is_unmirrored or snapshot.commit_id == owed,
         "thinned": snapshot.row.is_thinned,
         "rewound": snapshot.row.is_rewound,
         "unknown_features": list(snapshot.row.unknown_features),

@@ -32,7 +32,11 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
     if as_json:
-        emit({**store_fields(place), "snapshots": list(map(snapshot_fields, snapshots))}, place)
+        from casnap.cli.mirror import owed_publish
+
+        owed = owed_publish(place) if snapshots else ""
+        listed = [snapshot_fields(snapshot, owed) for snapshot in snapshots]
+        emit({**store_fields(place), "snapshots": listed}, place)
         return
     if not snapshots:
         from casnap.storage import advice_in

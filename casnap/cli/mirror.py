@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import click
 
 from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
+from casnap.errors import MirrorError
+from casnap.format.records import Root
 from casnap.mirror.notes import lag_in, mirror_place, succeeded_in
 from casnap.mirror.status import HostFiles, HostStatus
+from casnap.store import Store
 from casnap.view import repository_of
 
 
@@ -82,3 +87,24 @@ def mirror(store: str | None, as_json: bool) -> None:
         say(f"it fails since {moment(status.since)}: {status.error}")
     if running is None and lacking:
         say("no process of this host copies to it; a Store with this mirror= does")
+
+
+def owed_publish(store: Store) -> str:
+    """Return the commit id of the snapshot whose publish the mirror of a tag lacks; "" for none.
+
+    No note of its row says it.
+    """
+    repository = repository_of(store)
+    uri = repository.backend.uri
+
+    def look(root: Root) -> str:
+        known = mirror_place(root, uri)
+        if known is None or not known.tag:
+            return ""
+        lag = lag_in(root, repository.table(root), known.tag, uri)
+        return lag.rows[lag.published].commit.hex() if lag.published else ""
+
+    # If a later casnap has attached the mirror, the snapshots can still be shown.
+    with suppress(MirrorError):
+        return repository.read_at_newest(look, repository.recent)
+    return ""

@@ -50,8 +50,10 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     """
     open_place = open_snapshot(snapshot)
     if path is None:
+        from casnap.cli.mirror import owed_publish
+
         document = {
-            **snapshot_fields(open_place),
+            **snapshot_fields(open_place, owed_publish(open_place.store)),
             "keys": list(_keys(open_place.contents)),
             "thinned_keys": list(open_place.thinned),
         }

@@ -199,11 +199,18 @@ def test_what_is_published_while_it_fails(tmp_path: Path, there: FaultyBackend) 
         state = document("mirror", tmp_path / "here")
         assert state["tag"] == "stable"
         assert [s["name"] for s in state["snapshots"]] == ["step_2"]
+        listed = document("ls", tmp_path / "here")["snapshots"]
+        assert [(s["name"], s["unmirrored"]) for s in listed] == [
+            ("step_2", True),
+            ("step_3", False),
+        ]
+        assert document("show", tmp_path / "here/step_2")["unmirrored"]
         with pytest.raises(MirrorError, match=r"lacks step_2 after 0\.2 s.*on purpose"):
             store.wait_mirrored(0.2)
     store.wait_mirrored(60)
     assert_follows(store, at_mirror(tmp_path), "step_2")
     assert names(at_mirror(tmp_path)) == ["step_2"]
+    assert not document("ls", tmp_path / "here")["snapshots"][0]["unmirrored"]
     said = invoke("mirror", tmp_path / "here").stdout
     assert said == f"{there.uri} has all (it follows the tag stable)\n"
 
