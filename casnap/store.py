@@ -470,13 +470,15 @@ class Store:
 
         Returns:
             The move. Its ``root`` is the number of what was published: :meth:`wait_served` waits
-            for it. A snapshot that has the tag already keeps its number.
+            for it. A snapshot that has the tag already keeps its number; then a mirror that follows
+            the tag puts it there on the same once more.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot.
             InvalidNameError: The tag is not valid.
             SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
         """
+        from casnap.mirror.notes import lacking_again
         from casnap.storage import publish_tag
 
         view = self._view
@@ -484,7 +486,8 @@ class Store:
             full, commit_id = view.full_of(snapshot.name), snapshot.commit_id
         else:
             full, commit_id = view.full_name(snapshot), view.row(snapshot).commit.hex()
-        move = publish_tag(view.repository, tag, full, commit_id)
+        again = partial(lacking_again, tag=tag)
+        move = publish_tag(view.repository, tag, full, commit_id, again=again)
         view.hooks.on_commit()
         return move
 

@@ -424,6 +424,8 @@ class Mirror:
         mark_mirrored(self._source, *notes, check=self._check_attached)
         self._dealt_with.clear()
         self._given_up.clear()
+        # It may be owed once more by now.
+        self._moved = 0
         self._host.write(self._host_status())
         self._tell_waiting()
 

@@ -22,6 +22,7 @@ from casnap.format.records import ORIGIN, UNMIRRORED, Root, Row
 from casnap.storage import (
     Repository,
     Table,
+    TagMove,
     change_settings,
     change_table,
     is_copy_from_here,
@@ -240,6 +241,23 @@ def mark_mirrored(
         return msgspec.structs.replace(root, settings=settings)
 
     change_table(store, change, update_root)
+
+
+def lacking_again(root: Root, move: TagMove, tag: str) -> Root:
+    """Return a root by which the mirror that follows a tag lacks its last publish.
+
+    Somebody may have moved the tag there.
+
+    Args:
+        root: A root of the mirrored store.
+        move: That publish.
+        tag: The tag.
+    """
+    match root.settings.get(SETTING):
+        case {"tag": known, "moved": int(moved)} if known == tag and moved >= move.root:
+            settings = {**root.settings, SETTING: {**root.settings[SETTING], "moved": 0}}
+            return msgspec.structs.replace(root, settings=settings)
+    return root
 
 
 def succeeded_in(table: Table) -> dict[str, Row]:

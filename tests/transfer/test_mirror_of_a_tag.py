@@ -171,6 +171,30 @@ def test_back_to_what_it_has_and_to_what_it_lacks(tmp_path: Path) -> None:
     assert_follows(store, copy, "step_3")
 
 
+def test_a_tag_that_was_moved_there_by_hand(tmp_path: Path) -> None:
+    """To publish the same snapshot again here moves it back, whoever does it."""
+    store, plain = following(tmp_path), Store(tmp_path / "here")
+    for step in (0, 1):
+        take(store, step)
+        send(store, f"step_{step}")
+    copy, (move,) = at_mirror(tmp_path), store.tag_moves("stable", 1)
+    for publisher in (store, plain):
+        copy.publish("stable", "step_0")
+        assert publisher.publish("stable", "step_1") == move
+        assert publisher.publish("stable", "step_1") == move
+        store.wait_mirrored(60)
+        assert_follows(store, copy, "step_1")
+    copy.untag("step_1", "stable")
+    process("tag", tmp_path / "here/step_1", "stable", "--move")
+    store.wait_mirrored(60)
+    assert_follows(store, copy, "step_1")
+    # If it is there, nothing is committed there.
+    before = copy._view.repository.newest()
+    send(store, "step_1")
+    assert copy._view.repository.newest() == before
+    assert store.tag_moves("stable", 1) == [move]
+
+
 def test_a_name_that_is_taken_and_published_anew(tmp_path: Path) -> None:
     """The tag does not hold the copy of what had that name before."""
     store = following(tmp_path)

@@ -177,6 +177,7 @@ def publish_tag(
     name: str,
     commit_id: str,
     check: Callable[[Table, int], None] = lambda *_: None,
+    again: Callable[[Root, TagMove], Root] = lambda root, _: root,
 ) -> TagMove:
     """Move a tag to a snapshot, from all others that have it, in one commit; return the move.
 
@@ -187,6 +188,8 @@ def publish_tag(
         commit_id: The commit id that it must have.
         check: Given each table that is to be changed, and the number of the next root: raises if
             the tag is not to be moved after all.
+        again: If the snapshot has the tag already, returns the root that is to follow the given
+            one.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot any more.
@@ -215,7 +218,7 @@ def publish_tag(
         nonlocal move
         move = move_of(root, tag)
         if not changes and move and (move.name, move.commit) == (name, commit_id):
-            return root
+            return again(root, move)
         setting = root.settings.get(PUBLISHED)
         moves = dict(setting) if isinstance(setting, dict) else {}
         if tag not in moves and len(moves) >= _MOST:
