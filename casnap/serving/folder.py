@@ -316,7 +316,7 @@ class ServedFolder:
             )
         return version
 
-    def prune(self, keep: int) -> None:
+    def clean_up(self, keep: int) -> None:
         """Delete all versions but the last ones that were current; warn of what stays.
 
         Args:
@@ -325,11 +325,11 @@ class ServedFolder:
         if self._may_return:
             return
         try:
-            self._prune(keep)
+            self._delete_old(keep)
         except (CasnapError, OSError) as e:
             _log.warning("old versions of %s are deleted later: %s", self.link, e)
 
-    def _prune(self, keep: int) -> None:
+    def _delete_old(self, keep: int) -> None:
         current = self._target.name
         others = [name for name in self._names(VERSION.fullmatch) if name != current]
         others.sort(key=lambda name: self._status(name).st_mtime_ns)

@@ -118,7 +118,7 @@ class Following:
             last = self._report
             report = update(self._served, self._source, self._options, self._progress)
             if self._on_version is None:
-                self._served.prune(self._options.keep)
+                self._served.clean_up(self._options.keep)
             self._report = report
             self._note_staged(self._source, report)
             before = None if last is None else (last.folder, last.commit)
@@ -148,7 +148,7 @@ class Following:
         takes long.
         """
         event = self._event_of_call(on_version)
-        self._served.prune(self._options.keep)
+        self._served.clean_up(self._options.keep)
         if event is not None:
             yield event
 

@@ -109,7 +109,7 @@ def pull(
     """Bring a folder to the newest snapshot. :meth:`casnap.Store.pull` describes the rest."""
     with folder_for(out, options).locked() as served:
         report = update(served, source, options, progress)
-        served.prune(options.keep)
+        served.clean_up(options.keep)
         return report
 
 
