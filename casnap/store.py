@@ -299,7 +299,7 @@ class Store:
         if not isinstance(name, str | os.PathLike):
             return False
         try:
-            self._view.row(name_text(name))
+            self._view.find(name_text(name))
         except SnapshotNotFoundError:
             return False
         return True
@@ -364,9 +364,9 @@ class Store:
 
         wait_for_last()
         view = self._view
-        view.row(name)
+        full, _ = view.find(name)
         notes = partial(notes_of_renamed, uri=view.repository.backend.uri)
-        rewound = rewind(view.repository, view.full_name(name), notes)
+        rewound = rewind(view.repository, full, notes)
         if rewound.moved:
             view.hooks.on_commit()
             _log.info(
@@ -422,9 +422,9 @@ class Store:
         from casnap.storage import forget
 
         view = self._view
-        row = view.row(name)
+        full, row = view.find(name)
         commit = row.commit.hex() if commit_id is None else commit_id
-        forget(view.repository, view.full_name(name), commit)
+        forget(view.repository, full, commit)
         view.free_later([row])
 
     def tag(self, name: str, *tags: str) -> None:
@@ -442,8 +442,8 @@ class Store:
         """
         from casnap.storage import add_tags
 
-        commit_id = self._view.row(name).commit.hex()
-        add_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
+        full, row = self._view.find(name)
+        add_tags(self._view.repository, full, row.commit.hex(), tags)
 
     def untag(self, name: str, *tags: str) -> None:
         """Remove tags from a snapshot. A tag that it does not have is ignored.
@@ -453,8 +453,8 @@ class Store:
         """
         from casnap.storage import remove_tags
 
-        commit_id = self._view.row(name).commit.hex()
-        remove_tags(self._view.repository, self._view.full_name(name), commit_id, tags)
+        full, row = self._view.find(name)
+        remove_tags(self._view.repository, full, row.commit.hex(), tags)
 
     def publish(self, tag: str, snapshot: str | Snapshot) -> casnap.TagMove:
         """Move a tag to a snapshot, from whichever has it, in one commit.
@@ -485,7 +485,8 @@ class Store:
         if isinstance(snapshot, Snapshot):
             full, commit_id = view.full_of(snapshot.name), snapshot.commit_id
         else:
-            full, commit_id = view.full_name(snapshot), view.row(snapshot).commit.hex()
+            full, row = view.find(snapshot)
+            commit_id = row.commit.hex()
         again = partial(lacking_again, tag=tag)
         move = publish_tag(view.repository, tag, full, commit_id, again=again)
         view.hooks.on_commit()
@@ -1018,10 +1019,7 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        full = None
-        if name is not None:
-            self._view.row(name)
-            full = self._view.full_name(name)
+        full = None if name is None else self._view.find(name)[0]
         from casnap.maintenance.check import check
 
         return check(

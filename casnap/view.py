@@ -288,16 +288,18 @@ class View:
         repository = self.repository
         return repository.read_at_newest(lambda root: look(repository.table(root)))
 
-    def row(self, given: str) -> Row:
-        """Return the row that the store's table has for a snapshot, by the name that a user gives.
+    def find(self, given: str) -> tuple[str, Row]:
+        """Return the full name and the row of a snapshot, by the name that a user gives.
 
         Raises:
+            InvalidNameError: The name cannot be used.
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        return self.row_of(self.local_name(given))
+        local = self.local_name(given)
+        return self.full_of(local), self.row_of(local)
 
     def row_of(self, local: str) -> Row:
-        """Return the same, by the local name.
+        """Return the row that the store's table has for a snapshot, by its local name.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.

@@ -34,7 +34,7 @@ from tests.support.written import configure
 
 def test_from_damage_to_a_store_that_is_collected_again(store: Path, cache_dir: Path) -> None:
     """The next step that each command advises works."""
-    damage_everywhere(store, Store(store)._view.row("b").manifest.digest)
+    damage_everywhere(store, Store(store)._view.row_of("b").manifest.digest)
     forget_cache(cache_dir)
     before = files(store)
     for command in (["show", store / "b"], ["du", store]):

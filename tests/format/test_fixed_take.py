@@ -36,7 +36,7 @@ def taken(folder: Path, state: dict[str, Any], **options: Any) -> Store:
 
 def test_trees_of_every_kind_of_entry(tmp_path: Path) -> None:
     store = taken(tmp_path, kinds())
-    assert store._view.row("run/1").manifest.digest.hex() == MANIFEST
+    assert store._view.row_of("run/1").manifest.digest.hex() == MANIFEST
 
 
 def test_a_pack_of_chunks(tmp_path: Path) -> None:

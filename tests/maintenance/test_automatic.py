@@ -115,7 +115,7 @@ def test_a_nearly_full_disk_whose_garbage_cannot_be_collected(
         for step in range(3):
             take(store, step)
         wait_for_collectors()
-        damage_everywhere(disk / "run", store._view.row("step_1").manifest.digest)
+        damage_everywhere(disk / "run", store._view.row_of("step_1").manifest.digest)
         forget_cache(cache_dir)
         forget_collectors()
         store = Store(disk / "run")
@@ -534,7 +534,7 @@ def test_a_disk_that_turns_read_only(
             with pytest.raises(BackendError, match="Read-only file system"):
                 refused()
         collector = automatic.automatic_collector(store._view.repository)
-        collector.note(store._view.repository, [store._view.row("step_3")])
+        collector.note(store._view.repository, [store._view.row_of("step_3")])
         wait_for_collectors()
         assert "its garbage is not collected" in caplog.text
         assert_newest(disk / "run", 3)

@@ -134,7 +134,7 @@ def test_a_missing_pack(store: Path) -> None:
 def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
     """A check believes the store alone, and needs no --data to read trees."""
     opened = Store(store).make()
-    row = opened._view.row("b")
+    row = opened._view.row_of("b")
     assert opened["b"].get_manifest()
     for copies, hurt in enumerate([set(), {("b", "")}], 1):
         place = listing_of(store).of(Digest(row.manifest.digest))[copies - 1]

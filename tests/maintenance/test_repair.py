@@ -184,7 +184,7 @@ def test_condemned_and_damaged(store: Path) -> None:
 def test_what_is_lost_can_be_deleted(store: Path) -> None:
     """A snapshot without its tree stops a collector; once it is deleted, the collector works."""
     opened = Store(store).make()
-    damage_everywhere(store, opened._view.row("b").manifest.digest)
+    damage_everywhere(store, opened._view.row_of("b").manifest.digest)
     opened._view.repository.index.cache.delete()
     assert named(repair(store)) == {"b"}
     with pytest.raises(DamagedError):

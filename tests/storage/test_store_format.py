@@ -92,7 +92,7 @@ def test_large_metadata_stand_apart(tmp_path: Path) -> None:
 
 def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
     """Flip a bit of a snapshot's metadata, at all their places."""
-    node = Digest(store._view.row(name).metadata_node)
+    node = Digest(store._view.row_of(name).metadata_node)
     for place in store._view.repository.index.find_all(store._view.repository.view(), node):
         path = Path(store.uri) / "casnap-store" / pack_key(place.pack)
         content = bytearray(path.read_bytes())
@@ -135,7 +135,7 @@ def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     longest: dict[str, Any] = {"x": [1.0] * 16_300}
     store.take(state(1), "a", metadata=longest)
-    assert len(store._view.repository.node(Digest(store._view.row("a").metadata_node))) > 146_000
+    assert len(store._view.repository.node(Digest(store._view.row_of("a").metadata_node))) > 146_000
     assert Store(tmp_path / "s")["a"].metadata.user == longest
 
 
@@ -231,7 +231,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
         aside: {**LATER, "rewound": True},
         "run/step_3": {},
     }
-    assert Store(tmp_path / "m")._view.row(aside).notes.keys() == {"from", "life", "rewound"}
+    assert Store(tmp_path / "m")._view.row_of(aside).notes.keys() == {"from", "life", "rewound"}
 
 
 def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(

@@ -103,7 +103,7 @@ def test_a_prune_that_thins_is_one_commit(store: Store) -> None:
     rules = Retention(keep_last=3, thin={"optim/**": 1})
     fill(store, 5)
     root = store._view.repository.newest()
-    row = store._view.row("run/002")
+    row = store._view.row_of("run/002")
     broken = msgspec.structs.replace(row, manifest=NodeRef(bytes(32), None))
     change_table(store._view.repository, lambda *_: {"run/002": broken})
     with pytest.raises(DamagedError):

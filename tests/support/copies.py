@@ -52,7 +52,7 @@ def interrupted(
         if done > after:
             raise _StopError
 
-    chosen = [CopyJob("step_0", "step_0", source._view.row("step_0"))]
+    chosen = [CopyJob("step_0", "step_0", source._view.row_of("step_0"))]
     options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
     with pytest.raises(_StopError):
         copy_snapshots(

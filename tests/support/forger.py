@@ -82,7 +82,7 @@ class Forger:
         self.count: Any = None
         self.deltas: Any = None
         self._newest = store._view.repository.newest()
-        self._good = msgspec.to_builtins(store._view.row("good"), builtin_types=(bytes,))
+        self._good = msgspec.to_builtins(store._view.row_of("good"), builtin_types=(bytes,))
         self._body = bytearray()
         self._records: list[tuple[Digest, Place]] = []
 

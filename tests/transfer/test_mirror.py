@@ -279,7 +279,7 @@ def test_tags_of_its_own(tmp_path: Path, there: FaultyBackend) -> None:
             take(store, 1, overwrite=True)
     store.wait_mirrored(60)
     assert len(Store(tmp_path / "there")["step_1"].tags) == 100
-    assert store._view.row("step_1").notes == {}
+    assert store._view.row_of("step_1").notes == {}
 
 
 def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_what_is_copied_into_a_store_is_mirrored(tmp_path: Path, there: FaultyBa
         assert store.mirror.status().snapshots == 1
     store.wait_mirrored(60)
     assert_holds(Store(tmp_path / "there")["step_1"], 1)
-    assert store._view.row("step_1").notes == {}
+    assert store._view.row_of("step_1").notes == {}
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_it_gets_what_is_published(tmp_path: Path) -> None:
     assert [move.name for move in copy.tag_moves("stable")] == ["step_5", "step_3", "step_1"]
     # What had the tag there before went with the next copy.
     assert names(copy) == ["step_3", "step_5"]
-    assert not any(store._view.row(name).is_unmirrored for name in names(store))
+    assert not any(store._view.row_of(name).is_unmirrored for name in names(store))
     # Another tag, and one that is only given, are not its business.
     store.publish("other", "step_4")
     store.tag("step_4", "best")
