@@ -184,7 +184,9 @@ class Mirror:
             CasnapError: It is, or there is no store and none can be made.
         """
         if self._passive:
-            self._place_seen = mirror_place(self._source.recent(), self._source.backend.uri)
+            # Without a tag, what is awaited ends with the notes of the mirror that was forgotten.
+            if self.how.tag:
+                self._place_seen = mirror_place(self._source.recent(), self._source.backend.uri)
             return
         self.wake()
         self._contacted.wait(_FIRST_CONTACT)

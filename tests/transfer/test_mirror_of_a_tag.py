@@ -464,17 +464,17 @@ def test_another_rank_publishes(world: Callable[[int], Any], tmp_path: Path) -> 
 
 
 def wait_for_a_forgotten_mirror(folder: str, place: str) -> None:
+    if dist.get_rank() == 0:
+        following(Path(folder)).wait_mirrored(120)
+    dist.barrier()
     store = following(Path(folder))
     store.async_take(app_state(1), "step_1", metadata={"step": 1}).wait()
-    store.wait_mirrored(120)
-    dist.barrier()
     if dist.get_rank() == 0:
+        assert store.mirror is not None
+        store.mirror.stop()
         store.configure(mirror="none")
         if place:
-            assert store.mirror is not None
-            store.mirror.stop()
-            other = following(Path(folder), Path(folder) / place)
-            other.wait_mirrored(120)
+            following(Path(folder), Path(folder) / place).wait_mirrored(120)
         store.publish("stable", "step_1")
     dist.barrier()
     if dist.get_rank() == 1:
