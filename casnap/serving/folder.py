@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -294,9 +295,8 @@ class ServedFolder:
     def switch(self, version: Version) -> Version:
         """Have the link lead to another version, which is durable already; return that."""
         self._check_link()
-        # Of the others, those stay that were current last: an engine has one of them loaded.
         with suppress(OSError):
-            os.utime(version.folder.name, dir_fd=self._folder, follow_symlinks=False)
+            self._note_current(version.folder.name)
         link = self.link.with_name(f".{self.link.name}.casnap-link")
         link.unlink(missing_ok=True)
         link.symlink_to(Path(self.versions.name, version.folder.name))
@@ -315,6 +315,16 @@ class ServedFolder:
                 e,
             )
         return version
+
+    def _note_current(self, name: str) -> None:
+        """Give a version the latest time of all, also if the clock of this host was set back.
+
+        Of the others, those stay that were current last: an engine has one of them loaded.
+        """
+        before = [self._status(each).st_mtime_ns for each in self._names(VERSION.fullmatch)]
+        # Not all file systems tell nanoseconds apart.
+        now = max(time.time_ns(), max(before, default=0) + 1000)
+        os.utime(name, ns=(now, now), dir_fd=self._folder, follow_symlinks=False)
 
     def clean_up(self, keep: int) -> None:
         """Delete all versions but the last ones that were current; warn of what stays.

@@ -72,6 +72,19 @@ def test_a_reader_of_the_old_version_goes_on(store: Store, live: Path) -> None:
     assert len(versions_of(live)) == 1
 
 
+def test_the_last_versions_stay_if_the_clock_was_set_back(store: Store, live: Path) -> None:
+    """Who has loaded the version before goes on with it."""
+    store.pull(live)
+    os.utime(live.resolve(), (4e9, 4e9))
+    for step in range(1, 4):
+        before = live.resolve()
+        take(store, step)
+        store.pull(live)
+        assert_served(before, step - 1)
+        assert_served(live, step)
+        assert len(versions_of(live)) == 2
+
+
 def test_which_snapshot(store: Store, live: Path) -> None:
     take(store, 1, "run1/a")
     take(store, 2, "run2/a")
