@@ -265,8 +265,11 @@ class _Reload:
     def __call__(self, folder: Path, changed: list[str]) -> None:
         with self._paused():
             self._load(str(folder))
-            self._engine.forget_prefixes()
-            self._engine.name_version(name_of(folder))
+            try:
+                self._engine.forget_prefixes()
+            finally:
+                # It goes on, whatever fails, and its answers are of this version.
+                self._engine.name_version(name_of(folder))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

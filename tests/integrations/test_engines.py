@@ -353,9 +353,14 @@ def test_vllm_loads_each_version(tmp_path: Path, way: str, mode: PauseMode) -> N
             assert engine.calls == [*before, "reload", *resets, *after]
             engine.calls.clear()
         engine.is_busy = True
+        take(store, 2)
+        folder = Path(store.pull(tmp_path / "live").folder)
         with pytest.raises(CasnapError, match="kept its cache of prefixes"):
-            ways[way]((tmp_path / "live").resolve(), [])
+            ways[way](folder, [])
         assert way == "here" or engine.calls[-1] == "resume"
+        # It answers with the new weights, and says so.
+        assert engine.weights["bias"].equal(weights(2)["bias"])
+        assert engine.named == folder.name
 
 
 @pytest.mark.parametrize("way", WAYS)
