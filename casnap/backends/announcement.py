@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from casnap.errors import PLACE_ERRORS
+from casnap.errors import PLACE_ERRORS, CasnapError
 
 if TYPE_CHECKING:
     from casnap.backends.base import BackendCore
@@ -66,7 +66,8 @@ class Note:
     def _delete(self, key: str | None) -> None:
         # Not in a forked child: it is its parent's.
         if key is not None and os.getpid() == self._pid:
-            with suppress(*PLACE_ERRORS):
+            # Nothing rests on it, also if another store is at this place by now.
+            with suppress(CasnapError):
                 self._backend.delete(key)
 
 
