@@ -357,6 +357,8 @@ class ServedFolder:
                     self._rename(name, left)
                 with translated(str(self.versions / left)):
                     self._delete(left)
+            except FileNotFoundError:
+                continue  # of a pull that was refused meanwhile
             except (CasnapError, OSError) as e:
                 if left not in self._undeletable:
                     self._undeletable.add(left)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,21 @@ def test_the_last_versions_stay_if_the_clock_was_set_back(store: Store, live: Pa
         assert_served(before, step - 1)
         assert_served(live, step)
         assert len(versions_of(live)) == 2
+
+
+def test_what_is_gone_before_it_is_deleted(
+    store: Store, live: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as what a pull has made that was refused then."""
+    real = os.listdir
+
+    def listdir(folder: Any = ".") -> list[str]:
+        return [*real(folder), *([".gone.partial"] if isinstance(folder, int) else [])]
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    store.pull(live)
+    assert_served(live, 0)
+    assert not caplog.records
 
 
 def test_which_snapshot(store: Store, live: Path) -> None:
