@@ -208,7 +208,8 @@ class ServedFolder:
         try:
             fd = open_to_lock(_LOCK, self._folder, FILE_MODE)
         except (BackendError, OSError) as e:
-            if stat.S_ISREG(self._status(_LOCK).st_mode):
+            info = status(path, follow=False)
+            if info is None or stat.S_ISREG(info.st_mode):
                 raise
             raise FileFormatError(f"{path} is no file, and no pull made it; remove it") from e
         self._opened.enter_context(locked_file(fd))

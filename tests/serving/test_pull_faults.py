@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from casnap.serving import FollowEvent, PullOptions, verify
 from casnap.serving.version import RECORD
 from tests.support.faults import (
     backend_faults,
+    disk_full,
     elsewhere,
     in_child,
     memory_folder,
@@ -398,6 +400,26 @@ def test_a_bound_on_the_size_of_files(base: Path, most: int) -> None:
         assert in_child(work) == 0
         assert versions_of(folder / "live") == before
         assert step_of(folder / "live") == 0
+
+
+def test_a_disk_that_is_full_at_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not made cannot be looked at either."""
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    real = os.open
+
+    def full_for_the_lock(path: Any, *args: Any, **options: Any) -> int:
+        if path == ".lock":
+            disk_full()
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full_for_the_lock)
+        for pull in pulls_at(store, tmp_path / "live"):
+            with pytest.raises(StorageFullError, match=r"no space left.*live stays as it is"):
+                pull()
+    store.pull(tmp_path / "live")
+    assert_served(tmp_path / "live", 0)
 
 
 def test_a_disk_without_a_free_page(tmp_path: Path) -> None:
