@@ -169,7 +169,10 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
             )
         tensors[name] = tensor
     if not tensors:
-        raise FileFormatError(f"{contents.label}: no tensor is at {options.path or 'any path'}")
+        place = options.path or "any path"
+        raise FileFormatError(
+            f"{contents.label}: no tensor that safetensors can hold is at {place}"
+        )
     tensors, tied = without_tied(tensors, options.tied, contents.label)
     names = sorted(tensors)
     dtypes = {name: _dtype(tensors[name].entry.dtype, options.dtype) for name in names}
