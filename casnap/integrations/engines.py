@@ -109,7 +109,13 @@ def pull_sglang(
     def reload(folder: Path, changed: list[str]) -> None:
         number = publish_version(Path(source), folder)
         places = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
-        server.tell("/pull_weights", {**places, "target_version": number})
+        try:
+            server.tell("/pull_weights", {**places, "target_version": number})
+        except _NotFoundError as e:
+            raise CasnapError(
+                f"{e}. This SGLang has no such call: where each host follows by itself, "
+                "reload_sglang needs none"
+            ) from e
         asked = {
             "model_path": str(local),
             "abort_all_requests": abort_all_requests,

@@ -1,6 +1,6 @@
 """Engines reload what a follower pulls: against stubs of the interfaces that they document.
 
-``test_vllm.py`` tries the real vLLM.
+``test_vllm.py`` and ``test_sglang_real.py`` try the real ones.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         assert self.path == "/update_weights_from_disk"
         server.headers.append(self.headers["Authorization"])
         status, answer = 200, b'{"success": true, "message": "Succeeded"}'
-        if server.answers:
+        if self.headers.get_content_type() != "application/json":
+            status, answer = 400, b'{"object": "error", "message": "2 validation errors"}'
+        elif server.answers:
             status, answer = server.answers.pop(0)
         else:
             assert load_file(Path(asked["model_path"]) / "model.safetensors")
@@ -287,6 +292,20 @@ def test_sglang_loads_each_version(tmp_path: Path) -> None:
         ]
         assert server.headers == ["x", "x"]
         assert not any(folder.is_symlink() for folder in folders)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_sglang_loads_by_the_command_of_the_guide(tmp_path: Path) -> None:
+    guide = Path(__file__).parents[2] / "docs/guides/serving.md"
+    command = re.search(r"--exec '(.*/update_weights_from_disk.*)'", guide.read_text())
+    assert command is not None
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    folder = store.pull(tmp_path / "live").folder
+    with sglang() as (server, url):
+        told = command[1].replace("localhost:30000", url.rstrip("/"))
+        subprocess.run(["sh", "-c", told], env=os.environ | {"CASNAP_FOLDER": folder}, check=True)
+    assert server.requests == [{"model_path": folder}]
 
 
 def test_engines_load_a_folder_that_is_changed_in_place(tmp_path: Path) -> None:

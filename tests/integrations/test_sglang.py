@@ -198,9 +198,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status, answer = 200, {"success": True}
+        status, answer = 200, dict[str, Any](success=True)
         self.calls.append(self.path)
-        if self.path == "/pull_weights":
+        if self.path == "/pull_weights" and not self.hosts:
+            status, answer = (
+                404,
+                {"detail": "Not Found"},
+            )  # as SGLang 0.5.23, which has no such call
+        elif self.path == "/pull_weights":
             assert Path(asked["local_checkpoint_dir"]).name == "local"
             for host in self.hosts:
                 host.pull(Path(asked["source_dir"]), asked["target_version"])
@@ -248,3 +253,13 @@ def test_an_engine_over_two_hosts_pulls_and_loads(tmp_path: Path) -> None:
             assert calls[-1] == folder.name
         assert hosts[0].number == 2
         assert hosts[0].copied == 1
+
+
+def test_a_server_that_has_no_such_call(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "store")
+    take_step(store, 0)
+    folder = Path(store.pull(tmp_path / "live").folder)
+    with sglang([]) as (url, _):
+        callback = pull_sglang(url, tmp_path / "source", tmp_path / "local")
+        with pytest.raises(CasnapError, match=r"answers 404: .*no such call: .*reload_sglang"):
+            callback(folder, [])

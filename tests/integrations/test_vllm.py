@@ -20,8 +20,10 @@ from casnap.integrations.engines import (
     reload_vllm_async,
     reload_vllm_server,
 )
+from casnap.serving import PullOptions
+from tests.support.engine_servers import PROMPTS, Answer, Trainer, clients
 from tests.support.tiny_llamas import Judge, llama
-from tests.support.vllm_engines import PROMPTS, Answer, Trainer, VllmServer, clients
+from tests.support.vllm_engines import VllmServer
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
@@ -32,12 +34,13 @@ OPTIONS = {
     "gpu_memory_utilization": 0.1,  # of the host, for which it is checked as well
 }
 VERSIONS = 4
+PATCHED = PullOptions(patches=True)
 MODES: list[PauseMode] = ["wait", "keep"]
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(tmp_path, [llama(seed) for seed in range(VERSIONS)])
+    return Trainer(tmp_path, [llama(seed) for seed in range(VERSIONS)], PATCHED)
 
 
 def cut_off(trainer: Trainer) -> Path:
@@ -132,7 +135,7 @@ def test_an_asynchronous_engine(trainer: Trainer) -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, VllmServer]]:
     path = tmp_path_factory.mktemp("served")
-    trainer = Trainer(path, [llama(seed) for seed in range(VERSIONS)])
+    trainer = Trainer(path, [llama(seed) for seed in range(VERSIONS)], PATCHED)
     server = VllmServer(trainer.live, path / "log", "--enable-lora", "--max-lora-rank", "8")
     try:
         server.wait()

@@ -21,9 +21,10 @@ from casnap import Store
 from casnap.integrations.engines import OnVersion, PauseMode, reload_vllm_server
 from casnap.runtime.typing import override
 from casnap.serving import PullOptions
+from tests.support.engine_servers import PROMPTS, Trainer, clients
 from tests.support.pages import run_examples
 from tests.support.tiny_llamas import llama, take
-from tests.support.vllm_engines import PROMPTS, Trainer, VllmServer, clients
+from tests.support.vllm_engines import VllmServer
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
@@ -50,7 +51,7 @@ class Served:
     """A trainer, and a server that takes its versions."""
 
     def __init__(self, path: Path) -> None:
-        self.trainer = Trainer(path, versions(24))
+        self.trainer = Trainer(path, versions(24), PullOptions(patches=True))
         self.server = VllmServer(self.trainer.live.resolve(), path / "log", *BACKEND)
         self._read = 0
 
