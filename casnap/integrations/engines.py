@@ -58,7 +58,9 @@ def reload_sglang(
         abort_all_requests: Whether it aborts the requests that are under way. Otherwise it waits
             for them.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: Seconds to wait for the answer.
+        timeout: Seconds to wait for the answer, which comes after that of the longest request. A
+            folder that pulls change in place must not change before, so then it waits as long as
+            that takes.
 
     Raises:
         ValueError: The URL is none of HTTP.
@@ -66,15 +68,20 @@ def reload_sglang(
     server = _Server(url, headers, timeout)
 
     def reload(folder: Path, changed: list[str]) -> None:
-        asked = {
-            "model_path": str(folder),
-            "abort_all_requests": abort_all_requests,
-            "flush_cache": True,
-            "weight_version": name_of(folder),
-        }
-        server.tell("/update_weights_from_disk", asked)
+        asked = _load_of(str(folder), name_of(folder), abort_all_requests)
+        server.tell("/update_weights_from_disk", asked, in_time=not is_in_place(folder))
 
     return reload
+
+
+def _load_of(folder: str, version: str, abort_all_requests: bool) -> dict[str, Any]:
+    """Return what SGLang is told of a version."""
+    return {
+        "model_path": folder,
+        "abort_all_requests": abort_all_requests,
+        "flush_cache": True,
+        "weight_version": version,
+    }
 
 
 def pull_sglang(
@@ -99,7 +106,8 @@ def pull_sglang(
         local: A folder of each host, which SGLang keeps.
         abort_all_requests: As for :func:`reload_sglang`.
         headers: As there.
-        timeout: Seconds to wait for each answer.
+        timeout: Seconds to wait until the hosts have pulled. Until the engine has loaded ``local``,
+            which the next call changes in place, it waits as long as that takes.
 
     Raises:
         ValueError: The URL is none of HTTP.
@@ -116,13 +124,8 @@ def pull_sglang(
                 f"{e}. This SGLang has no such call: where each host follows by itself, "
                 "reload_sglang needs none"
             ) from e
-        asked = {
-            "model_path": str(local),
-            "abort_all_requests": abort_all_requests,
-            "flush_cache": True,
-            "weight_version": name_of(folder),
-        }
-        server.tell("/update_weights_from_disk", asked)
+        asked = _load_of(str(local), name_of(folder), abort_all_requests)
+        server.tell("/update_weights_from_disk", asked, in_time=False)
 
     return reload
 
@@ -603,8 +606,15 @@ class _Server:
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._timeout = timeout
 
-    def ask(self, path: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(
+        self, path: str, asked: Mapping[str, Any] | None = None, *, in_time: bool = True
+    ) -> dict[str, Any]:
         """Post an object, or get a path; return the answer.
+
+        Args:
+            path: Of the call.
+            asked: The object; None to get.
+            in_time: Whether it gives up after the timeout. The server goes on by itself then.
 
         Raises:
             CasnapError: It cannot be reached, or answers with another status than 200.
@@ -612,7 +622,8 @@ class _Server:
         place = f"{self.url}{path}"
         content = None if asked is None else json.dumps(asked).encode()
         try:
-            with urlopen(Request(place, content, self._headers), timeout=self._timeout) as response:
+            request, timeout = Request(place, content, self._headers), self._timeout
+            with urlopen(request, timeout=timeout if in_time else None) as response:
                 answer = response.read(_MOST_ANSWER)
         except HTTPError as e:
             text = e.read(_MOST_ANSWER).decode("utf-8", "replace")
@@ -627,13 +638,13 @@ class _Server:
         text = answer.decode("utf-8", "replace")
         raise CasnapError(f"{place} does not answer with an object of JSON: {text:.500}")
 
-    def tell(self, path: str, asked: Mapping[str, Any]) -> None:
+    def tell(self, path: str, asked: Mapping[str, Any], *, in_time: bool = True) -> None:
         """Post an object to SGLang.
 
         Raises:
             CasnapError: As for :meth:`ask`; or it does not say that it has done it.
         """
-        answer = self.ask(path, asked)
+        answer = self.ask(path, asked, in_time=in_time)
         if answer.get("success") is not True:
             raise CasnapError(f"{self.url}{path} did not load {asked}: {answer}"[:1000])
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,6 +45,7 @@ class Server(ThreadingHTTPServer):
     requests: list[dict[str, Any]]
     headers: list[str | None]
     answers: list[tuple[int, bytes]]
+    seconds: float  # until it answers
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -61,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             assert load_file(Path(asked["model_path"]) / "model.safetensors")
         server.requests.append(asked)
+        time.sleep(server.seconds)
         self.send_response(status)
         self.end_headers()
         self.wfile.write(answer)
@@ -73,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def sglang() -> Iterator[tuple[Server, str]]:
     with Server(("127.0.0.1", 0), Handler) as server:
-        server.requests, server.headers, server.answers = [], [], []
+        server.requests, server.headers, server.answers, server.seconds = [], [], [], 0
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -324,6 +327,21 @@ def test_engines_load_a_folder_that_is_changed_in_place(tmp_path: Path) -> None:
             assert engine.named == name
             assert all(engine.weights[n].equal(tensor) for n, tensor in weights(step).items())
     assert len(server.requests) == 3
+
+
+def test_a_folder_in_place_stays_until_sglang_has_loaded_it(tmp_path: Path) -> None:
+    """SGLang loads it once the requests that run have ended, also if nobody waits any more."""
+    store, live = store_at(tmp_path / "store"), tmp_path / "live"
+    take(store, 0)
+    linked = Path(store.pull(tmp_path / "linked").folder)
+    store.pull(live, options=PullOptions(in_place=True))
+    with sglang() as (server, url):
+        server.seconds = 1
+        callback = reload_sglang(url, timeout=0.1)
+        callback(live, [])
+        with pytest.raises(CasnapError, match=r"cannot be reached: .*timed out"):
+            callback(linked, [])
+    assert [asked["model_path"] for asked in server.requests] == [str(live), str(linked)]
 
 
 @pytest.mark.parametrize("way", WAYS)
