@@ -56,7 +56,8 @@ def reload_sglang(
     Args:
         url: Of the server, such as ``http://localhost:30000``.
         abort_all_requests: Whether it aborts the requests that are under way. Otherwise it waits
-            for them.
+            for them. While it aborts some, SGLang 0.5.23 may keep prefixes of the old weights;
+            then it says so, and the follower calls this again.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
         timeout: Seconds to wait for the answer, which comes after that of the longest request. A
             folder that pulls change in place must not change before, so then it waits as long as
