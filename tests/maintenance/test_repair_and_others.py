@@ -226,7 +226,7 @@ def test_trees_are_healed_from_the_cache(store: Path) -> None:
     opened = Store(store)
     for name, step in STEPS.items():
         opened[name].restore({KEY: StateDict(content(step))})
-    for row in map(opened._view.row, STEPS):
+    for row in map(opened._view.row_of, STEPS):
         for place in listing_of(store).of(Digest(row.manifest.digest)):
             (store / "casnap-store" / pack_key(place.pack)).unlink(missing_ok=True)
     report = opened.repair()
