@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -36,6 +35,7 @@ from casnap.integrations.engines import (
 from casnap.runtime.typing import override
 from casnap.serving import PullOptions
 from casnap.serving.patches import read_patches, version_of
+from tests.support.engine_servers import command_for_sglang
 from tests.support.served import store_at, take, versions_of, weights
 
 
@@ -299,15 +299,14 @@ def test_sglang_loads_each_version(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_sglang_loads_by_the_command_of_the_guide(tmp_path: Path) -> None:
-    guide = Path(__file__).parents[2] / "docs/guides/serving.md"
-    command = re.search(r"--exec '(.*/update_weights_from_disk.*)'", guide.read_text())
-    assert command is not None
     store = store_at(tmp_path / "store")
     take(store, 0)
     folder = store.pull(tmp_path / "live").folder
     with sglang() as (server, url):
-        told = command[1].replace("localhost:30000", url.rstrip("/"))
-        subprocess.run(["sh", "-c", told], env=os.environ | {"CASNAP_FOLDER": folder}, check=True)
+        command = command_for_sglang(url)
+        subprocess.run(
+            ["sh", "-c", command], env=os.environ | {"CASNAP_FOLDER": folder}, check=True
+        )
     assert server.requests == [{"model_path": folder}]
 
 

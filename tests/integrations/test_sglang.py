@@ -201,10 +201,8 @@ class Handler(BaseHTTPRequestHandler):
         status, answer = 200, dict[str, Any](success=True)
         self.calls.append(self.path)
         if self.path == "/pull_weights" and not self.hosts:
-            status, answer = (
-                404,
-                {"detail": "Not Found"},
-            )  # as SGLang 0.5.23, which has no such call
+            # As SGLang 0.5.23, which has no such call.
+            status, answer = 404, {"detail": "Not Found"}
         elif self.path == "/pull_weights":
             assert Path(asked["local_checkpoint_dir"]).name == "local"
             for host in self.hosts:

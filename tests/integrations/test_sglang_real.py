@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 from casnap.errors import CasnapError
 from casnap.integrations.engines import pull_sglang, reload_sglang
 from casnap.serving import PullOptions
-from tests.support.engine_servers import PROMPTS, Answer, Trainer, clients
+from tests.support.engine_servers import PROMPTS, Answer, Trainer, clients, command_for_sglang
 from tests.support.sglang_engines import SglangServer
 from tests.support.sglang_server import stand_in
 from tests.support.tiny_llamas import llama
@@ -26,8 +25,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("sglang") is None, reason="`make test-sglang` has SGLang"),
 ]
-
-GUIDE = Path(__file__).parents[2] / "docs/guides/serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +127,7 @@ def test_this_release_has_no_call_to_pull(server: SglangServer, tmp_path: Path) 
 
 def test_the_command_of_the_guide(server: SglangServer, tmp_path: Path) -> None:
     trainer = loaded(server, tmp_path)
-    found = re.search(r"--exec '(.*/update_weights_from_disk.*)'", GUIDE.read_text())
-    assert found is not None
-    command = found[1].replace("localhost:30000", server.url)
+    command = command_for_sglang(server.url)
     trainer.take()
     casnap = [sys.executable, "-m", "casnap", "pull", str(trainer.store.uri), str(trainer.live)]
     with subprocess.Popen([*casnap, "--follow", "--interval", "0.1s", "--exec", command]) as follow:

@@ -44,6 +44,8 @@ pytestmark = pytest.mark.sweep
 
 REFUSED = 3
 READS = ["read", "read_into", "size", "names"]
+# How often a collection of the littered store writes to it.
+WRITES = 5
 Act = Callable[[Path], object]
 Check = Callable[[Path, int], object]
 Faults = Callable[..., AbstractContextManager[Calls]]
@@ -120,10 +122,10 @@ def refusing(work: Act, *errors: type[CasnapError]) -> Act:
     return refused
 
 
-def note(record: Report, name: str, count: int) -> None:
+def note(record: Report, name: str, count: int, least: int = 6) -> None:
     record("cases", count)
     print(f"{name}: stopped at {count} calls")
-    assert count > 4
+    assert count >= least
 
 
 # --- takes ------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def test_a_collector_that_stands_still(
 ) -> None:
     left = {0, 2, 4, 20} if meanwhile is take_and_collect else {0, 2, 3, 4}
     count = stalls(littered, work, meanwhile, partial(check_collector, left), faults)
-    note(record_property, f"{work.__name__}, {meanwhile.__name__}", count)
+    note(record_property, f"{work.__name__}, {meanwhile.__name__}", count, WRITES)
 
 
 def test_a_take_and_a_collector_that_stand_still(littered: Path, record_property: Report) -> None:
@@ -282,7 +284,7 @@ def test_a_take_and_a_collector_that_stand_still(littered: Path, record_property
 
     faults = partial(backend_faults, names=["write", "put_if_absent"])
     count = stalls(littered, collect, meanwhile, check, faults)
-    note(record_property, "a collector and a take", count)
+    note(record_property, "a collector and a take", count, WRITES)
 
 
 # --- what recodes -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,14 @@ from tests.support.tiny_llamas import Judge, prompts, take
 # Longer than a block of the cache on CPUs.
 PROMPTS = prompts(4, 140)
 Answer = tuple[list[int], list[int]]
+_GUIDE = Path(__file__).parents[2] / "docs/guides/serving.md"
+
+
+def command_for_sglang(url: str) -> str:
+    """Return the command of the guide by which a server of SGLang loads a folder."""
+    found = re.search(r"--exec '(.*/update_weights_from_disk.*)'", _GUIDE.read_text())
+    assert found is not None
+    return found[1].replace("localhost:30000", url.rstrip("/"))
 
 
 class Trainer:
