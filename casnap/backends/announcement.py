@@ -5,7 +5,7 @@ under another name, and deletes the one before: so one list tells all that has c
 server. What a dead process has left is deleted later, and nothing but work depends on any of it.
 
 A take announces itself: the name says on which root it is based, and when it was last put, by the
-clock of its host. Followers note which version they serve (``serving/handshake.py``).
+clock of its host. Other notes are of any kind, which begins their name. They last a day.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("casnap")
 _NAME = re.compile("take-([0-9a-f]{12})-([0-9a-f]{10})-[0-9a-f]{12}")
-FOLLOWER_NOTE = re.compile("follower-([0-9a-f]{12})-([0-9a-f]{12})")
-"""The names of the notes of followers: which one, and its note: the later, the greater."""
-FOLLOWER_LASTS = 86400.0
-"""A note of a follower that was put more seconds ago is deleted with other garbage."""
+NOTE = re.compile("[a-z]+-[0-9a-f]{12}-[0-9a-f]{12}")
+"""The names of notes: their kind, who puts them, and a number that grows with each note."""
+NOTE_LASTS = 86400.0
+"""A note that was put more seconds ago is deleted with other garbage."""
 # A take announces itself after so many seconds, since that costs two requests; and so often again.
 _AFTER, _AGAIN = 30.0, 600.0
 # What was put longer ago is of a dead process, in seconds; or a clock is so wrong.

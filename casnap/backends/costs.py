@@ -28,7 +28,7 @@ class Costs(NamedTuple):
         collection_start: A process first collects garbage so many seconds after it has made some,
             so that one that ends soon makes no requests in vain.
         collection_rest: The next time is so many seconds later.
-        mirror_look: A mirror looks this often, in seconds, for what other processes have committed.
+        watch: How often to look for what other processes have committed, in seconds.
         one_asks: Whether of many ranks one asks for what all need, and tells the others.
         recodes: Whether a collector makes what history keeps smaller, unless the store is set
             otherwise. It reads that, which a bucket charges.
@@ -50,7 +50,7 @@ class Costs(NamedTuple):
     delta_bytes: int
     collection_start: float
     collection_rest: float
-    mirror_look: float
+    watch: float
     one_asks: bool
     recodes: bool
     has_grace: bool
@@ -76,7 +76,7 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "delta_bytes": (4 << 20, 16 << 20),
     "collection_start": (0.0, 60.0),
     "collection_rest": (0.0, 3600.0),
-    "mirror_look": (5.0, 30.0),
+    "watch": (5.0, 30.0),
     "one_asks": (False, True),
     "recodes": (True, False),
     "has_grace": (False, True),

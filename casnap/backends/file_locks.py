@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.announcement import FOLLOWER_LASTS, FOLLOWER_NOTE
+from casnap.backends.announcement import NOTE, NOTE_LASTS
 from casnap.backends.base import TEMPORARY
 from casnap.backends.safe_paths import check_regular, unlink_at
 from casnap.backends.system_errors import translated
@@ -113,8 +113,8 @@ def unlink_abandoned(folder: int, min_age: float) -> int:
             freed += _look_at(name, folder, min_age=min_age).freed
         elif _ANNOUNCEMENT.fullmatch(name):
             _look_at(name, folder, lease=_DAY)
-        elif FOLLOWER_NOTE.fullmatch(name):
-            freed += _look_at(name, folder, min_age=max(min_age, FOLLOWER_LASTS)).freed
+        elif NOTE.fullmatch(name):
+            freed += _look_at(name, folder, min_age=max(min_age, NOTE_LASTS)).freed
     return freed
 
 

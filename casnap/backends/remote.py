@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from casnap.backends.announcement import FOLLOWER_LASTS, FOLLOWER_NOTE
+from casnap.backends.announcement import NOTE, NOTE_LASTS
 from casnap.backends.base import (
     MAX_MARKER_BYTES,
     MAX_WHOLE_BYTES,
@@ -307,14 +307,14 @@ class RemoteBackend(Backend):
         """Delete what killed processes left in ``tmp/``: probes of put-if-absent, and notes.
 
         One that may still go on stays: for at least an hour, by the times that the server tells; a
-        note of a follower for a day.
+        note for a day.
         """
         return self._run(self._tidy(min_age))
 
     async def _tidy(self, min_age: float) -> int:
         folder = _inside("tmp/")
         pages = await self._pages(folder, deep=True)
-        lasts = {TEMPORARY: max(min_age, _IN_USE), FOLLOWER_NOTE: max(min_age, FOLLOWER_LASTS)}
+        lasts = {TEMPORARY: max(min_age, _IN_USE), NOTE: max(min_age, NOTE_LASTS)}
         now = time.time()
         old_sizes = {
             key: page.sizes[key]

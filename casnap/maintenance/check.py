@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.backends.announcement import FOLLOWER_NOTE
+from casnap.backends.announcement import NOTE
 from casnap.errors import DamagedError, UnavailableError
 from casnap.format.records import pack_key, root_key, segment_key
 from casnap.maintenance.config_repair import config_damages
@@ -198,10 +198,10 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
     if not survey.unreadable:
         keys += [pack_key(ident) for ident in files.packs - live_ids]
     report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
-    # Followers note there what they serve.
+    # Notes lie there too, and are no leftovers.
     temporary = {
         key: nbytes
         for key, nbytes in backend.sizes("tmp").items()
-        if not FOLLOWER_NOTE.fullmatch(key.removeprefix("tmp/"))
+        if not NOTE.fullmatch(key.removeprefix("tmp/"))
     }
     report.temporary, report.temporary_bytes = len(temporary), sum(temporary.values())

@@ -257,7 +257,7 @@ class Mirror:
     def due(self) -> float:
         """Return in how many seconds to look for something to copy."""
         # At a remote store each look is a request or two.
-        return self._backoff.delay or self._source.backend.costs.mirror_look
+        return self._backoff.delay or self._source.backend.costs.watch
 
     # --- the pass ---
 
@@ -502,7 +502,7 @@ class Mirror:
                 place,
                 create=attached is None,
                 chunk_size=source.config.chunk_size,
-                settings=source.settings(root).of_mirror,
+                settings=source.settings(root).of_new_store,
             )
         except NotAStoreError as e:
             if attached is None:

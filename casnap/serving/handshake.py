@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from weakref import ref
 import msgspec
 from msgspec import Struct
 
-from casnap.backends.announcement import FOLLOWER_NOTE, Note
+from casnap.backends.announcement import Note
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,
@@ -48,6 +49,8 @@ from casnap.storage import Repository, TagMove, move_of, published_row
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")
 """The phases of a version at a follower, in their order."""
+# The names of notes: which follower, and its note: the later, the greater.
+_NOTE = re.compile("follower-([0-9a-f]{12})-([0-9a-f]{12})")
 # A note is put anew so often, in seconds. After so many times that it is of a dead follower.
 _BEAT, _BEATS = 30.0, 3
 _LEAST_BEAT, _MOST_BEAT = 0.01, 600.0
@@ -417,7 +420,7 @@ class FollowerWatch:
         """Look at all notes; return whether each was still there."""
         newest: dict[str, str] = {}
         for name in self._backend.names("tmp"):
-            match = FOLLOWER_NOTE.fullmatch(name)
+            match = _NOTE.fullmatch(name)
             if match is not None:
                 newest[match[1]] = max(name, newest.get(match[1], ""))
         self._seen = {ident: seen for ident, seen in self._seen.items() if ident in newest}

@@ -21,7 +21,7 @@ import torch
 
 import casnap.serving.handshake as handshake_module
 from casnap import StateDict, Store
-from casnap.backends.announcement import FOLLOWER_NOTE
+from casnap.backends.announcement import NOTE
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -75,7 +75,7 @@ def follower_of(store: Store, **options: Any) -> Follower:
 
 def notes_in(store: Store) -> list[str]:
     names = store._view.repository.backend.names("tmp")
-    return [name for name in names if FOLLOWER_NOTE.fullmatch(name)]
+    return [name for name in names if NOTE.fullmatch(name)]
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -531,7 +531,7 @@ def test_a_note_that_is_replaced_while_it_is_looked_for(
             nonlocal times
             found, times = real(folder), times + 1
             if folder == "tmp" and times == 1:
-                (note,) = [name for name in found if FOLLOWER_NOTE.fullmatch(name)]
+                (note,) = [name for name in found if NOTE.fullmatch(name)]
                 later = f"{note.rpartition('-')[0]}-{int(note.rpartition('-')[2], 16) + 1:012x}"
                 backend.write(f"tmp/{later}", backend.read(f"tmp/{note}"))
                 backend.delete(f"tmp/{note}")

@@ -88,8 +88,8 @@ class Settings:
         return codec
 
     @property
-    def of_mirror(self) -> dict[str, Any]:
-        """The settings that a new mirror of the store gets."""
+    def of_new_store(self) -> dict[str, Any]:
+        """The settings of a new store that is to hold the same."""
         codec = self.values[_CODEC]
         return new_settings(None if _codec_by(codec) is None else codec)
 

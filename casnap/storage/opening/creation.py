@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend
-from casnap.backends.announcement import FOLLOWER_NOTE
+from casnap.backends.announcement import NOTE
 from casnap.backends.base import TEMPORARY
 from casnap.backends.local_paths import exists, is_folder, status
 from casnap.backends.uris import store_uri
@@ -196,7 +196,7 @@ def _put_config(
     # A maker that was killed leaves nothing but temporary files.
     others = names - {"tmp"}
     if not backend.costly_requests and "tmp" in names:
-        expire = (TEMPORARY, FOLLOWER_NOTE)
+        expire = (TEMPORARY, NOTE)
         left = (n for n in backend.names("tmp") if not any(e.fullmatch(n) for e in expire))
         others.update(f"tmp/{name}" for name in left)
     # Another process may have just made the store: it puts the record before any root.
