@@ -1,14 +1,20 @@
-"""Decoders for closed types, made by one thread at a time.
+"""Decoding that cannot crash the interpreter: of closed types, and of records of one length.
 
 msgspec looks at a type when it first makes a decoder for it. Two threads that do that at once crash
 the interpreter (seen with 0.22), so decoders are made here alone. They can be used by any thread.
+
+An iterator of ``struct`` keeps the view in use that it reads. If an error keeps both alive, Python
+before 3.12.4 crashes when it collects them (gh-77894). So records are unpacked here alone.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,6 +58,8 @@ def decode_keeping(data: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
 
 
 _MOST_LATER_FIELDS = 256
+# So many records are unpacked from one copy.
+_AT_ONCE = 1024
 
 
 @lru_cache(maxsize=64)
@@ -72,3 +80,23 @@ def _make_decoder(of: type[Any], kind: Any) -> Any:
         with _making:
             decoder = _decoders[of, kind] = of(kind)
     return decoder
+
+
+def unpacked(
+    layout: struct.Struct, data: bytes | bytearray | memoryview
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the records that some bytes consist of, like ``layout.iter_unpack``.
+
+    The iterator may be left before its end: it reads copies of a few records at a time, and keeps
+    no view in use.
+
+    Args:
+        layout: The layout of a record.
+        data: The records, one behind the other.
+
+    Raises:
+        struct.error: The last record is cut off; the ones before it were yielded.
+    """
+    step = _AT_ONCE * layout.size
+    copies = (bytes(data[at : at + step]) for at in range(0, len(data), step))
+    return chain.from_iterable(map(layout.iter_unpack, copies))

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.format.decoding import decode_keeping, decoder
+from casnap.format.decoding import decode_keeping, decoder, unpacked
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
 FORMAT = 1
@@ -437,7 +437,7 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
     bases = iter([tail[at : at + DIGEST_SIZE] for at in range(stop, end, DIGEST_SIZE)])
     return [
         (Digest(d), with_base(p, next(bases)) if p.codec == _DELTA else p)
-        for d, *fields in _PACKED.iter_unpack(tail[start:stop])
+        for d, *fields in unpacked(_PACKED, tail[start:stop])
         for p in [Place(pack, *fields)]
     ]
 
@@ -529,7 +529,7 @@ class SealedSegment:
     def _check_bases(self) -> None:
         """Check that each record of a delta has one base, and no other record has one."""
         codecs = bytearray(self._records[_RECORD.size - 1 :: _RECORD.size])
-        for _, index in _BASE.iter_unpack(self._based):
+        for _, index in unpacked(_BASE, self._based):
             if index >= len(codecs) or codecs[index] != _DELTA:
                 raise self._malformed("a base is that of no delta, or of one that has a base")
             codecs[index] = 0
@@ -546,14 +546,14 @@ class SealedSegment:
             DamagedError: One names a pack that the segment does not list.
         """
         n_packs = len(self.packs)
-        for record in _RECORD.iter_unpack(self._records):
+        for record in unpacked(_RECORD, self._records):
             if record[1] >= n_packs:
                 raise self._malformed("a record names a pack that it does not list")
             yield record
 
     def bases(self) -> Iterator[bytes]:
         """Yield the base of each delta."""
-        return (base for base, _ in _BASE.iter_unpack(self._based))
+        return (base for base, _ in unpacked(_BASE, self._based))
 
     def records_of_deltas(self) -> Iterator[tuple[RawRecord, bytes]]:
         """Yield the record of each delta, and its base.
@@ -561,7 +561,7 @@ class SealedSegment:
         Raises:
             DamagedError: One names a pack that the segment does not list.
         """
-        for base, index in _BASE.iter_unpack(self._based):
+        for base, index in unpacked(_BASE, self._based):
             record = _RECORD.unpack_from(self._records, index * _RECORD.size)
             if record[1] >= len(self.packs):
                 raise self._malformed("a record names a pack that it does not list")
@@ -569,7 +569,7 @@ class SealedSegment:
 
     def bases_by_index(self) -> dict[int, bytes]:
         """Return the base of each delta by the index of its record."""
-        return {index: base for base, index in _BASE.iter_unpack(self._based)}
+        return {index: base for base, index in unpacked(_BASE, self._based)}
 
 
 def segment_counts(data: bytes) -> tuple[int, int]:
@@ -615,7 +615,7 @@ class SegmentLayout(NamedTuple):
 
     def decode(self, data: bytes | bytearray) -> list[RawRecord]:
         """Return the records in some bytes that begin and end with one. Nothing is verified."""
-        return list(_RECORD.iter_unpack(data))
+        return list(unpacked(_RECORD, data))
 
 
 def decode_segment(data: bytes, label: str) -> Segment:

@@ -24,7 +24,7 @@ from struct import Struct as Layout
 from typing import NamedTuple, TypeAlias
 
 from casnap.errors import DamagedError, UnsupportedFormatError
-from casnap.format.decoding import decoder
+from casnap.format.decoding import decoder, unpacked
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
@@ -467,7 +467,7 @@ def _buffer(shared: memoryview, number: int) -> memoryview:
 
 def _nbytes_of(texts: Iterable[bytes]) -> int:
     """Return the most bytes of the answer to some requests: each chunk once, and tables."""
-    chunks: set[tuple[bytes, int]] = {c for text in texts for c in _REQUEST.iter_unpack(text)}
+    chunks: set[tuple[bytes, int]] = {c for text in texts for c in unpacked(_REQUEST, text)}
     tables = sum(len(text) // _REQUEST.size * _POINTER for text in texts)
     return tables + sum(nbytes + _ALIGNED for _, nbytes in chunks)
 
@@ -488,7 +488,7 @@ def _lay_out(
     places: dict[tuple[bytes, int], _Copy] = {}
     for text, at in begins.items():
         table = memory[at : at + len(text) // _REQUEST.size * _POINTER].cast("Q")
-        for i, (digest, nbytes) in enumerate(_REQUEST.iter_unpack(text)):
+        for i, (digest, nbytes) in enumerate(unpacked(_REQUEST, text)):
             if (digest, nbytes) not in places:
                 end += -end % _ALIGNED
                 places[digest, nbytes] = _Copy(memory[end : end + nbytes], end, [])

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 from casnap.errors import RankError
+from casnap.format.decoding import unpacked
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
@@ -111,7 +112,7 @@ class Decider:
         decisions, sizes = [], dict[Digest, int]()
         loads = list(loads)
         for rank, message in enumerate(messages):
-            offers = list(OFFER.iter_unpack(message))
+            offers = list(unpacked(OFFER, message))
             decisions.append(bytearray(len(offers)))
             for i, (digest, nbytes) in enumerate(offers):
                 if digest not in self._decided:
