@@ -483,14 +483,20 @@ def _put_back(aside: str, name: str, folder: int) -> None:
 
 def _remove_notices(path: str) -> None:
     """Remove what stands beside a marker for the readers of other libraries."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
-            try:
-                fd = os.open(name, flags, dir_fd=folder)
-            except OSError:
-                continue
-            with open(fd, "rb") as file:
-                is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-                if is_file and file.read(len(NOTICE_HEAD)) == NOTICE_HEAD:
-                    unlink_at(name, folder)
+            if _is_notice(name, folder):
+                unlink_at(name, folder)
+
+
+def _is_notice(name: str, folder: int) -> bool:
+    """Whether a name in an open folder is a notice. A user may have put anything there."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError):
+        fd = os.open(name, flags, dir_fd=folder)
+        try:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            return is_file and os.read(fd, len(NOTICE_HEAD)) == NOTICE_HEAD
+        finally:
+            os.close(fd)
+    return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from casnap.backends.local_paths import is_folder, paths_in
+from casnap.backends.local_paths import exists, is_folder, is_link, paths_in
 from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.format.names import component_of
 from casnap.integrations.notices import put_notices
@@ -238,12 +239,19 @@ class Checkpoints:
         return None
 
     def forget_oldest(self, keep: int) -> None:
-        """Forget the oldest snapshots beyond a number; what the trainer has written stays."""
-        snapshots = [
-            s for path in self.paths() if not self._is_own(path) if (s := snapshot_at(path))
+        """Forget the oldest snapshots beyond a number, and remove what hooks put in their folders.
+
+        What the trainer has written stays. An error with a folder is a warning only.
+        """
+        checkpoints = [
+            (path, s) for path in self.paths() if not self._is_own(path) if (s := snapshot_at(path))
         ]
-        for snapshot in snapshots[: -max(keep, 1)]:
-            forget(snapshot)
+        for path, snapshot in checkpoints[: -max(keep, 1)]:
+            if forget(snapshot) and not is_link(path) and exists(path):
+                try:
+                    shutil.rmtree(path)
+                except OSError as e:
+                    _log.warning("%s is forgotten, but its folder stays: %s", path, e)
 
 
 class _Path(msgspec.Struct, array_like=True):

@@ -248,6 +248,35 @@ def test_names_hooks_and_folders_of_its_own(tmp_path: Path) -> None:
     assert in_child(work) == 0
 
 
+def test_the_limit_removes_what_hooks_put_there(tmp_path: Path) -> None:
+    """As Accelerate does it. What is tagged stays, and so does what a link leads to."""
+    from casnap.integrations.accelerate import save_state
+
+    def save_adapter(models: list[Any], weights: list[Any], folder: str) -> None:
+        (Path(folder) / "unet").mkdir(parents=True)
+        (Path(folder) / "unet/config.json").write_text("{}")
+
+    def work() -> None:
+        accelerator, *_ = prepared(tmp_path / "run")
+        accelerator.register_save_state_pre_hook(save_adapter)
+        folder = tmp_path / "run/checkpoints"
+        for number in range(5):
+            snapshot = save_state(accelerator)
+            if number == 1:
+                snapshot.store.tag("checkpoint_1", "best")
+        assert [s.name for s in Store(folder).snapshots()] == [
+            "checkpoint_1", "checkpoint_3", "checkpoint_4",
+        ]  # fmt: skip
+        kept = sorted(path.name for path in folder.glob("checkpoint_*"))
+        assert kept == ["checkpoint_1", "checkpoint_3", "checkpoint_4"]
+        (folder / "checkpoint_3").rename(tmp_path / "elsewhere")
+        (folder / "checkpoint_3").symlink_to(tmp_path / "elsewhere")
+        save_state(accelerator)
+        assert (tmp_path / "elsewhere/unet/config.json").read_text() == "{}"
+
+    assert in_child(work) == 0
+
+
 def test_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     from casnap.integrations.accelerate import load_state, save_state
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from casnap import Store
+from casnap import Retention, Store
 from casnap.integrations import rotation
 from casnap.integrations.dcp import CasnapWriter, install, uninstall
 from tests.support.disk import SAVES, STATE
@@ -177,6 +177,28 @@ def test_what_stays(tmp_path: Path) -> None:
     store.untag("step_0", "kept")
     save(folder, 7)
     assert steps(folder) == [1, 2, 5, 6, 7]
+
+
+def test_folders_of_others_within(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Logs, a notebook's copies: they stay, and what is casnap's goes without a word."""
+    folder, opened = tmp_path / "run", []
+    for step in range(6):
+        where = folder / f"step_{step}"
+        dcp.save(state(step), storage_writer=CasnapWriter(where, retention=Retention(keep_last=2)))
+        for number in range(4):
+            (where / f"logs{number}").mkdir()
+            (where / f"logs{number}/out").write_text("kept")
+        os.mkfifo(where / "pipe")
+        (where / "link").symlink_to(folder / "nowhere")
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert steps(folder) == [4, 5]
+    assert opened[-1] == opened[3]
+    assert not [r for r in caplog.records if r.name == "casnap"]
+    theirs = {"logs0", "logs1", "logs2", "logs3", "pipe", "link"}
+    for step in range(4):
+        assert {path.name for path in (folder / f"step_{step}").iterdir()} == theirs
+        assert (folder / f"step_{step}/logs3/out").read_text() == "kept"
+    assert loaded(folder, 5)["step"] == 5
 
 
 def test_what_was_saved_anew(tmp_path: Path) -> None:
