@@ -64,11 +64,13 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
         error = _all_rewound_error if last.row.is_rewound else _all_thinned_error
         raise error(last.view.path_of(last.name))
     if newest is None:
-        from casnap.storage import advice_in
+        from casnap.storage import advice_in, link_advice
 
         folder = view.folder_on_disk(prefix)
         if folder is not None and (advice := advice_in(folder)):
             _log.warning("%s", advice)
+        if advice := link_advice(view.place.backend, view.folder(prefix)):
+            _log.warning("%s holds no snapshot below %r%s", view.uri, view.folder(prefix), advice)
     return newest
 
 

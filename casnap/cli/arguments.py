@@ -23,7 +23,7 @@ from casnap.errors import (
 from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage import locate_store, open_at
+from casnap.storage import link_advice, locate_store, open_at
 from casnap.store import Store
 from casnap.view import View, repository_of, view_above
 
@@ -233,7 +233,8 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     if not names:
         return []
     folders = set(map(folder_of, names)) - {""}
-    advice = nearest(outer, [*folders, *names])
+    backend = repository_of(whole_store).backend
+    advice = link_advice(backend, outer) or nearest(outer, [*folders, *names])
     raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{advice}")
 
 

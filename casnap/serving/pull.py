@@ -21,6 +21,7 @@ from casnap.serving.writing import write_version
 from casnap.storage import (
     Contents,
     Repository,
+    link_advice,
     move_of,
 )
 
@@ -78,9 +79,9 @@ class Source:
             asked = [f"below {self.name!r}"] if self.name else []
             asked += [f"tagged {options.tag!r}"] if options.tag else []
             asked += [f"that matches {options.match!r}"] if options.match else []
-            raise SnapshotNotFoundError(
-                f"{self.store.backend.uri} holds no snapshot {' and '.join(asked)}".rstrip()
-            )
+            uri, what = self.store.backend.uri, " and ".join(asked)
+            advice = link_advice(self.store.backend, self.name)
+            raise SnapshotNotFoundError(f"{uri} holds no snapshot {what}".rstrip() + advice)
         return wanted
 
     def has_withdrawn(self, contents: Contents, options: PullOptions) -> bool:

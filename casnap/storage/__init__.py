@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from casnap.storage.opening.no_store import (
         check_no_foreign_checkpoint as check_no_foreign_checkpoint,
     )
+    from casnap.storage.opening.no_store import link_advice as link_advice
     from casnap.storage.opening.no_store import only_marker_error as only_marker_error
     from casnap.storage.opening.opening import open_at as open_at
     from casnap.storage.packs.chunk_reads import Fill as Fill
@@ -96,7 +97,9 @@ _NAMES = {
     "packs.pack_writer": "Raw SelectNew",
     "opening.creation": "chunk_size_of",
     "opening.location": "Location locate_snapshot locate_store",
-    "opening.no_store": "check_no_foreign_checkpoint advice_at advice_in only_marker_error",
+    "opening.no_store": (
+        "check_no_foreign_checkpoint advice_at advice_in link_advice only_marker_error"
+    ),
     "reading.cached_stores": "CachedStore cached_stores",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",

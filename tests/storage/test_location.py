@@ -275,6 +275,42 @@ def test_latest_and_snapshots_of_a_prefix(runs: Store) -> None:
     assert latest("a") == "a/2"
 
 
+def test_a_link_to_a_snapshot_says_how_to_tag(
+    runs: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As programs put one that moves on; a link to a run, which is above the name, likewise."""
+    place = Path(runs.uri)
+    (place / "latest").symlink_to("a/2")
+    (place / "current").symlink_to("b")
+    said = (
+        f"{place}/latest is a link, and links in a store are not followed: name {place}/a/2, which "
+        f"it leads to. For a name that moves on, tag a snapshot: `casnap tag {place}/NAME latest "
+        "--move`, and ask for Store.tagged('latest')"
+    )
+    name = f"{place}/latest"
+    for ask in (
+        lambda: Snapshot(name).read_object("s/x"),
+        lambda: runs["latest"],
+        lambda: runs.delete("latest"),
+        lambda: runs.copy("latest", to=place.parent / "copy"),
+        lambda: runs.pull(place.parent / "served", "latest"),
+    ):
+        with pytest.raises(SnapshotNotFoundError) as error:
+            ask()
+        assert said in str(error.value)
+    for arguments in (("show", name), ("ls", name), ("cp", name, place.parent / "copy")):
+        result = CliRunner().invoke(cli, list(map(str, arguments)))
+        assert result.exit_code == 1
+        assert said in result.stderr
+    with pytest.raises(SnapshotNotFoundError, match=f"current is a link.* name {place}/b, which"):
+        runs["current/1"]
+    assert "is a link" not in caplog.text
+    assert Store(f"{place}/current").latest() is None
+    assert f"holds no snapshot below 'current'. {place}/current is a link" in caplog.text
+    runs.publish("latest", "a/2")
+    assert value_of(runs.tagged("latest")) == 2
+
+
 # --- markers ----------------------------------------------------------------------------------
 
 

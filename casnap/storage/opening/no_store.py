@@ -1,4 +1,4 @@
-"""What is there where no store or snapshot was found: stores below, a marker, other checkpoints.
+"""What is there where no store or snapshot was found: stores below, a marker, other files.
 
 A program that has changed libraries finds no snapshot, and would begin its run anew without a word.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends import Backend
-from casnap.backends.local_paths import exists, is_file, is_folder, is_taken
+from casnap.backends.local_paths import exists, is_file, is_folder, is_link, is_taken
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, CasnapError, NotAStoreError, SnapshotExistsError
 from casnap.format.decoding import json_decoder
@@ -141,6 +141,32 @@ def advice_at(path: Path) -> str:
     """Return what an error is to add if there is a checkpoint of another form; "" if not."""
     form = form_of(path)
     return "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
+
+
+def link_advice(backend: Backend, name: str) -> str:
+    """Return what an error is to add if a name that a store lacks is a link there; "" if not.
+
+    Args:
+        backend: The place of the store.
+        name: The full name of a snapshot, or of a folder of them.
+    """
+    if backend.folder is None or not name:
+        return ""
+    parts = name.split("/")
+    try:
+        ways = (backend.folder.joinpath(*parts[: n + 1]) for n in range(len(parts)))
+        link = next(filter(is_link, ways), None)
+        target = None if link is None else link.resolve()
+    except (OSError, RuntimeError, *PLACE_ERRORS):
+        # It is only for an advice.
+        return ""
+    if link is None:
+        return ""
+    return (
+        f". {link} is a link, and links in a store are not followed: name {target}, which it leads "
+        f"to. For a name that moves on, tag a snapshot: `casnap tag {backend.uri}/NAME {link.name} "
+        f"--move`, and ask for Store.tagged({link.name!r})"
+    )
 
 
 def advice_in(folder: Path) -> str:

@@ -24,9 +24,11 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     """
     row = table.get(name)
     if row is None:
-        from casnap.storage.opening.no_store import advice_at
+        from casnap.storage.opening.no_store import advice_at, link_advice
 
-        advice = "" if backend.folder is None else advice_at(backend.folder / name)
+        advice = link_advice(backend, name)
+        if not advice and backend.folder is not None:
+            advice = advice_at(backend.folder / name)
         advice = advice or nearest(name, (full_name for full_name, _ in table.items_in()))
         raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{advice}")
     return row
