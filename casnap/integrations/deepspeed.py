@@ -100,6 +100,7 @@ def save_checkpoint(
     save = Save(
         _path(save_dir, tag or _tag_of(engine)),
         _options(engine, allow_pickle, retention, timeout),
+        root=save_dir,
     )
     with _Partitioned(engine):
         return save.take(
@@ -127,6 +128,7 @@ def async_save_checkpoint(
     save = Save(
         _path(save_dir, tag or _tag_of(engine)),
         _options(engine, allow_pickle, retention, timeout),
+        root=save_dir,
     )
     with _Partitioned(engine):
         return save.begin(

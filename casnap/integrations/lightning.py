@@ -48,6 +48,7 @@ check_version("lightning", "2.6", "2.7")
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.utilities.apply_func import move_data_to_device  # noqa: E402
 from lightning.fabric.utilities.cloud_io import get_filesystem  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.core import saving  # noqa: E402
 
 __all__ = ["CasnapCheckpointIO"]
@@ -62,7 +63,8 @@ class CasnapCheckpointIO(TorchCheckpointIO):
     """Saves each checkpoint of Lightning as a snapshot, of the checkpoint's path.
 
     What the tuner saves for a moment stays a file, as Lightning writes it.
-    The folder of the checkpoints is the store, unless there is one above it. Lightning's own
+    The folder of the checkpoints, ``dirpath``, is the store, unless there is one above it; also of
+    a ``filename`` with slashes, as those of metrics have. Lightning's own
     files, of before, are still loaded and removed. A checkpoint that is saved within another call
     of casnap, as when SLURM requeues the job during a save, is such a file too.
 
@@ -90,6 +92,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         self._waits: list[Callable[[], Snapshot]] = []
         self._path_saved = ""
         self._outdated: list[StrPath] = []
+        self._roots: set[str] = set()
 
     def save_checkpoint(
         self,
@@ -178,6 +181,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                 ),
                 comm=SingleProcess,
                 storage_options=options or self._storage_options,
+                root=self._root_of(path),
             )
             state = LiveState({key: Value(value) for key, value in checkpoint.items()})
             pending = (save.begin if self._async_save else save.take)(lambda: state)
@@ -185,6 +189,11 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             put_back()
             raise
         return wait
+
+    def _root_of(self, path: StrPath) -> str | None:
+        """Return the folder of the callback that saves at a path; None for a path of the user's."""
+        parents = Path(local_path(path)).absolute().parents
+        return max((r for r in self._roots if Path(r) in parents), key=len, default=None)
 
     def load_checkpoint(
         self, path: StrPath, map_location: Any = None, weights_only: bool | None = None
@@ -320,6 +329,22 @@ def _load_any(path: Any, map_location: Any = None, weights_only: bool | None = N
 
 
 saving.pl_load = _load_any
+
+_set_up = ModelCheckpoint.setup
+
+
+@functools.wraps(_set_up)
+def _set_up_noted(self: Any, trainer: Any, *args: Any, **named: Any) -> None:
+    """Set up a callback as Lightning does, and note its folder: a plugin only gets paths."""
+    _set_up(self, trainer, *args, **named)
+    plugin = trainer.strategy.checkpoint_io
+    # One that saves in the background is around another one.
+    plugin = getattr(plugin, "checkpoint_io", plugin)
+    if isinstance(plugin, CasnapCheckpointIO) and self.dirpath:
+        plugin._roots.add(str(Path(local_path(self.dirpath)).absolute()))
+
+
+ModelCheckpoint.setup = _set_up_noted
 
 
 def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.stateful import Stateful
-from casnap.storage import advice_at, advice_in
+from casnap.storage import advice_at, advice_in, locate_snapshot
 from casnap.take.capture import StateSource
 from casnap.take.options import TakeOptions
 from casnap.view import find_view_together
@@ -116,6 +116,8 @@ class Save:
         comm: The ranks; by default the whole world.
         store: The :class:`casnap.Store`, if one was given.
         storage_options: How to reach a remote store.
+        root: A folder of this machine that the user has named for checkpoints. It becomes the store
+            of a path deeper in it, if there is none above that path yet.
         advice: What a caller is told who saves within another call of casnap.
     """
 
@@ -128,6 +130,7 @@ class Save:
         comm: Callable[[], Comm] | None = None,
         store: object = None,
         storage_options: Mapping[str, Any] | None = None,
+        root: StrPath | None = None,
         advice: str = "",
     ) -> None:
         refuse_nested_take(advice)
@@ -135,6 +138,9 @@ class Save:
         self._notices = notices
         operation = f"the save of {os.fspath(path)!r}"
         self._comm = join(None, options.timeout, operation) if comm is None else comm()
+        if store is None and root is not None and self._comm.rank == 0:
+            with self._comm.reporting_errors():
+                store = _store_in(root, path)
         self._view, self._name = find_view_together(path, storage_options, store, self._comm)
         self._full_name = self._view.full_of(self._name)
         if self._comm.rank == 0:
@@ -165,6 +171,19 @@ class Save:
             put_notices(snapshot, self._notices.subject, *self._notices.names)
         if self._comm.rank == 0:
             note_saved(self._view, self._full_name, snapshot.row.commit)
+
+
+def _store_in(root: StrPath, path: StrPath) -> str | None:
+    """Return a root that is to become the store of a path; None if the path alone finds its store.
+
+    Names with slashes lie deeper than right in the root. Each of their folders would be a store.
+    """
+    root, path = local_path(root), local_path(path)
+    if "://" in root or "://" in path:
+        return None
+    folder, parent = (Path(os.path.realpath(place)) for place in (root, Path(path).parent))
+    is_deeper = folder in parent.parents
+    return str(folder) if is_deeper and not locate_snapshot(path).exists else None
 
 
 def step_in(state: object) -> dict[str, int]:

@@ -177,6 +177,8 @@ class CasnapTrainerMixin(_Base):
                 folder.absolute(),
                 TakeOptions(overwrite=True, metadata=self._casnap_metadata()),
                 Notices(_NOTICE, self._notices(folder) if self.args.should_save else []),
+                # A search of hyperparameters has a folder for each trial.
+                self.args.output_dir,
             )
             if self.args.should_save:
                 if self._has_adapter:

@@ -24,6 +24,7 @@ def take(
     path: StrPath,
     options: TakeOptions,
     notices: Notices,
+    root: StrPath | None = None,
 ) -> Snapshot:
     """Take a snapshot of a state, and of an engine if there is one. All ranks call it.
 
@@ -31,11 +32,11 @@ def take(
         StateError: The engine splits the model in a way that is not supported.
     """
     if engine is None:
-        return Save(path, options, notices).take(lambda: LiveState(state))
+        return Save(path, options, notices, root=root).take(lambda: LiveState(state))
     from casnap.integrations.deepspeed import check_supported, take_with
 
     check_supported(engine)
-    save = Save(path, options, notices)
+    save = Save(path, options, notices, root=root)
     return take_with(engine, save, state, allow_pickle=options.allow_pickle)
 
 

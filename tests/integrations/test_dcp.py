@@ -534,6 +534,33 @@ def test_a_path_outside_the_store(tmp_path: Path) -> None:
     assert list(store.snapshots()) == []
 
 
+def test_the_folder_that_a_writer_is_made_with_is_the_store(tmp_path: Path) -> None:
+    """Where checkpoint_id= names paths deeper in it: else each step would have a store of its own.
+
+    A run that has such stores goes on in them.
+    """
+    root = tmp_path / "ckpts"
+    state = {"w": torch.arange(100_000.0)}
+    dcp.save(state, storage_writer=CasnapWriter(root / "step_0/model"))
+    assert (root / "step_0/casnap-store").is_dir()
+    writer = CasnapWriter(root)
+    for step in range(3):
+        dcp.save(state, checkpoint_id=root / f"step_{step}/model", storage_writer=writer)
+        dcp.save(state, checkpoint_id=root / f"step_{step}/optim", storage_writer=writer)
+    assert [s.name for s in Store(root / "step_0").snapshots()] == ["model", "optim"]
+    later = Store(root).snapshots()
+    assert [s.name for s in later] == [
+        f"step_{n}/{key}" for n in (1, 2) for key in ("model", "optim")
+    ]
+    assert [s.stats.new_bytes > 100_000 for s in later] == [True, False, False, False]
+    for step in range(3):
+        path = root / f"step_{step}/optim"
+        for reader in (CasnapReader(path), CasnapReader(root)):
+            found = {"w": torch.zeros(100_000)}
+            dcp.load(found, checkpoint_id=path, storage_reader=reader)
+            assert_same(found, state)
+
+
 # --- what is refused, and bad input -----------------------------------------------------------
 
 

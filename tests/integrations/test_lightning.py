@@ -91,6 +91,19 @@ def strategy(sharded: str, devices: int) -> Any:
     return ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)
 
 
+def plugin_of(io: str) -> Any:
+    """Return a plugin that saves at once, in the background, or through one of Lightning's."""
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    return {
+        "plain": CasnapCheckpointIO,
+        "async": partial(CasnapCheckpointIO, async_save=True),
+        "wrapped": lambda: AsyncCheckpointIO(CasnapCheckpointIO()),
+    }[io]()
+
+
 def train(
     folder: Path,
     kill_at: int | None = None,
@@ -103,16 +116,10 @@ def train(
     """Train, from the last checkpoint on; return what this rank has at the end."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     from casnap.integrations.dcp import install
-    from casnap.integrations.lightning import CasnapCheckpointIO
 
-    plugin = {
-        "plain": CasnapCheckpointIO,
-        "async": partial(CasnapCheckpointIO, async_save=True),
-        "wrapped": lambda: AsyncCheckpointIO(CasnapCheckpointIO()),
-    }[io]()
+    plugin = plugin_of(io)
     parallel: dict[str, Any] = {}
     if sharded:
         parallel = {"devices": devices, "strategy": strategy(sharded, devices)}
@@ -505,6 +512,80 @@ def test_a_run_that_changes_over_goes_on_from_its_last_checkpoint(
 def _kill_while_saving(folder: Path, model: Any) -> None:
     with backend_faults(0, names=["put_if_absent"]):
         fit(folder, model, 2)
+
+
+@pytest.mark.parametrize("io", ["plain", "async", "wrapped"])
+def test_names_with_slashes_share_the_store_of_the_callback(tmp_path: Path, io: str) -> None:
+    """As those of metrics, which loggers group by slashes; also of weights alone."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(epochs: int, resume: str | None = None) -> None:
+        callbacks = [
+            ModelCheckpoint(
+                tmp_path / "run/ckpts",
+                filename="{epoch}-{val/loss:.9f}",
+                monitor="val/loss",
+                mode="max",
+                save_top_k=2,
+                save_last=True,
+            ),
+            ModelCheckpoint(
+                tmp_path / "run/best", filename="{epoch}/weights", save_weights_only=True
+            ),
+        ]
+        fit_with(callbacks, epochs, io, resume)
+
+    assert in_child(lambda: run(1)) == 0
+    assert in_child(lambda: run(5, str(tmp_path / "run/ckpts/last.ckpt"))) == 0
+    assert len(list(tmp_path.rglob("casnap-store"))) == 2
+    weights = Store(tmp_path / "run/best", create=False).snapshots()
+    assert weights[-1].name == "epoch=4/weights.ckpt"
+    snapshots = Store(tmp_path / "run/ckpts", create=False).snapshots()
+    assert all(s.stats.new_bytes < FROZEN // 10 for s in (*snapshots, *weights) if s.row.seq > 1)
+    if io != "wrapped":  # that one removes a checkpoint that it may still be saving
+        folders = {"epoch=3-val", "epoch=4-val", "last.ckpt"}
+        assert {s.name.partition("/")[0] for s in snapshots} == folders
+        assert {path.name for path in (tmp_path / "run/ckpts").iterdir()} == {
+            *folders,
+            "casnap-store",
+        }
+
+
+def test_a_run_goes_on_in_the_stores_of_its_names_with_slashes(tmp_path: Path) -> None:
+    """Where each folder that a name has made is a store of its own."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(epochs: int, resume: str | None = None) -> None:
+        callback = ModelCheckpoint(tmp_path / "ckpts", filename="val/{epoch}", save_top_k=-1)
+        fit_with([callback], epochs, "plain", resume)
+
+    Store(tmp_path / "ckpts/val").make()
+    assert in_child(lambda: run(1)) == 0
+    assert in_child(lambda: run(2, str(tmp_path / "ckpts/val/epoch=0.ckpt"))) == 0
+    names = [s.name for s in Store(tmp_path / "ckpts/val").snapshots()]
+    assert names == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert not (tmp_path / "ckpts/casnap-store").exists()
+
+
+def fit_with(callbacks: list[Any], epochs: int, io: str, resume: str | None) -> None:
+    """Train with some callbacks; ``val/loss`` is the number of the epoch."""
+    import lightning
+
+    model = make_model(None)
+    model.on_train_epoch_end = lambda: model.log("val/loss", float(model.current_epoch))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8
+    )
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        plugins=[plugin_of(io)],
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader, ckpt_path=resume)
 
 
 def test_a_file_of_the_users_is_not_replaced(tmp_path: Path) -> None:

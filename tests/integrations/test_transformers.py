@@ -364,6 +364,22 @@ def test_a_checkpoint_that_is_saved_again_has_no_weights_of_before(tmp_path: Pat
     assert not beside & {"model.safetensors", "optimizer.pt", "scheduler.pt"}
 
 
+def test_trials_share_the_store_of_the_output_dir(tmp_path: Path) -> None:
+    """A search of hyperparameters has a folder for each trial."""
+
+    def search() -> None:
+        for trial in range(2):
+            trainer = trainer_of(tmp_path / "out", max_steps=2)
+            trainer._get_output_dir = lambda trial, run=trial: str(tmp_path / f"out/run-{run}")
+            trainer.train()
+
+    assert in_child(search) == 0
+    first, second = Store(tmp_path / "out", create=False).snapshots()
+    assert [first.name, second.name] == ["run-0/checkpoint-2", "run-1/checkpoint-2"]
+    assert second.stats.new_bytes < first.stats.new_bytes // 4
+    assert Snapshot(tmp_path / "out/run-1/checkpoint-2").commit_id == second.commit_id
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     import transformers
 

@@ -222,6 +222,22 @@ def test_memory() -> None:
         Snapshot.take("memory://of-this-test", tiny())
 
 
+def test_stores_beside_each_other_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names with slashes: once, and not where the user has named the stores."""
+    for step in range(3):
+        Store(tmp_path / f"named/step_{step}").take(tiny(), "model")
+        Snapshot.take(tmp_path / f"ckpts/step_{step}/model", tiny())
+        Snapshot.take(tmp_path / f"ckpts/step_{step}/optim", tiny())
+    ckpts = tmp_path / "ckpts"
+    text = f"{ckpts}/step_0 and {ckpts}/step_1 are two stores, and share no chunks"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith(text)
+    assert f"`casnap init {ckpts}` before the first take" in said[0]
+
+
 # --- views ------------------------------------------------------------------------------------
 
 

@@ -26,11 +26,14 @@ class SnapshotPath(NamedTuple):
         path: The path; or the name, if there is a store.
         store: The store, if one was given.
         storage_options: How to reach a remote store.
+        root: The path that was given first: of the checkpoint, or of a folder above those that
+            ``checkpoint_id=`` names.
     """
 
     path: str | None
     store: Store | None
     storage_options: Mapping[str, Any] | None
+    root: str | None = None
 
     @classmethod
     def of(
@@ -39,7 +42,8 @@ class SnapshotPath(NamedTuple):
         """Return the place that a writer or a reader is made with."""
         if isinstance(where, Store):
             return cls(None, where, options)
-        return cls(None if where is None else given_path(where), None, options)
+        path = None if where is None else given_path(where)
+        return cls(path, None, options, path)
 
     def at(self, checkpoint_id: CheckpointId | None) -> SnapshotPath:
         """Return the place that ``checkpoint_id=`` names; this one if that is empty.

@@ -112,7 +112,7 @@ class CasnapReader(StorageReader):
     def _find(self) -> Metadata:
         with _naming_pickles(self._place):
             self._place.id  # noqa: B018 - raises if there is no path
-            path, store, storage_options = self._place
+            path, store, storage_options, _ = self._place
             assert path is not None
             view, name = find_view(path, storage_options, store, create=False)
             contents = Contents(view.repository, view.full_of(name), view.row_of(name))

@@ -179,7 +179,7 @@ class CasnapWriter(KeptStager, StorageWriter):
 
     def _take(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
         place = self._save.place
-        path, store, storage_options = place
+        path, store, storage_options, root = place
         assert path is not None
         number = ranks.index(own_rank())
         names = [f"__{number}_0.distcp", *([".metadata"] if number == 0 else [])]
@@ -190,6 +190,7 @@ class CasnapWriter(KeptStager, StorageWriter):
             comm=partial(join_ranks, ranks, self._timeout, f"the dcp.save of {place.id!r}"),
             store=store,
             storage_options=storage_options,
+            root=root,
             advice=_WITH_LIGHTNING,
         )
         allow_pickle = self._options.allow_pickle

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from casnap.backends import Backend
@@ -102,10 +103,35 @@ def _made(
     if created.is_new and backend.folder and (narrow := not_served_text(backend.folder)):
         level = logging.INFO if is_explicit else logging.WARNING
         _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
+    elif created.is_new and backend.folder and not is_explicit:
+        _warn_of_neighbours(backend.folder)
     store = open_here(config=created.config)
     if created.root is not None:
         store.note_newest(created.root)
     return store, created.is_new
+
+
+def _warn_of_neighbours(store: Path) -> None:
+    """Warn once of stores beside each other that this process has made by paths alone.
+
+    Names with slashes, as ``step_5/model``, make one of each step.
+    """
+    first = _made_by_paths.setdefault(store.parent, store)
+    if first is not None and first != store:
+        _made_by_paths[store.parent] = None
+        _log.warning(
+            "%s and %s are two stores, and share no chunks: a path alone makes the folder of its "
+            "snapshot a store. To have one store for all, name it (store=, or Store(%r)), or "
+            "`casnap init %s` before the first take",
+            first,
+            store,
+            str(store.parent),
+            store.parent,
+        )
+
+
+# The first such store in a folder; None once that was warned of.
+_made_by_paths: dict[Path, Path | None] = {}
 
 
 def _absent_error(backend: Backend) -> NotAStoreError:
