@@ -484,6 +484,7 @@ class Snapshot:
         Args:
             out: The file to make; with ``max_shard_size``, or for ``dcp``, the folder.
             path: What to export: ``model``. Tensors are named by the keys below, joined by dots.
+                By default it is everything that rank 0 sees.
             format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``. By default,
                 the suffix of ``out`` decides: ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are for
                 ``torch``, ``.dcp`` is for ``dcp``, all others are for ``safetensors``.
@@ -499,7 +500,8 @@ class Snapshot:
         Raises:
             FileFormatError: ``out`` exists, or its suffix means another format. Or the format
                 cannot hold what is there; the error lists it.
-            EntryNotFoundError: There is no such path.
+            EntryNotFoundError: There is no such path, or several ranks have their own there and it
+                does not name the rank.
             DamagedError: Stored bytes are missing or damaged.
         """
         from casnap.files.exporting import export
@@ -529,7 +531,8 @@ class Snapshot:
             path: As for :meth:`read_objects`, but no glob.
 
         Raises:
-            EntryNotFoundError: There is no entry of this path, or several ranks have one each.
+            EntryNotFoundError: There is no entry of this path, or several ranks have their own
+                there and the path does not name the rank.
         """
         from casnap.restore.entry_handle import handle_of
 
@@ -618,8 +621,7 @@ class Snapshot:
         """Read one tensor or value, a part of a tensor, or everything below a container.
 
         Args:
-            path: A path of :meth:`get_manifest`, with or without the rank. Without it, rank 0's
-                entry is read if there is no global one.
+            path: A path of :meth:`get_manifest`, with or without the rank.
             obj_out: A tensor of the same shape to read into; another dtype is cast.
             memory_budget_bytes: The most bytes of buffers besides the result. One chunk is always
                 allowed.
@@ -628,7 +630,8 @@ class Snapshot:
             allow_pickle: As for :meth:`restore`.
 
         Raises:
-            EntryNotFoundError: There is no entry of this path. The error names the nearest one.
+            EntryNotFoundError: There is no entry of this path; the error names the nearest one. Or
+                several ranks have their own there, and the path does not name the rank.
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
@@ -658,7 +661,8 @@ class Snapshot:
         """Return the state that was taken under a key of the app state, in new memory.
 
         Raises:
-            EntryNotFoundError: The app state had no such key.
+            EntryNotFoundError: The app state had no such key, or ranks have their own values in it:
+                read ``3/<key>`` by :meth:`read_object`.
         """
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state

@@ -30,11 +30,17 @@ class Part(NamedTuple):
     entries: dict[str, Entry]
 
 
-def part_of(contents: Contents, path: str | None) -> Part:
+def part_of(contents: Contents, path: str | None, *, only_tensors: bool = False) -> Part:
     """Return what is at and below a path; by default everything that rank 0 sees.
 
+    Args:
+        contents: The snapshot.
+        path: The path.
+        only_tensors: Whether the containers do not count: the stages of a pipeline are one model.
+
     Raises:
-        EntryNotFoundError: There is no such path.
+        EntryNotFoundError: There is no such path, or several ranks have their own there and it does
+            not name the rank.
         UnsupportedFormatError: A newer version wrote some of it.
     """
     if path is None:
@@ -42,7 +48,7 @@ def part_of(contents: Contents, path: str | None) -> Part:
         part = Part("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
         check_known(contents.label, part.entries.items())
         return part
-    full, entry, tree = contents.entry(path.strip("/"))
+    full, entry, tree = contents.entry(path.strip("/"), only_leaves=only_tensors)
     key, slash, inner = full.partition("/")
     entries = {key + inner_path: e for inner_path, e in tree.items_below(f"{slash}{inner}/")}
     check_known(contents.label, [(full, entry), *entries.items()])

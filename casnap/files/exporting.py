@@ -12,6 +12,7 @@ from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.export_output import ExportOutput, check_place
 from casnap.files.export_selection import part_of
 from casnap.files.file_reports import ExportOptions, ExportReport
+from casnap.format.names import key_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.storage import Contents
 
@@ -24,7 +25,7 @@ def export(
     Raises:
         FileFormatError: The format cannot hold it, or ``out`` exists, is a URI or inside of the
             store.
-        EntryNotFoundError: There is no such path.
+        EntryNotFoundError: There is no such path, or several ranks have their own there.
         DamagedError: Stored bytes are missing or damaged.
         StorageFullError: The disk is full; nothing is left there.
         OSError: The files cannot be written for another reason.
@@ -37,7 +38,14 @@ def export(
         from casnap.files.to_torch import plan_torch as plan
     else:
         from casnap.files.to_dcp import plan_dcp as plan
-    report, write = plan(contents, part_of(contents, options.path), out.name, options)
+    part = part_of(contents, options.path, only_tensors=options.format == "safetensors")
+    report, write = plan(contents, part, out.name, options)
+    if options.path is None:
+        report.left_out += [
+            f"{rank}/{key_of(key)}"
+            for rank in list(contents.ranks())[1:]
+            for key in sorted(contents.manifest.ranks[str(rank)])
+        ]
     if not options.dry_run:
         is_folder = options.format == "dcp" or options.max_shard_size is not None
         try:

@@ -133,7 +133,7 @@ class ExportReport:
         tensors: How many tensors were written.
         nbytes: Their bytes.
         left_out: The paths of values that the format cannot hold, if ``tensors_only`` left them
-            out.
+            out. Of a whole snapshot also the keys that ranks other than rank 0 have of their own.
         tied: Names that were stored under another name alone, and that name.
         equal: Names whose bytes are those of an earlier name, and that name: perhaps tied weights.
         seconds: How long it took.

@@ -133,7 +133,7 @@ def handle_of(contents: Contents, path: str) -> Handle:
     Raises:
         EntryNotFoundError: There is none, or several ranks have one each.
     """
-    full, entry, entries = contents.the_entry(path)
+    full, entry, entries = contents.entry(path)
     return Handle(contents, path, entry, entries.owner(full[len(full.partition("/")[0]) :]))
 
 

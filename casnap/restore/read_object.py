@@ -51,7 +51,7 @@ def read_object(
     """Read one entry, everything below a container, or part of a tensor.
 
     Raises:
-        EntryNotFoundError: There is no such path.
+        EntryNotFoundError: There is no such path, or it names several ranks' own entries.
         MismatchError: ``obj_out`` does not have the shape of what is read.
         DamagedError: A chunk is missing or damaged.
         UnsupportedFormatError: A newer version wrote it, or something in it.
@@ -90,7 +90,7 @@ def read_objects(
             plain_paths.append(path)
     # In order, each leaf of the tree is decoded once.
     for path in sorted(plain_paths):
-        by_path[path] = _all_entries(*contents.the_entry(path))
+        by_path[path] = _all_entries(*contents.entry(path))
     return _read_entries(
         contents, by_path, memory_budget_bytes, progress, allow_pickle=allow_pickle
     )

@@ -152,11 +152,11 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
     """Lay out the files of a version.
 
     Raises:
-        EntryNotFoundError: There is nothing at the path.
+        EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
         FileFormatError: There are no tensors, or two would get one name.
         DamagedError: Something is missing or damaged.
     """
-    part = part_of(contents, options.path)
+    part = part_of(contents, options.path, only_tensors=True)
     unnamed, left_out = named_tensors(part, DTYPES, contents.label)
     tensors: dict[str, StoredTensor] = {}
     renamed = options.renaming()

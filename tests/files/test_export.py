@@ -27,6 +27,7 @@ from casnap.errors import (
 )
 from tests.support.bitwise import assert_same, noise
 from tests.support.mounts import tmpfs
+from tests.support.written import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -214,6 +215,26 @@ def test_what_safetensors_cannot_hold(store: Store, tmp_path: Path) -> None:
     assert load_file(out).keys() == {"w", "c"}
     with pytest.raises(FileFormatError, match="there is no tensor to export"):
         snapshot.export(tmp_path / "x", path="m/step", tensors_only=True)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_what_ranks_have_of_their_own(store: Store, tmp_path: Path, kind: str) -> None:
+    """Experts under the same names: those of rank 0 alone are not the model."""
+    ranks = [{"m": {"gate": torch.ones(9), "expert": torch.full((9,), r)}} for r in (0.0, 1.0)]
+    snapshot = write(store, "s", ranks, own=["m/expert"])
+    out = tmp_path / "m"
+    with pytest.raises(EntryNotFoundError, match=r"'m' for ranks 0 and 1.*say which: '0/m', '1/m'"):
+        snapshot.export(out, path="m", format=kind)
+    assert not out.exists()
+    snapshot.export(out, path="1/m", format=kind)
+    state = {"gate": torch.zeros(9), "expert": torch.zeros(9)}
+    if kind == "dcp":
+        dcp.load(state, checkpoint_id=out, no_dist=True)
+    else:
+        state = load_file(out) if kind == "safetensors" else torch.load(out, weights_only=True)
+    assert_same(ordered(state, ranks[1]["m"]), ranks[1]["m"])
+    report = snapshot.export(tmp_path / "all", format=kind)
+    assert report.left_out == ["1/m"]
 
 
 def test_names_that_safetensors_cannot_hold(store: Store, tmp_path: Path) -> None:

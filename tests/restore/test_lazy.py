@@ -185,11 +185,13 @@ def test_a_path_that_several_ranks_have_names_them(two_ranks):
         two_ranks["m/seed"]
     with pytest.raises(EntryNotFoundError, match=r"'0/m/seed', '1/m/seed'"):
         two_ranks.read_objects(["m/b", "m/seed"])
-    # As ever, and as documented.
+    for read in (two_ranks.read_object, lambda path: two_ranks.read_object(path, index=0)):
+        with pytest.raises(EntryNotFoundError, match=r"'m/seed' for ranks 0 and 1, each its own"):
+            read("m/seed")
     assert "m/seed" not in two_ranks
     assert "0/m/seed" in two_ranks
     assert "m/b" in two_ranks
-    assert_same(two_ranks.read_object("m/seed"), torch.zeros(5))
+    assert_same(two_ranks.read_object("0/m/seed"), torch.zeros(5))
     with pytest.raises(EntryNotFoundError, match="read it as '1/m/late'"):
         two_ranks["m/late"]
     tensor = two_ranks.read_objects("m/*")
@@ -199,6 +201,26 @@ def test_a_path_that_several_ranks_have_names_them(two_ranks):
         f"1/m/{n}" for n in ("w", "b", "seed", "late")
     }
     assert two_ranks.read_objects("global/*").keys() == {"global/m/w", "global/m/b"}
+
+
+@pytest.mark.parametrize("own", [["m", "m/seed"], ["m/seed"]])
+def test_what_is_below_a_path_is_never_that_of_rank_0_alone(store, own):
+    """Also of a dict that all ranks have alike."""
+    ranks = [{"m": {"w": torch.ones(4), "seed": torch.full((5,), float(r))}} for r in range(2)]
+    snapshot = write(store, f"below {len(own)}", ranks, own=own)
+    told = r"'m' for ranks 0 and 1, each its own; say which: '0/m', '1/m'"
+    for read in (
+        snapshot.read_object,
+        snapshot.get_state_dict_for_key,
+        snapshot.__getitem__,
+        lambda path: snapshot.read_objects([path]),
+    ):
+        with pytest.raises(EntryNotFoundError, match=told):
+            read("m")
+    assert "m" not in snapshot
+    assert_same(snapshot.read_object("1/m"), ranks[1]["m"])
+    assert_same(snapshot.read_object("m/w"), torch.ones(4))
+    assert_same(snapshot.read_object("global/m/w"), torch.ones(4))
 
 
 def test_a_key_named_global_is_that_key(store):

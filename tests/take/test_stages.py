@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from casnap import Snapshot, StateDict
-from casnap.errors import MismatchError, StateError
+from casnap.errors import EntryNotFoundError, MismatchError, StateError
 from tests.support.ranks import Worlds
 from tests.support.sharded import Training, stepped
 
@@ -95,6 +96,18 @@ def test_stages_get_their_own_back_and_nothing_else(world: Worlds, tmp_path: Pat
         assert nbytes < total / 3.9
     whole = Snapshot(path).read_object("model/layers.7.weight")
     assert whole.unique().tolist() == [8.0]
+
+
+def test_the_stages_are_one_file_of_tensors(two_stages: str, tmp_path: Path) -> None:
+    """Each rank has its own dict, but each name is that of one tensor."""
+    snapshot = Snapshot(two_stages)
+    snapshot.export(tmp_path / "m.safetensors", path="model")
+    assert len(load_file(tmp_path / "m.safetensors")) == 2 * LAYERS
+    told = "'model' for ranks 0, 1, 2 and 3, each its own; say which: '0/model', '1/model'"
+    with pytest.raises(EntryNotFoundError, match=told):
+        snapshot.export(tmp_path / "m.pt", path="model")
+    with pytest.raises(EntryNotFoundError, match=told):
+        snapshot.get_state_dict_for_key("model")
 
 
 def restore_model(path: str, stages: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import translate
 from heapq import merge
-from itertools import takewhile
+from itertools import chain, takewhile
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class Contents:
     """The tree of one snapshot.
 
     Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and without one.
-    A path without a rank means rank 0's entry if there is no global one.
+    A path without a rank may also mean rank 0's entry, if no other rank has its own.
 
     Args:
         store: The store.
@@ -319,18 +319,24 @@ class Contents:
         """Yield the ranks of the world that took this snapshot."""
         yield from range(len(self.manifest.ranks))
 
-    def keepers(self, path: str) -> list[int]:
-        """Return the ranks that have own entries at or below ``<key>/<path>``."""
+    def keepers(self, path: str, *, only_leaves: bool = False) -> list[int]:
+        """Return the ranks that have own entries at or below ``<key>/<path>``.
+
+        Args:
+            path: The path.
+            only_leaves: Whether containers do not count.
+        """
         key, slash, inner = path.partition("/")
-        inner_path = slash + inner
         keepers = []
         for rank in self.ranks():
             digest = self.manifest.ranks[str(rank)].get(key)
             if digest is not None:
-                tree = self.tree(digest)
-                if tree.get(inner_path) is not None or any(
-                    True for _ in tree.items_below(f"{inner_path}/")
-                ):
+                tree, inner_path = self.tree(digest), slash + inner
+                entries = chain(
+                    filter(None, [tree.get(inner_path)]),
+                    (entry for _, entry in tree.items_below(f"{inner_path}/")),
+                )
+                if any(not (only_leaves and isinstance(e, ContainerEntry)) for e in entries):
                     keepers.append(rank)
         return keepers
 
@@ -359,40 +365,37 @@ class Contents:
         entry = trees[key].get(slash + inner) if key in trees else None
         return None if entry is None else (bare, entry, trees[key])
 
-    def entry(self, path: str) -> tuple[str, Entry, Entries]:
-        """Return what :meth:`find` finds.
+    def entry(self, path: str, *, only_leaves: bool = False) -> tuple[str, Entry, Entries]:
+        """Return what :meth:`find` does, but never rank 0's entries beside those of other ranks.
+
+        Args:
+            path: The path.
+            only_leaves: Whether ranks may have their own containers there.
 
         Raises:
-            EntryNotFoundError: There is no entry of this path.
+            EntryNotFoundError: There is no entry of this path. Or several ranks have their own at
+                or below it, and the path does not say which. The message names them.
         """
         match = self.find(path)
         if match is None:
             raise self._absent(path)
-        return match
-
-    def the_entry(self, path: str) -> tuple[str, Entry, Entries]:
-        """Return what :meth:`entry` does, but never rank 0's entry beside those of other ranks.
-
-        Raises:
-            EntryNotFoundError: There is no entry of this path, or several ranks have one each and
-                the path does not say which. The message names them.
-        """
-        match = self.entry(path)
-        self.check_one_keeper(path, self._rivals(path, match))
+        # Rank 0's own leaves are found; those of any other rank would be left out.
+        if not only_leaves or any(rank > 0 for rank in self.keepers(path, only_leaves=True)):
+            self.check_one_keeper(path, self._rivals(path, match))
         return match
 
     def has(self, path: str) -> bool:
-        """Whether :meth:`the_entry` finds an entry."""
+        """Whether :meth:`entry` finds an entry."""
         match = self.find(path)
         return match is not None and len(self._rivals(path, match)) < 2
 
     def _rivals(self, path: str, match: tuple[str, Entry, Entries]) -> list[int]:
         """Return the ranks that have entries of their own there, if a path does not say which."""
-        full, _, entries = match
-        inner = full[len(full.partition("/")[0]) :]
-        if full != path or self.row.world_size == 1 or entries.owner(inner) is None:
+        full, entry, entries = match
+        if full != path or self.row.world_size == 1:
             return []
-        return self.keepers(path)
+        is_global = entries.owner(full[len(full.partition("/")[0]) :]) is None
+        return [] if is_global and not isinstance(entry, ContainerEntry) else self.keepers(path)
 
     def check_one_keeper(self, path: str, keepers: list[int], asked: str | None = None) -> None:
         """Check that no more than one rank has an entry of its own at a path without a rank.
