@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from casnap.restore.comparison import compare, load_what_fits, load_whole, why_r
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
+from casnap.restore.moments import taken_parameters, without_misfits
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
@@ -177,7 +178,7 @@ def _on_devices(
 @python_gc_paused()
 @without_torch_modes()
 def _compared(
-    contents: Contents, key_states: Iterable[KeyState], report: RestoreReport
+    contents: Contents, key_states: Sequence[KeyState], report: RestoreReport
 ) -> tuple[list[KeyState], dict[str, Shards]]:
     """Report how the keys differ from the snapshot.
 
@@ -186,12 +187,16 @@ def _compared(
     """
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
+    taken = taken_parameters(key_states)
     for state in key_states:
         if refused := why_refused(contents, state):
             report.mismatched += refused
             continue
         if isinstance(state.stateful, torch.nn.Module):
             states.append(compare(state, state.stateful, report))
+        elif known_loader(state.stateful) is torch.optim.Optimizer:
+            assert isinstance(state.stateful, torch.optim.Optimizer)
+            states.append(without_misfits(contents, state, state.stateful, taken, report))
         else:
             states.append(state)
         targets |= targets_of(states[-1])

@@ -15,7 +15,8 @@ class RestoreReport:
             take had not, also paths that only some ranks of the take had: all of them, in words, on
             each rank.
         unexpected: Paths of the snapshot that the state lacks.
-        mismatched: Paths whose shapes, sizes or kinds differ, in words.
+        mismatched: Paths whose shapes, sizes or kinds differ, in words. If a moment of an optimizer
+            is among them, all of the state of its parameter was left out.
         left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.

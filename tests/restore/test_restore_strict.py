@@ -309,6 +309,137 @@ def test_what_a_loader_would_refuse_is_found_before_anything_is_written(store, t
     assert bits(new | {"o": StateDict()}) == bits(old | {"o": StateDict()})
 
 
+def trained(optimizer_of, *, steps=1, **shapes):
+    module = Net(**shapes)
+    optimizer = optimizer_of(module.parameters())
+    for _ in range(steps):
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return {"m": module, "o": optimizer}
+
+
+OLD_HEAD = {"body": (300, 100), "head": (40, 100), "bias": (40,)}
+NEW_HEAD = {"body": (300, 100), "head": (30, 100), "bias": (30,)}
+
+
+def head_of(state):
+    return {path: value for path, value in state["o"].state_dict()["state"].items() if path > 0}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_moments_of_another_shape_are_named_with_the_rest(store, steps):
+    old = trained(torch.optim.AdamW, **OLD_HEAD)
+    snapshot = store.take(old, "step")
+    new = trained(torch.optim.AdamW, steps=steps, **NEW_HEAD)
+    before = bits(new), repr(new["o"].state_dict())
+    with pytest.raises(MismatchError) as e:
+        snapshot.restore(new)
+    moments = [f"o/state/{i}/{name}" for i in (1, 2) for name in ("exp_avg", "exp_avg_sq")]
+    told = [line.strip() for line in str(e.value).splitlines() if " here, " in line]
+    assert [line.partition(":")[0] for line in told] == ["m/bias", "m/head", *moments]
+    assert told[-1] == (
+        "o/state/2/exp_avg_sq: its parameter m/bias has (30,) here, (40,) in the snapshot"
+    )
+    assert (bits(new), repr(new["o"].state_dict())) == before
+    report = snapshot.restore(new, strict=False)
+    assert report.mismatched == told
+    assert not head_of(new)
+    body = new["m"].body
+    assert_same(new["o"].state[body], old["o"].state[old["m"].body])
+    for parameter in new["m"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    new["o"].step()
+    assert new["o"].state[new["m"].head]["step"] == 1
+    assert new["o"].state[body]["step"] == 2
+
+
+class LowRank(torch.optim.Optimizer):
+    """Its moments are factors, projections, blocks: none has the shape of its parameter."""
+
+    def __init__(self, params, rank=4):
+        super().__init__(params, {"rank": rank})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.tensor(1.0),
+                    "exp_avg": torch.randn(group["rank"], parameter.shape[-1]),
+                    "rows": torch.randn(parameter.shape[:1]),
+                    "blocks": torch.randn(parameter.numel() // 64),
+                }
+
+
+class Whole(torch.optim.Optimizer):
+    """Its moments have the shapes of their parameters, but nobody knows it."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"m": torch.randn_like(parameter), "k": torch.ones(3)}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_moments_that_never_had_the_shape_of_their_parameter(store, steps, alone):
+    shapes = {"body": (300, 100), "head": (40, 100)}
+    old = trained(LowRank, **shapes)
+    snapshot = store.take(old, "step")
+    new = trained(lambda params: LowRank(params, rank=7), steps=steps, **shapes)
+    assert not snapshot.restore({"o": new["o"]} if alone else new)
+    assert_same(new["o"].state_dict(), old["o"].state_dict())
+
+
+@pytest.mark.parametrize("make", [LowRank, Whole])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_module_tells_which_moments_are_of_another_shape(store, make, steps):
+    snapshot = store.take(trained(make, **OLD_HEAD), "step")
+    new = trained(make, steps=steps, **NEW_HEAD)
+    report = snapshot.restore(new, strict=False)
+    told = {line.partition(":")[0].rpartition("/")[0] for line in report.mismatched}
+    assert told == {"m", "o/state/1", "o/state/2"}
+    assert not head_of(new)
+
+
+def test_moments_of_an_optimizer_alone(store):
+    """What it holds tells the shapes, of an optimizer that is not known as well."""
+    snapshot = store.take(trained(Whole, **OLD_HEAD), "step")
+    new = trained(Whole, **NEW_HEAD)
+    before = repr(new["o"].state_dict())
+    with pytest.raises(MismatchError, match=r"o/state/1/m: \(30, 100\) here, \(40, 100\) in the"):
+        snapshot.restore({"o": new["o"]})
+    assert repr(new["o"].state_dict()) == before
+
+
+def test_groups_in_another_order(store):
+    """torch goes by the order, so a moment comes to another parameter."""
+    snapshot = store.take(trained(torch.optim.Adam, **OLD_HEAD), "step")
+    new = trained(torch.optim.Adam, steps=0, **{n: OLD_HEAD[n] for n in ("head", "body", "bias")})
+    report = snapshot.restore(new, strict=False)
+    told = [line.partition(":")[0] for line in report.mismatched]
+    assert told == [f"o/state/{i}/{name}" for i in (0, 1) for name in ("exp_avg", "exp_avg_sq")]
+    assert list(new["o"].state) == [new["m"].bias]
+
+
+def test_moments_by_the_names_of_parameters(store):
+    """As get_optimizer_state_dict() has them; torch takes them too, by their order."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    old = trained(torch.optim.Adam, **OLD_HEAD)
+    named = get_optimizer_state_dict(old["m"], old["o"])
+    snapshot = store.take({"o": StateDict(named)}, "step")
+    same = trained(torch.optim.Adam, steps=0, **OLD_HEAD)
+    assert not snapshot.restore({"o": same["o"]})
+    assert_same(same["o"].state_dict()["state"], old["o"].state_dict()["state"])
+    new = trained(torch.optim.Adam, steps=0, **NEW_HEAD)
+    with pytest.raises(MismatchError, match=r"o/state/head/exp_avg: \(30, 100\) here"):
+        snapshot.restore({"o": new["o"]})
+
+
 def test_an_optimizer_whose_hook_changes_the_state(store):
     """Such a hook may make it fit, so nothing is checked before."""
     snapshot = store.take({"o": adam(2, 1)}, "step")

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as sched
 from torch.optim.swa_utils import SWALR
 
 from casnap import RNGState, StateDict, Store
+from casnap.errors import MismatchError
 from tests.support.bitwise import assert_same
 
 pytestmark = pytest.mark.filterwarnings(
@@ -28,10 +29,10 @@ def store(tmp_path_factory):
 class Net(nn.Module):
     """Small, but with a weight of more than one chunk."""
 
-    def __init__(self):
+    def __init__(self, outputs=2):
         super().__init__()
         self.hidden = nn.Linear(30, 700, bias=False)
-        self.out = nn.Linear(700, 2, bias=False)
+        self.out = nn.Linear(700, outputs, bias=False)
 
     def forward(self, x):
         return self.out(torch.relu(self.hidden(x))).sum()
@@ -40,9 +41,9 @@ class Net(nn.Module):
 class Rows(nn.Module):
     """Gets sparse gradients."""
 
-    def __init__(self):
+    def __init__(self, count=400):
         super().__init__()
-        self.rows = nn.Embedding(400, 60, sparse=True)
+        self.rows = nn.Embedding(count, 60, sparse=True)
 
     def forward(self, x):
         return self.rows((x.abs() * 100).long()).pow(2).sum()
@@ -152,6 +153,60 @@ def test_named_parameters(store):
 
 def test_an_optimizer_that_has_not_stepped(store):
     check_resumption(store, lambda: Run(lambda m: torch.optim.Adam(m.parameters())), before=0)
+
+
+def shapes_of(optimizer):
+    return {
+        f"optimizer/state/{i}/{name}": tuple(value.shape)
+        for i, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda v: v if type(v) is str else "")
+def test_moments_of_another_shape(store, name, options, steps):
+    """torch loads them; the next step would fail, or write beyond their memory."""
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    kind = getattr(torch.optim, name)
+
+    def make(size):
+        model = (lambda: Rows(200 * size)) if name == "SparseAdam" else (lambda: Net(size))
+        return Run(lambda m: kind(m.parameters(), **options), model=model)
+
+    taken, live = make(2).train(2), make(3).train(steps)
+    snapshot = store.take(taken.app_state(), next(names))
+    wanted = shapes_of(make(3).train(2).optimizer)
+    unlike = {
+        path for path, shape in shapes_of(taken.optimizer).items() if shape != wanted.get(path, ())
+    }
+    before = {key: repr(value.state_dict()) for key, value in live.app_state().items()}
+    if unlike:
+        with pytest.raises(MismatchError) as e:
+            snapshot.restore({"optimizer": live.optimizer})
+        told = [line.strip() for line in str(e.value).splitlines() if " here, " in line]
+        assert {line.partition(":")[0] for line in told} == unlike
+        assert {key: repr(value.state_dict()) for key, value in live.app_state().items()} == before
+    else:
+        assert (name, options) == ("SGD", {})
+        assert not snapshot.restore({"optimizer": live.optimizer})
+    report = snapshot.restore(live.app_state(), strict=False)
+    told = {line.partition(":")[0] for line in report.mismatched}
+    assert told >= unlike
+    states = {path.rpartition("/")[0] for path in told} - {"model"}
+    assert states == {path.rpartition("/")[0] for path in unlike}
+    assert shapes_of(live.optimizer) == {
+        path: shape
+        for path, shape in shapes_of(taken.optimizer).items()
+        if path.rpartition("/")[0] not in states
+    }
+    live.train(2)
+    trained = shapes_of(live.optimizer)
+    assert {path: shape for path, shape in trained.items() if shape} == {
+        path: shape for path, shape in wanted.items() if shape
+    }
 
 
 SCHEDULERS = {

@@ -1,0 +1,156 @@
+"""The moments of an optimizer that do not have the shapes of their parameters.
+
+torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from casnap.format.entries import TensorEntry
+from casnap.format.names import component_of
+from casnap.restore.key_state import KeyState
+from casnap.restore.load_into import tensors_of
+from casnap.restore.loading import Loading
+from casnap.restore.restore_report import RestoreReport
+from casnap.state.values import encode_key
+from casnap.storage import Contents
+
+_OF_ITS_SHAPE = (
+    *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
+    *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
+)
+"""The moments of torch's own optimizers that have the shape of their parameter."""
+
+
+class Taken(NamedTuple):
+    """A parameter, as a module in the snapshot has it.
+
+    Attributes:
+        path: Its path.
+        shape: Its shape there.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+
+
+TakenParameters: TypeAlias = Mapping[int, Taken]
+"""By the ids of the live parameters."""
+
+
+def taken_parameters(states: Iterable[KeyState]) -> TakenParameters:
+    """Return the parameters of all modules in an app state, as the snapshot has them."""
+    taken: dict[int, Taken] = {}
+    for state in states:
+        if isinstance(state.stateful, torch.nn.Module):
+            for name, each in tensors_of(state.stateful):
+                path = f"{state.component}/{component_of(name)}"
+                entry = state.entries.get(path)
+                if isinstance(entry, TensorEntry):
+                    taken[id(each.value)] = Taken(path, entry.shape)
+    return taken
+
+
+def without_misfits(
+    contents: Contents,
+    state: KeyState,
+    optimizer: torch.optim.Optimizer,
+    taken: TakenParameters,
+    report: RestoreReport,
+) -> KeyState:
+    """Report the moments that do not fit their parameters.
+
+    Args:
+        contents: The snapshot.
+        state: The key of the optimizer, whose groups are as many and as large as in the snapshot.
+        optimizer: The optimizer.
+        taken: The parameters, as far as modules of the app state have them.
+        report: Gets the moments.
+
+    Returns:
+        The key without the state of each parameter that one of them belongs to: it is then as a
+        parameter that was never trained.
+    """
+    moments: dict[str, dict[str, TensorEntry]] = {}
+    for path, entry in state.entries.items():
+        if isinstance(entry, TensorEntry):
+            parent, _, name = path.rpartition("/")
+            moments.setdefault(parent, {})[name] = entry
+    unfit = set[str]()
+    for path, parameter in _states(contents, state, optimizer):
+        for name, entry in moments.get(path, {}).items():
+            reason = _why_unfit(optimizer, parameter, name, entry, taken.get(id(parameter)))
+            if reason:
+                report.mismatched.append(f"{path}/{name}: {reason}")
+                unfit.add(path)
+    return replace(state.without(unfit), skipped=state.skipped | unfit)
+
+
+def _states(
+    contents: Contents, state: KeyState, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the path of the state of each parameter, and the parameter that gets it.
+
+    Parameters have numbers or names in the snapshot; torch goes by their order in the groups.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    loading = Loading(contents)
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            path = f"{state.component}/param_groups/{i}/params/{j}"
+            if path in state.entries and not torch.nn.parameter.is_lazy(parameter):
+                parameters[path] = parameter
+                loading.add(path, state.entries[path])
+    for path, key in loading.load_values().items():
+        if isinstance(key, int | str):
+            yield f"{state.component}/state/{component_of(encode_key(key))}", parameters[path]
+
+
+def _why_unfit(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    name: str,
+    entry: TensorEntry,
+    taken: Taken | None,
+) -> str:
+    """Return why a moment does not fit a parameter; empty if it fits, or nobody can tell.
+
+    Moments may well have other shapes than their parameters: counters, factors, projections,
+    blocks of quantized ones. So one of another shape counts only where it is known that it had the
+    parameter's shape, or another parameter's: the module has the parameter in another shape in the
+    snapshot, or this optimizer has this moment in the parameter's shape, or makes it so.
+    """
+    shape = tuple(parameter.shape)
+    if entry.shape == shape:
+        return ""
+    if taken is not None and taken.shape != shape and (entry.shape or not taken.shape):
+        return f"its parameter {taken.path} has {shape} here, {taken.shape} in the snapshot"
+    held = optimizer.state.get(parameter, {}).get(name)
+    wanted = _shape_by_torch(optimizer, shape, name)
+    if isinstance(held, torch.Tensor) and tuple(held.shape) == shape:
+        wanted = shape
+    if wanted is None or entry.shape == wanted:
+        return ""
+    return f"{wanted} here, {entry.shape} in the snapshot"
+
+
+def _shape_by_torch(
+    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], name: str
+) -> tuple[int, ...] | None:
+    """Return the shape of a moment of one of torch's own optimizers; None for any other one."""
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return None
+    if isinstance(optimizer, torch.optim.LBFGS):
+        # One flat vector of all parameters is the state of the first.
+        flat: Any = optimizer
+        return (flat._numel(),) if name in ("d", "prev_flat_grad") else None
+    if len(shape) > 1 and name == "row_var":
+        return (*shape[:-1], 1)
+    if len(shape) > 1 and name == "col_var":
+        return (*shape[:-2], 1, shape[-1])
+    return shape if name in (*_OF_ITS_SHAPE, "row_var", "col_var") else None
