@@ -61,7 +61,7 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
     """Return the snapshot to resume from, as :meth:`casnap.Store.latest` describes."""
     newest, last = _newest(view, prefix, thinned=thinned)
     if newest is None and last is not None:
-        error = _all_rewound_error if last.row.is_rewound else _all_thinned_error
+        error = _all_thinned_error if last.row.is_thinned else _all_rewound_error
         raise error(last.view.path_of(last.name))
     if newest is None:
         from casnap.storage import advice_in, link_advice
@@ -86,18 +86,18 @@ def _all_thinned_error(path: str) -> SnapshotError:
     """Return the error for a run of which only thinned snapshots are left, given the last one."""
     return SnapshotError(
         "only thinned snapshots are left, which have lost what a resume needs; the last one is "
-        f"{path}. To begin anew from its weights, ask for latest(thinned=True), and restore the "
-        "keys that it has: `casnap show` lists them"
+        f"{path}. To begin anew from its weights, open it by its name, or ask for "
+        "latest(thinned=True), and restore the keys that it has: `casnap show` lists them"
     )
 
 
 def _newest(
     view: View, prefix: str | None, *, thinned: bool
 ) -> tuple[FoundRow | None, FoundRow | None]:
-    """Return the snapshot to resume from, and the last one, of whatever kind: of one look."""
-    here = [FoundRow(view, *named_row) for named_row in view.rows(prefix)]
-    last = here[-1] if here else None
-    here = [found for found in here if thinned or not found.row.is_thinned]
+    """Return the snapshot to resume from, and the last one, a whole one first: of one look."""
+    rows = [FoundRow(view, *named_row) for named_row in view.rows(prefix)]
+    here = [found for found in rows if thinned or not found.row.is_thinned]
+    last = next(reversed(here or rows), None)
     newest = next((found for found in reversed(here) if not found.row.is_rewound), None)
     try:
         mirror = view.at_mirror()

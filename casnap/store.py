@@ -357,6 +357,8 @@ class Store:
             SnapshotNotFoundError: There is no snapshot of this name, at least not in this store: to
                 go back at its mirror, open that as a store.
             SnapshotExistsError: A name that is needed is taken.
+            SnapshotError: The snapshot is thinned, so it lacks what a resume needs. The error names
+                the newest whole one before it.
         """
         from casnap.mirror.notes import notes_of_renamed
         from casnap.storage import rewind

@@ -136,6 +136,35 @@ def test_only_what_was_left_is_left(tmp_path: Path) -> None:
     assert newest(store) == "step_2"
 
 
+def test_a_thinned_snapshot_is_refused(tmp_path: Path) -> None:
+    """A resume would pass over it without a word, and go on from another one."""
+    store = Store(tmp_path)
+    state = {"model": StateDict(x=1), "optim": StateDict(x=2)}
+    for step in range(1, 6):
+        store.take(state, f"run/step_{step}")
+    store.tag("run/step_2", "kept")
+    store.thin({"optim": 2})
+    before = names(store)
+    with pytest.raises(SnapshotError, match=r"/run/step_3 is thinned.* before it is .*/run/step_2"):
+        store.rewind("run/step_3")
+    with pytest.raises(SnapshotError, match=r"/step_1 is thinned.* no snapshot before it in its r"):
+        Store(tmp_path / "run").rewind("step_1")
+    assert names(store) == before
+    assert newest(store) == "run/step_5"
+    # What was moved aside, and thinned there, does not come back either.
+    store.rewind("run/step_2")
+    store.untag("run/step_2", "kept")
+    store.delete("run/step_2")
+    with pytest.raises(SnapshotError, match=r"went back from; the last one is .*/step_5"):
+        store.latest()
+    aside = [s.name for s in store.snapshots() if s.name.endswith("/step_4")]
+    store.thin({"optim": 1})
+    with pytest.raises(SnapshotError, match="is thinned"):
+        store.rewind(*aside)
+    with pytest.raises(SnapshotError, match=r"only thinned .* is .*/step_5.*open it by its name"):
+        store.latest()
+
+
 def test_names_that_are_not_there_or_taken(tmp_path: Path) -> None:
     store = fill(Store(tmp_path), 1, 2)
     with pytest.raises(SnapshotNotFoundError, match="step_9"):

@@ -7,10 +7,13 @@ next number that is free, in the folder of the run, with a note in its row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from casnap.backends import Backend
+from casnap.backends.uris import joined
+from casnap.errors import SnapshotError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.reading.repository import Repository
@@ -53,6 +56,7 @@ def rewind(
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
         SnapshotExistsError: A name that is needed is taken.
+        SnapshotError: It is thinned: no run resumes from it.
     """
     backend = store.backend
     before: dict[str, Row] = {}
@@ -65,6 +69,9 @@ def rewind(
         run = row.run_of(name)
         rows = {n: r for n, r in rows_of_run(table, run).items() if n == name or not r.is_rewound}
         ordered = [each for each, _ in in_commit_order(rows.items())]
+        if row.is_thinned:
+            whole = [n for n in ordered[: ordered.index(name)] if not rows[n].is_thinned]
+            raise _thinned_error(backend, name, whole)
         aside = _free_folder(table, run, seq)
         moved = {n: _in(aside, n) for n in ordered[ordered.index(name) + 1 :]}
         renamed = {**moved, name: _in(run, name)} if row.is_rewound else moved
@@ -83,6 +90,16 @@ def rewind(
             mark(store, new_name, row)
     assert rewound is not None
     return rewound
+
+
+def _thinned_error(backend: Backend, name: str, whole: Sequence[str]) -> SnapshotError:
+    """Return the error for a thinned snapshot, given the whole ones before it in its run."""
+    there = f"the newest whole one before it is {joined(backend.uri, whole[-1])}" if whole else ""
+    return SnapshotError(
+        f"{joined(backend.uri, name)} is thinned: it has lost what a resume needs, so no run goes "
+        f"on from it; {there or 'no snapshot before it in its run is whole'}. To begin anew from "
+        "its weights, restore the keys that it has: `casnap show` lists them"
+    )
 
 
 def _free_folder(table: Table, run: str, seq: int) -> str:
