@@ -866,7 +866,7 @@ class Survey:
         if digest in self._blame or of_bases:
             return [*self._blame.get(digest, ()), *of_bases]
         if digest in self.known_lost:
-            message = "known to be lost since an earlier repair"
+            message = "lost: a repair found no whole copy of it"
             return [self._add_damage("lost", "", message, digest)]
         if self.unreadable:
             return list(self.unreadable.values())
