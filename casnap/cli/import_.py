@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from casnap.backends.local_paths import is_folder
+from casnap.backends.local_paths import exists, is_folder
+from casnap.backends.uris import store_uri
 from casnap.cli.arguments import (
     identity,
     is_exclusive,
@@ -19,10 +20,10 @@ from casnap.cli.arguments import (
 from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.file_reports import SUFFIXES, ImportReport
-from casnap.format.names import check_name
+from casnap.format.names import STORE_FOLDER, check_name
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage import locate_snapshot
+from casnap.storage import locate_snapshot, open_at
 from casnap.store import Store, import_snapshot
 from casnap.view import View, view_above
 
@@ -30,6 +31,7 @@ EXAMPLES = """\
 \b
 Examples:
   casnap import model.safetensors models/base/v1
+  casnap import model.safetensors models/        by its own name: models/model
   casnap import llama/ models/llama/v1           a folder of shards with their index
   casnap import checkpoint.pt models/run1/step_100
   casnap import dcp/step_100 models/run1/step_100
@@ -65,19 +67,22 @@ def import_(
     a file runs: a file that needs pickle is refused.
 
     Several files or folders become a snapshot each. Then, or if it ends in a slash, the last
-    argument is a store or a folder in it. The names are those of the files, without .pt and the
-    like. Before any is imported, those that cannot be are named. What is there already is compared,
-    and not stored again: repeat an interrupted import to go on with it.
+    argument is a store or a folder in it. So is the folder of a store, and a name without a slash
+    where no store is above. The names are those of the files, without .pt and the like. Before any
+    is imported, those that cannot be are named. What is there already is compared, and not stored
+    again: repeat an interrupted import to go on with it.
     """
     reach = options_for(target)  # raises for a dry run, too
     is_many = len(sources) > 1 or target.endswith("/")
-    targets = _targets_below(target, sources) if is_many else {target: sources[0]}
+    is_below = is_many or _is_store(target)
+    targets = _targets_below(target, sources) if is_below else {target: sources[0]}
     if len(targets) > 1:
         _check_all(targets, reach, **options)
     imported: list[dict[str, Any]] = []
     present: list[str] = []
     different: dict[str, str] = {}
     stores: list[Store] = []
+    made: set[str] = set()
     for snapshot, source in targets.items():
         there = _find(snapshot, reach) if is_many and not options["overwrite"] else None
         if there is not None:
@@ -90,10 +95,13 @@ def import_(
             continue
         report, places = _import(source, snapshot, reach, dry_run=dry_run, **options)
         stores += (Store._of(view) for view, _ in places)
+        which = _place_of(snapshot, reach, *places)
+        which["made_store"] &= which["store"] not in made
+        made.add(which["store"])
         if as_json:
-            imported.append({**_identity(snapshot, reach, *places), **_facts_of(report)})
+            imported.append({**which, **_facts_of(report)})
         else:
-            _show(report, snapshot)
+            _show(report, snapshot, which["store"] if which["made_store"] else None)
     if as_json:
         many = {"imported": imported, "present": present, "different": [*different]}
         emit(many if is_many else imported[0], *stores)
@@ -103,6 +111,18 @@ def import_(
             f"not imported, since a snapshot of this name holds something else: {pairs}; import "
             "them into another folder, or replace the snapshots by --overwrite"
         )
+
+
+def _is_store(target: str) -> bool:
+    """Whether a path is that of a store, not of a snapshot: it is one, or no store is above it.
+
+    A path with a slash names a snapshot in its folder, as in a take.
+    """
+    if store_uri(target) is not None:
+        return False
+    if exists(local_path(target) + "/" + STORE_FOLDER):
+        return True
+    return "/" not in target and locate_snapshot(target, is_typed=True).exists is False
 
 
 def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options: Any) -> None:
@@ -189,8 +209,10 @@ def _is_imported(
         return is_imported(Path(local_path(source)), there.contents, key=key, rank=rank)
 
 
-def _show(report: ImportReport, snapshot: str) -> None:
+def _show(report: ImportReport, snapshot: str, new_store: str | None) -> None:
     would = "would be " if report.dry_run else ""
+    if new_store is not None:
+        say(f"{new_store} {'would become' if report.dry_run else 'is'} a new store")
     values = f" and {amount(report.values, 'value')}" if report.values else ""
     files = amount(report.files, "file")
     say(
@@ -201,15 +223,23 @@ def _show(report: ImportReport, snapshot: str) -> None:
     say(f"{size(report.logical_bytes)}{new_text}, below {', '.join(report.keys[:8])}")
 
 
-def _identity(
+def _place_of(
     path: str, reach: dict[str, Any] | None, place: tuple[View, str] | None = None
 ) -> dict[str, Any]:
-    """Return which snapshot it is, for JSON."""
-    if place is None:
-        location = locate_snapshot(path, reach, is_typed=True)
-        return identity(location.backend, location.name, None)
-    view, name = place
-    return identity(view.repository.backend, view.full_of(name), view.row_of(name).commit.hex())
+    """Return which snapshot it is, and whether its store was made for it, or would be, for JSON."""
+    if place is not None:
+        view, name = place
+        commit = view.row_of(name).commit.hex()
+        which = identity(view.repository.backend, view.full_of(name), commit)
+        return {**which, "made_store": view.is_new}
+    location = locate_snapshot(path, reach, is_typed=True)
+    is_new = location.exists is False
+    if location.exists is None:
+        try:
+            open_at(location._replace(name=""), create=False, exclusive=is_exclusive())
+        except NotAStoreError:
+            is_new = True
+    return {**identity(location.backend, location.name, None), "made_store": is_new}
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:

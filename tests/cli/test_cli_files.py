@@ -26,7 +26,7 @@ def test_in_and_out(file: Path, tmp_path: Path) -> None:
     assert "2 tensors of 1 file (safetensors) would be imported\n" in dry
     assert not (tmp_path / "models").exists()
     output = invoke("import", file, there).stdout
-    assert output.startswith(f"{there}: 2 tensors of 1 file (safetensors) imported\n3.6 kB, ")
+    assert f"\n{there}: 2 tensors of 1 file (safetensors) imported\n3.6 kB, " in output
     out = tmp_path / "out.safetensors"
     output = invoke("export", there / "model", out).stdout
     assert output == f"{out}: 2 tensors, 3.6 kB, exported to 1 file\n"
@@ -128,6 +128,37 @@ def test_many_are_imported_by_their_names_and_an_import_goes_on(tmp_path: Path) 
     result = document("import", *sources, f"{models}/run1")
     assert [len(result[key]) for key in ("imported", "present", "different")] == [0, 3, 0]
     assert invoke("import", *sources, models, "--overwrite").stdout.count("imported\n") == 3
+
+
+def test_a_store_that_an_import_makes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name where no store is above is that of a store: the current folder becomes none."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.ones(3)}, "base.safetensors")
+    dry = invoke("import", "base.safetensors", "models", "--dry-run").stdout.splitlines()
+    assert dry[0] == f"{tmp_path}/models would become a new store"
+    made = document("import", "base.safetensors", "models", "--dry-run")
+    assert (made["made_store"], made["name"], made["commit"]) == (True, "base", None)
+    lines = invoke("import", "base.safetensors", "models").stdout.splitlines()
+    assert lines[0] == f"{tmp_path}/models is a new store"
+    assert lines[1].startswith("models/base: 1 tensor ")
+    assert {p.name for p in tmp_path.iterdir()} == {"base.safetensors", "models"}
+    # The path of a store is read as such also where it is there, and it is told only once.
+    save_file({"w": torch.ones(4)}, "v2.safetensors")
+    lines = invoke("import", "v2.safetensors", "./models").stdout.splitlines()
+    assert lines[0].startswith("./models/v2: ")
+    assert document("import", "v2.safetensors", "models/v3")["made_store"] is False
+    # In a store a name is one of its snapshots; a folder that is named becomes the store.
+    monkeypatch.chdir("models")
+    invoke("import", "../v2.safetensors", "v4")
+    assert [s.name for s in Store(".").snapshots()] == ["base", "v2", "v3", "v4"]
+    sources = ("../base.safetensors", "../v2.safetensors", "memory://told/models/")
+    output = invoke("import", *sources, "--dry-run").stdout
+    assert output.count("would become a new store") == 1
+    assert invoke("import", *sources).stdout.count("is a new store") == 1
+    lines = invoke("import", "../v2.safetensors", "../run/step_1").stdout.splitlines()
+    assert lines[0] == f"{tmp_path}/run is a new store"
 
 
 def test_what_cannot_be_imported_is_named_before_any_is_imported(tmp_path: Path) -> None:
