@@ -289,8 +289,9 @@ class Snapshot:
             storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
                 Each rank uses its own.
             store: A store or its URI. ``path`` is then the name in this store.
-            metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. The
-                metadata of rank 0 count.
+            metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. NumPy's
+                scalars, and tensors without a dimension, become plain numbers. The metadata of rank
+                0 count.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             allow_pickle: Store values that have no safe encoding by pickle. To restore them,
                 ``allow_pickle=True`` is needed again.

@@ -45,7 +45,10 @@ def whole_number(value: object) -> int | None:
 
     A bool is none: who passes one means something else.
     """
-    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    # NumPy registers its spans of time as integers, too; they are none.
+    return int(value) if hasattr(value, "__index__") else None
 
 
 def is_number(value: object) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 
 from casnap.errors import StateError
 from casnap.format.records import MAX_METADATA_BYTES
@@ -18,8 +20,9 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a user's metadata, made of plain JSON types.
 
     Raises:
-        StateError: It holds something that JSON cannot (NaN and the infinities are allowed), or
-            takes more than 64 KiB.
+        StateError: It holds something that JSON cannot (NaN and the infinities are allowed, and
+            NumPy's scalars and tensors without a dimension become plain numbers), or takes more
+            than 64 KiB.
     """
     if not isinstance(metadata, Mapping):
         raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")
@@ -47,6 +50,7 @@ def _checked_key(key: object, position: str) -> str:
 def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
     if depth > _METADATA_DEPTH:
         raise StateError(f"metadata is nested deeper than {_METADATA_DEPTH} levels")
+    value = _without_numpy_and_torch(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -66,3 +70,19 @@ def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
         f"{position} holds what JSON cannot: {value!r:.80} ({type(value).__qualname__}); convert "
         "it, or put it into the app state, in a StateDict"
     )
+
+
+def _without_numpy_and_torch(value: Any) -> Any:
+    """Return the plain value of a scalar of NumPy, or of an array or tensor without a dimension.
+
+    Any other value is returned as it is. Parts of a tensor on several ranks are none: to ask for
+    their value may need all ranks.
+    """
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]
+    if isinstance(value, np.floating):
+        return float(value)  # the item of a long double is one again
+    if isinstance(value, np.generic) and value.dtype.kind not in "mM":
+        return value.item()
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return value.item() if is_plain and not value.ndim and not value.is_meta else value

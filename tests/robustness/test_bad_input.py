@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -347,6 +349,12 @@ def test_unknown_objects_and_the_way_out(base: Path) -> None:
         {"a": [{"b": {1, 2}}]},
         {"a": b"bytes"},
         {"a": torch.ones(2)},
+        {"a": np.ones(1)},
+        {"a": torch.ones((), device="meta")},
+        {"a": np.datetime64(0, "ns")},
+        {"a": np.timedelta64(1, "s")},
+        {"a": np.bytes_(b"bytes")},
+        {"a": np.complex64(1)},
         {"a": Plain()},
         {"a": 1 << 64},
         {"a": 1j},
@@ -385,6 +393,38 @@ def test_metadata_is_that_of_the_call(base: Path) -> None:
     text = "x" * ((64 << 10) - len('{"a":""}'))
     Store(base).take(TINY, "y", metadata={"a": text})
     assert Store(base)["y"].metadata.user == {"a": text}
+
+
+def test_metadata_of_numpy_and_torch(base: Path) -> None:
+    """A loss is given as it comes: each becomes the number that it is."""
+    given = {
+        "floats": [np.float16(1.5), np.float32(0.1), np.float64(0.1), np.longdouble(2.5)],
+        "others": (np.int8(-3), np.uint64((1 << 64) - 1), np.bool_(True), np.str_("a")),
+        "arrays": [np.array(2.5, np.float32), np.array(7), np.array(np.nan)],
+        "tensors": {
+            "loss": torch.tensor(0.1, requires_grad=True) * 1,
+            "step": torch.tensor(7),
+            "best": torch.tensor(True),
+            "scale": torch.nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16)),
+        },
+    }
+    kept = Store(base).take(TINY, "x", metadata=given).metadata.user
+    assert math.isnan(kept["arrays"].pop())
+    loss = float(np.float32(0.1))
+    assert kept == {
+        "floats": [1.5, loss, 0.1, 2.5],
+        "others": [-3, (1 << 64) - 1, True, "a"],
+        "arrays": [2.5, 7],
+        "tensors": {"loss": loss, "step": 7, "best": True, "scale": 0.5},
+    }
+    assert [type(value) for value in kept["others"]] == [int, int, bool, str]
+    assert kept["tensors"]["best"] is True
+    # A retention knows the metric, too.
+    for step, value in ((1, 0.5), (2, 0.1), (3, 0.3)):
+        keep = Retention(keep_best=("loss", 1))
+        metadata = {"loss": torch.tensor(value)}
+        Store(base).take(TINY, f"best/{step}", metadata=metadata, retention=keep)
+    assert [s.name for s in Store(base).snapshots("best")] == ["best/2", "best/3"]
 
 
 def test_a_path_that_is_not_there(base: Path) -> None:
