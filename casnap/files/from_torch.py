@@ -91,5 +91,5 @@ def load_torch(path: Path) -> Any:
             f"{path} is not read: {reason:.300}. casnap runs no code of a file, so it takes what "
             "torch.load(weights_only=True) reads; if you trust the file, load it with "
             "weights_only=False on a machine where it may run code, and save its tensors and plain "
-            "values anew"
+            "values anew, such as vars() of an argparse.Namespace"
         ) from e

@@ -175,7 +175,7 @@ class Loading:
         self._items.append(_Item(path, entry, content, parts))
 
     def load_values(
-        self, fetch: Fetch | None = None, *, allow_pickle: bool = False
+        self, fetch: Fetch | None = None, *, allow_pickle: bool | None = None
     ) -> dict[str, Any]:
         """Read what is no tensor, and return it decoded, for :func:`casnap.state.flatten.inflate`.
 

@@ -37,12 +37,14 @@ from casnap.state.tensors import (
     ORDINARY_TYPES,
     Leaf,
     NoValuesError,
+    TensorSubclassError,
     assemble,
     describe,
     is_fillable,
 )
 from casnap.state.values import (
     DECODE_ERRORS,
+    PICKLE_ADVICE,
     PLAIN_BY_TYPE,
     PLAIN_TYPES,
     decode_value,
@@ -103,13 +105,14 @@ def _check_nesting(path: str, value: object, ancestors: set[int]) -> None:
         )
 
 
-def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Leaf]:
+def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Iterator[Leaf]:
     """Yield the leaves of a state: each container, then its elements.
 
     Args:
         value: Tensors, numpy arrays, plain values and containers of those.
         path: Its path; the paths of all leaves begin with it.
-        allow_pickle: Whether to pickle values that have no safe encoding.
+        allow_pickle: Whether to pickle values that have no safe encoding. None: the caller has no
+            such option, so no error advises it.
 
     Raises:
         UnsupportedTypeError: A value that cannot be stored; the message names its path.
@@ -148,7 +151,7 @@ def _container_leaf(path: str, node: Opened) -> Leaf:
     return Leaf(path, ContainerEntry(_payload(spec), node.kind, len(node.children)), spec)
 
 
-def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
+def _value_leaf(path: str, value: object, allow_pickle: bool | None) -> Leaf:
     return _leaf_of(path, *encode_value(path, value, allow_pickle=allow_pickle))
 
 
@@ -160,12 +163,14 @@ def _payload(data: bytes) -> Payload:
     return Payload(len(data), data if len(data) <= INLINE_BYTES else b"")
 
 
-def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
+def _array_leaf(path: str, value: object, allow_pickle: bool | None) -> Leaf:
     try:
         return describe(path, value)
     except NoValuesError:
         raise
-    except UnsupportedTypeError:
+    except UnsupportedTypeError as e:
+        if allow_pickle is False and isinstance(e, TensorSubclassError):
+            raise UnsupportedTypeError(f"{e}{PICKLE_ADVICE}") from e
         if not allow_pickle:
             raise
     return _value_leaf(path, value, allow_pickle)
@@ -231,7 +236,7 @@ def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield child_path, decode_one(leaf)
 
 
-def decode(leaves: Iterable[Leaf], *, allow_pickle: bool) -> dict[str, Any]:
+def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, Any]:
     """Return values and containers decoded, by path. Then :func:`inflate` needs only tensors.
 
     Raises:
@@ -242,7 +247,7 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool) -> dict[str, Any]:
     return {leaf.path: decode_one(leaf, allow_pickle=allow_pickle) for leaf in leaves}
 
 
-def decode_one(leaf: Leaf, *, allow_pickle: bool = False) -> Any:
+def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
     """Return the value of a leaf that is no tensor; of a container, what builds it.
 
     Raises:
@@ -285,7 +290,7 @@ def inflate(
     path: str,
     leaves: Mapping[str, Leaf],
     *,
-    allow_pickle: bool = False,
+    allow_pickle: bool | None = None,
     known: Known | None = None,
     skipped: Collection[str] = (),
 ) -> Any:
@@ -294,7 +299,8 @@ def inflate(
     Args:
         path: The path of the state.
         leaves: The leaves by path; other paths are ignored.
-        allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
+        allow_pickle: Whether to unpickle pickled values. Only for a trusted store. None as for
+            :func:`flatten`.
         known: What there are no leaves for.
         skipped: Paths of elements of dicts that are left out.
 

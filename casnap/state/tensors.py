@@ -202,6 +202,10 @@ class NoValuesError(UnsupportedTypeError):
     """A tensor holds no values, so nothing can be stored, not even by pickle."""
 
 
+class TensorSubclassError(UnsupportedTypeError):
+    """A tensor is of a class that has no safe encoding."""
+
+
 def _no_values(path: str, value: torch.Tensor) -> NoValuesError:
     if value.is_meta:
         return NoValuesError(
@@ -257,10 +261,8 @@ def _describe_other(path: str, value: object) -> Leaf:
     if isinstance(value, torch.Tensor) and value.is_nested:
         reason = "cannot be stored; store the list of value.unbind()"
     elif isinstance(value, torch.Tensor):
-        reason = (
-            "is a tensor subclass and cannot be stored; store the plain tensors that it wraps, or "
-            "pass allow_pickle=True, here and when it is read"
-        )
+        reason = "is a tensor subclass and cannot be stored; store the plain tensors that it wraps"
+        raise TensorSubclassError(f"{path}: {name} {reason}")
     else:
         reason = "is neither a tensor nor of numpy"
     raise UnsupportedTypeError(f"{path}: {name} {reason}")

@@ -281,7 +281,7 @@ _BY_KIND = {codec.kind: codec for codec in _CODECS}
 _KEY_KINDS = {"none", "bool", "int", "float", "complex", "str", "bytes", "dtype"}
 
 
-def encode_value(path: str, value: object, *, allow_pickle: bool) -> tuple[str, bytes]:
+def encode_value(path: str, value: object, *, allow_pickle: bool | None) -> tuple[str, bytes]:
     """Return the kind and the bytes of a value.
 
     Raises:
@@ -299,7 +299,7 @@ def encode_value(path: str, value: object, *, allow_pickle: bool) -> tuple[str, 
     return encode_object(path, value, allow_pickle)
 
 
-def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = False) -> object:
+def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool | None = None) -> object:
     """Return the value that was encoded.
 
     Raises:
@@ -324,16 +324,23 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
         raise DamagedError(f"{path} is not a valid {kind}: {e}", (path,)) from e
 
 
-def check_pickle_allowed(path: str, kind: str) -> None:
+def check_pickle_allowed(path: str, kind: str, *, is_option: bool = True) -> None:
     """Check that a value can be read without ``allow_pickle``, as far as its kind tells.
+
+    Args:
+        path: The path of the value.
+        kind: Its kind.
+        is_option: Whether the caller could have allowed it.
 
     Raises:
         UnsupportedTypeError: It was pickled.
     """
     if kind == "pickle":
+        way = "pass allow_pickle=True here too"
+        other_way = f"read_object({path!r}, allow_pickle=True) reads it; leave it out here"
         raise UnsupportedTypeError(
             f"{path} was stored with allow_pickle=True; if you trust the author of this "
-            "snapshot, pass allow_pickle=True here too"
+            f"snapshot, {way if is_option else other_way}"
         )
 
 
@@ -387,7 +394,10 @@ def _decode_enum(path: str, data: bytes) -> object:
 # --- anything else ----------------------------------------------------------------------------
 
 
-def encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, bytes]:
+PICKLE_ADVICE = ", or pass allow_pickle=True, here and when it is read"
+
+
+def encode_object(path: str, value: object, allow_pickle: bool | None) -> tuple[str, bytes]:
     """Return the kind and the bytes of a value as ``torch.save`` writes it.
 
     Raises:
@@ -413,8 +423,8 @@ def encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, by
         if is_generator(value):
             advice = "give it a key of its own in the app state, as {'generator': generator}"
         raise UnsupportedTypeError(
-            f"{path}: a value of type {name} has no safe encoding; {advice}, or pass "
-            "allow_pickle=True, here and when it is read"
+            f"{path}: a value of type {name} has no safe encoding; {advice}"
+            f"{PICKLE_ADVICE if allow_pickle is False else ''}"
         ) from e
     if type(again) is not kind:
         raise UnsupportedTypeError(
@@ -435,10 +445,10 @@ def _torch_load(data: bytes, *, weights_only: bool) -> object:
     )
 
 
-def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> object:
+def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool | None) -> object:
     if kind == "pickle":
         if not allow_pickle:
-            check_pickle_allowed(path, kind)
+            check_pickle_allowed(path, kind, is_option=allow_pickle is False)
         try:
             return _torch_load(data, weights_only=False)
         except Exception as e:  # the code of any class may run
@@ -450,9 +460,9 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
         return _load(data if allow_pickle else checked_archive(data))
     except RefusedError as e:
         raise UnsupportedTypeError(
-            f"{path} is not read without permission: {e}; if its class was registered with "
-            "torch.serialization.add_safe_globals, do so here too; if you trust the author of this "
-            "snapshot, pass allow_pickle=True"
+            f"{path} is not read without permission: {e}; if you trust its author, register its "
+            "class first, by torch.serialization.add_safe_globals"
+            f"{', or pass allow_pickle=True' if allow_pickle is False else ''}"
         ) from e
     except Exception as e:  # torch.load raises errors of many types
         reason = str(e).partition("\n")[0]

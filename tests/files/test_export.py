@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import resource
 import zipfile
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from casnap.errors import (
     EntryNotFoundError,
     FileFormatError,
     StorageFullError,
+    UnsupportedTypeError,
 )
 from tests.support.bitwise import assert_same, noise
 from tests.support.mounts import tmpfs
@@ -360,3 +362,19 @@ def test_a_disk_that_is_full(store: Store, tmp_path: Path, kind: str) -> None:
             ):
                 snapshot.export(disk / "out", path="m", format=kind)
             assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.dcp"])
+def test_a_pickled_value_names_what_reads_it(store: Store, tmp_path: Path, name: str) -> None:
+    """An export has no allow_pickle=, so it does not advise it."""
+    state = {"run": StateDict(odd=Odd()), "model": StateDict(w=torch.ones(2))}
+    snapshot = store.take(state, "s", allow_pickle=True)
+    with pytest.raises(UnsupportedTypeError, match="leave it out here") as e:
+        snapshot.export(tmp_path / name)
+    [way] = re.findall(r"read_object\('run/odd', allow_pickle=True\)", str(e.value))
+    assert isinstance(eval(f"snapshot.{way}"), Odd)
+    snapshot.export(tmp_path / name, path="model")
+
+
+class Odd:
+    """A class without a safe encoding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shutil
@@ -207,6 +208,27 @@ def test_a_checkpoint_of_dcp(store: Store, tmp_path: Path) -> None:
     assert_same(store["d"].read_object("optim/state"), state["optim"]["state"])
     assert_same(store["d"].read_object("nested"), state["nested"])
     assert store.import_file(tmp_path / "d", "k", key="all").keys == ["all"]
+
+
+def test_a_namespace_in_an_old_file(store: Store, tmp_path: Path) -> None:
+    """Many training scripts saved their arguments so: each way that an error names works."""
+    args = argparse.Namespace(lr=0.1, layers=[1, 2])
+    state = {"model": {"w": torch.randn(9)}, "args": args}
+    torch.save(state, tmp_path / "old.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    for file in ("old.pt", "old"):
+        with pytest.raises(FileFormatError, match=r"an argparse\.Namespace") as e:
+            store.import_file(tmp_path / file, "v1")
+        assert "allow_pickle" not in str(e.value)
+        assert ("such as vars()" if file == "old.pt" else "add_safe_globals") in str(e.value)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            store.import_file(tmp_path / file, file)
+            assert store[file].read_object("args") == args
+    trusted = torch.load(tmp_path / "old.pt", weights_only=False)
+    torch.save({**trusted, "args": vars(trusted["args"])}, tmp_path / "new.pt")
+    store.import_file(tmp_path / "new.pt", "v2")
+    assert store["v2"].read_object("args") == vars(args)
+    assert torch.equal(store["v2"].read_object("model/w"), state["model"]["w"])
 
 
 def test_a_dry_run_changes_nothing(store: Store, tmp_path: Path) -> None:

@@ -53,13 +53,18 @@ class Unwritable:
 )
 def test_objects_need_permission(value):
     with pytest.raises(UnsupportedTypeError, match=r"m/deep/0: .*") as e:
+        list(flatten({"deep": [value]}, "m", allow_pickle=False))
+    # Who has no such option is not told of it.
+    with pytest.raises(UnsupportedTypeError, match=r"m/deep/0: (?!.*allow_pickle)"):
         list(flatten({"deep": [value]}, "m"))
     if not isinstance(value, np.ndarray):
         assert "allow_pickle=True" in str(e.value)
         assert type(value).__qualname__ in str(e.value)
     leaves = leaves_of({"deep": [value]}, allow_pickle=True)
     assert leaves["m/deep/0"].entry.kind == "pickle"
-    with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+    with pytest.raises(UnsupportedTypeError, match="pass allow_pickle=True here too"):
+        inflate("m", leaves, allow_pickle=False)
+    with pytest.raises(UnsupportedTypeError, match=r"read_object\('m/deep/0', allow_pickle=True\)"):
         inflate("m", leaves)
     again = inflate("m", leaves, allow_pickle=True)["deep"][0]
     assert type(again) is type(value)
