@@ -38,7 +38,7 @@ class SnapshotFacts:
         name: Its name in the store.
         time: When it was taken, in seconds since the epoch.
         seconds: How long the take took.
-        entries: The leaves of its state.
+        entries: How many entries its state has.
         logical_bytes: The bytes of its state.
         new_bytes: What its take added to the store.
         stored_bytes: All that it refers to.

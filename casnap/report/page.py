@@ -122,7 +122,7 @@ def _run(run: Run) -> Markup:
     ]
     if run.changes.snapshots:
         oldest, newest = run.changes.snapshots[0], run.changes.snapshots[-1]
-        caption = f"{oldest} to {newest}, of what the last one holds; the rest of that stayed equal"
+        caption = f"{_span(oldest, newest)}, of what {newest} holds; the rest of that stayed equal"
         sections += [
             element("h3", text("What changed: the share of each module, against the one before")),
             element("p", text(caption), class_="faint"),
@@ -139,7 +139,11 @@ def _run(run: Run) -> Markup:
 def _summary(snapshots: Sequence[SnapshotFacts]) -> str:
     oldest, newest = snapshots[0], snapshots[-1]
     count = f"{len(snapshots):,} snapshot{'s' * (len(snapshots) > 1)}"
-    return f"{count}, {_moment(oldest.time)} to {_moment(newest.time)}"
+    return f"{count}, {_span(_moment(oldest.time), _moment(newest.time))}"
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
 
 
 def _metrics(names: Sequence[str], snapshots: Sequence[SnapshotFacts]) -> list[Markup]:
@@ -176,8 +180,8 @@ def _comparison(runs: Sequence[Run]) -> list[Markup]:
 
 
 def _table(snapshots: Sequence[SnapshotFacts]) -> Markup:
-    titles = ["Snapshot", "Taken", "State", "New", "Unique", "Leaves", "Seconds", "Kept for"]
-    numbers = {"State", "New", "Unique", "Leaves", "Seconds"}
+    titles = ["Snapshot", "Taken", "State", "New", "Unique", "Entries", "Seconds", "Kept for"]
+    numbers = {"State", "New", "Unique", "Entries", "Seconds"}
     header = joined(_cell("th", title, is_number=title in numbers) for title in titles)
     rows = [element("tr", header)]
     for snapshot in reversed(snapshots[-_MOST_LISTED:]):

@@ -80,6 +80,9 @@ def test_it_shows_each_run(folder: Path) -> None:
     assert not any("model.bias changed" in text for text in page.texts)
     # The sizes of the last snapshot.
     assert f"weight: {size(6 * CHUNK)}" in page.texts
+    assert "Entries" in page.texts
+    [span] = [t for t in page.texts if t.endswith("; the rest of that stayed equal")]
+    assert span.startswith("run1/step_1 to run1/step_2, of what run1/step_2 holds")
 
 
 def test_runs_with_a_metric_share_a_chart(tmp_path: Path) -> None:
@@ -98,7 +101,13 @@ def test_runs_with_a_metric_share_a_chart(tmp_path: Path) -> None:
     store.take({"model": StateDict(other=1)}, "a/step_3", metadata={"loss": 0.1})
     page = made(tmp_path / "store")
     assert "loss of each run, over the number of the snapshot" in page.texts
-    assert any("of what the last one holds" in text for text in page.texts)
+    # One snapshot with one before it is no range, nor is the time of one alone.
+    changes = [t.partition(";")[0] for t in page.texts if t.endswith("that stayed equal")]
+    assert "a/step_1 to a/step_3, of what a/step_3 holds" in changes
+    page = made(tmp_path / "store", "--last", 1)
+    changes = [t.partition(";")[0] for t in page.texts if t.endswith("that stayed equal")]
+    assert "a/step_3, of what a/step_3 holds" in changes
+    assert any(re.fullmatch(r"1 snapshot, \d{4}-\d\d-\d\d \d\d:\d\d", t) for t in page.texts)
 
 
 def test_the_same_for_programs(folder: Path, tmp_path: Path) -> None:
