@@ -23,7 +23,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from casnap.errors import PLACE_ERRORS, CasnapError
+from casnap.errors import PLACE_ERRORS, CasnapError, with_article
 from casnap.integrations.sglang import publish_version
 from casnap.runtime.typing import override
 from casnap.serving.folder import is_in_place, name_of
@@ -696,9 +696,9 @@ def _check_answer(answer: object) -> None:
     if iscoroutine(answer):
         answer.close()
     raise _OtherEngineError(
-        "collective_rpc of vLLM returns a list, with the answer of each worker. It has returned a "
-        f"{type(answer).__name__}, so perhaps nothing was loaded. An engine whose calls must be "
-        "awaited needs reload_vllm_async"
+        "collective_rpc of vLLM returns a list, with the answer of each worker. It has returned "
+        f"{with_article(type(answer).__name__)}, so perhaps nothing was loaded. An engine "
+        "whose calls must be awaited needs reload_vllm_async"
     )
 
 

@@ -724,6 +724,14 @@ class Lazy:
         raise AssertionError
 
 
+class Counting(Lazy):
+    """An engine that answers how many workers it has."""
+
+    @override
+    def collective_rpc(self, *args: Any, **options: Any) -> Any:
+        return 1
+
+
 def test_an_engine_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="AsyncEngine there is reload_vllm_async"):
         reload_vllm(AsyncEngine(Engine()))
@@ -735,6 +743,8 @@ def test_an_engine_of_another_kind_is_refused(tmp_path: Path) -> None:
         reload_vllm(object())
     with pytest.raises(TypeError, match="a coroutine, so perhaps nothing was loaded"):
         reload_vllm(Lazy())(tmp_path, [])
+    with pytest.raises(TypeError, match="an int, so perhaps nothing was loaded"):
+        reload_vllm(Counting())(tmp_path, [])
     with pytest.raises(TypeError, match="Engine there is reload_vllm\\(llm"):
         reload_vllm_async(Engine())
     with pytest.raises(TypeError, match="no event loop runs here"):
