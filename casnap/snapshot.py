@@ -296,7 +296,7 @@ class Snapshot:
             allow_pickle: Store values that have no safe encoding by pickle. To restore them,
                 ``allow_pickle=True`` is needed again.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
-            retention: In the same commit, forget the snapshots of the same folder that these rules
+            retention: In the same commit, delete the snapshots of the same folder that these rules
                 do not keep, but never this one. If they cannot be judged, a warning is logged.
             per_rank: Globs of paths whose values belong to their rank even if they are equal: the
                 state of a data loader, for example. :class:`RNGState` needs no glob.

@@ -412,11 +412,11 @@ class Store:
         mirror.wait(seconds, timeout)
 
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
-        """Forget a snapshot, tagged or not. Garbage collection frees its bytes.
+        """Delete a snapshot, tagged or not. Garbage collection frees its bytes.
 
         Args:
             name: The snapshot's name.
-            commit_id: Forget the snapshot only if it has this commit id.
+            commit_id: Delete the snapshot only if it has this commit id.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
@@ -797,7 +797,7 @@ class Store:
     def prune(
         self, retention: casnap.Retention, *, prefix: str | None = None, dry_run: bool = False
     ) -> casnap.PruneReport:
-        """Forget the snapshots that no rule keeps, all in one commit.
+        """Delete the snapshots that no rule keeps, all in one commit.
 
         The rules are applied to each run, that is each folder of snapshots, on its own. They are
         applied to the table that the commit changes, so they see the tags, takes and overwrites of
@@ -806,7 +806,7 @@ class Store:
         Args:
             retention: The rules.
             prefix: Prune only the runs in and below this folder.
-            dry_run: Only report what would be forgotten.
+            dry_run: Only report what would be deleted.
 
         Returns:
             For each snapshot whether it is kept, and by which rules.
@@ -854,17 +854,17 @@ class Store:
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
     ) -> casnap.PruneReport:
-        """Forget the snapshots whose folders were deleted, as trainers do; all in one commit.
+        """Delete the snapshots whose folders were deleted, as trainers do; all in one commit.
 
         A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. One whose
-        folder is gone is forgotten. Kept are those that are tagged, copied from another store, or
+        folder is gone is deleted. Kept are those that are tagged, copied from another store, or
         not mirrored yet; those whose folder was renamed within the folder of the run; and all of a
         run if no marker of its snapshots stands there any more. Snapshots that were taken without
         markers, and a backup that was restored without them, look deleted: look at a dry run first.
 
         Args:
             prefix: Only the runs in and below this folder.
-            dry_run: Only report what would be forgotten.
+            dry_run: Only report what would be deleted.
 
         Returns:
             For each snapshot whether it is kept, and why.

@@ -45,7 +45,7 @@ COMMANDS = {
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "rewind": ("casnap.cli.rewind", "Have a run go back to a snapshot, and go on from there."),
     "tag": ("casnap.cli.tag", "Add tags to a snapshot, remove them, or move them."),
-    "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
+    "prune": ("casnap.cli.prune", "Delete the snapshots that no rule keeps."),
     "thin": ("casnap.cli.thin", "Have older snapshots lose what only a resume needs."),
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),

@@ -71,11 +71,11 @@ def _best_rule(text: str) -> tuple[str, int, str]:
 @click.option(
     "--missing-folders",
     is_flag=True,
-    help="Forget snapshots whose folders were deleted, instead of applying rules.",
+    help="Delete snapshots whose folders were deleted, instead of applying rules.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
-@click.option("--dry-run", is_flag=True, help="Only show what would be forgotten.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @writing_options
 def prune(
@@ -92,13 +92,13 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Forget the snapshots that no rule keeps.
+    """Delete the snapshots that no rule keeps.
 
     A snapshot stays if any rule keeps it, if it has a tag, or if it is not mirrored yet. The rules
     apply to each run, that is each folder of snapshots, on its own. Then the command begins to free
     the bytes, as `casnap rm` does; --gc collects them as `casnap gc` does.
 
-    --missing-folders forgets each snapshot whose folder a trainer has deleted, in each run that has
+    --missing-folders deletes each snapshot whose folder a trainer has deleted, in each run that has
     a marker left.
     """
     rules = {
@@ -114,10 +114,10 @@ def prune(
     if collect:
         check_allowed(repository_of(place), options)
     _check_folder(place, prefix)
-    forget = place.prune_missing_folders if retention is None else partial(place.prune, retention)
+    prunes = place.prune_missing_folders if retention is None else partial(place.prune, retention)
     if not (dry_run or yes):
-        _ask(forget(prefix=prefix, dry_run=True))
-    report = forget(prefix=prefix, dry_run=dry_run)
+        _ask(prunes(prefix=prefix, dry_run=True))
+    report = prunes(prefix=prefix, dry_run=dry_run)
     document = {**store_fields(place), **_facts_of(place, report)}
     if prefix:
         document["prefix"] = view_of(place).full_of(prefix.strip("/"))
@@ -126,7 +126,7 @@ def prune(
     try:
         garbage = _collect_after(report, place, options) if collect else None
     except (CasnapError, OSError, KeyboardInterrupt) as e:
-        # The snapshots are forgotten already, so print that in JSON too.
+        # The snapshots are deleted already, so print that in JSON too.
         if as_json:
             emit({**document, "error": str(e) or "interrupted"})
         raise
@@ -146,7 +146,7 @@ def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | N
     if all(rule in (None, ()) for rule in rules.values()):
         options = ", ".join(f"--{rule.replace('_', '-')}" for rule in rules)
         raise click.UsageError(
-            f"without a rule everything would be forgotten; give at least one of {options}, or "
+            f"without a rule everything would be deleted; give at least one of {options}, or "
             "--missing-folders"
         )
     try:
@@ -164,15 +164,15 @@ def _check_grace(*, collect: bool) -> None:
 
 def _collect_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
     if options.dry_run:
-        names = frozenset(view_of(place).full_of(verdict.name) for verdict in report.forgotten)
-        options = replace(options, forgotten=names)
+        names = frozenset(view_of(place).full_of(verdict.name) for verdict in report.deleted)
+        options = replace(options, deleted=names)
     return collect_garbage(place, options)
 
 
 def _show_garbage(place: Store, report: PruneReport, garbage: GcReport | None) -> None:
     if garbage is not None:
         show(place, garbage)
-    elif report.forgotten and not report.dry_run:
+    elif report.deleted and not report.dry_run:
         show_what_waits(place)
 
 
@@ -185,12 +185,12 @@ def _check_folder(place: Store, prefix: str | None) -> None:
 
 
 def _ask(plan: PruneReport) -> None:
-    if plan.forgotten:
+    if plan.deleted:
         lines = [
             f"{verdict.name}  {summary(verdict.row.metadata, verdict.row.tags)}".rstrip()
-            for verdict in plan.forgotten
+            for verdict in plan.deleted
         ]
-        confirm(f"Forget {amount(len(lines), 'snapshot')}?", "--yes, or --dry-run to look", lines)
+        confirm(f"Delete {amount(len(lines), 'snapshot')}?", "--yes, or --dry-run to look", lines)
 
 
 def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
@@ -218,7 +218,7 @@ def _show(report: PruneReport) -> None:
         (
             v.name,
             moment(v.row.time),
-            "; ".join(v.reasons) or "- forgotten",
+            "; ".join(v.reasons) or "- deleted",
             summary(v.row.metadata, v.row.tags),
         )
         for v in report.verdicts
@@ -226,5 +226,5 @@ def _show(report: PruneReport) -> None:
     if rows:
         table(("NAME", "TIME", "KEEP", "METADATA"), rows, numbers=set())
     would = "would be " if report.dry_run else ""
-    count_text = f"{amount(len(report.forgotten), 'snapshot')} {would}forgotten"
+    count_text = f"{amount(len(report.deleted), 'snapshot')} {would}deleted"
     say(f"{count_text}, {len(report.kept):,} kept")

@@ -63,13 +63,13 @@ def save_state(
     random states, the step, and what was registered for checkpointing. The keys are ``model``,
     ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP.
     Snapshots beside it whose folders this process has seen and are gone, as by ``shutil.rmtree``,
-    are forgotten first.
+    are deleted first.
 
     Args:
         accelerator: The Accelerator.
         output_dir: The path of the snapshot; it replaces one of that name. With
             ``automatic_checkpoint_naming`` it is ``checkpoint_<n>`` below ``checkpoints`` of the
-            project; the oldest beyond ``total_limit`` are forgotten when the new one is there.
+            project; the oldest beyond ``total_limit`` are deleted when the new one is there.
         allow_pickle: Store values that have no safe encoding by pickle.
 
     Raises:

@@ -89,7 +89,7 @@ def save_checkpoint(
         client_state: Values of rank 0 that :func:`load_checkpoint` gives back.
         exclude_frozen_parameters: Leave out the parameters that are not trained.
         allow_pickle: Store values that have no safe encoding by pickle.
-        retention: Afterwards, forget the snapshots of ``save_dir`` that these rules do not keep.
+        retention: Afterwards, delete the snapshots of ``save_dir`` that these rules do not keep.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
     Raises:

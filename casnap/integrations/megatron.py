@@ -92,7 +92,7 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). The
     metadata has the ``step`` that the common state counts under this name, ``global_step`` or
     ``iteration``. A checkpoint of the same folder is replaced when the new one is whole, and one
-    whose folder was deleted is forgotten by the next save beside it.
+    whose folder was deleted is deleted by the next save beside it.
 
     Args:
         allow_pickle: Store objects that have no safe encoding by pickle.

@@ -116,7 +116,7 @@ class RunFolder:
             text = (
                 "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
             )
-            _log.warning(text, uri, count, f"`casnap prune {uri} --missing-folders` forgets these")
+            _log.warning(text, uri, count, f"`casnap prune {uri} --missing-folders` deletes these")
 
 
 # Several threads may save at once.

@@ -73,7 +73,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
         Attributes:
             allow_pickle: Store values that have no safe encoding by pickle, and load them.
-            retention: After each save, forget the snapshots of the same folder that these rules do
+            retention: After each save, delete the snapshots of the same folder that these rules do
                 not keep.
         """
 

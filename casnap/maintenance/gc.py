@@ -52,7 +52,7 @@ class GcOptions:
         repack: Of packs with less than this share needed, copy the needed part to a new pack.
         dry_run: Only report what would be done.
         exclusive: No other process writes to the store.
-        forgotten: For a dry run: full names of snapshots to treat as deleted.
+        deleted: For a dry run: full names of snapshots to treat as deleted.
         condemned_until: Free what was condemned up to the root of this number, instead of what was
             condemned before the grace.
         recode_after: Recode all but so many of the newest snapshots of each folder, if the store is
@@ -63,7 +63,7 @@ class GcOptions:
     repack: float = 0.5
     dry_run: bool = False
     exclusive: bool = False
-    forgotten: frozenset[str] = frozenset()
+    deleted: frozenset[str] = frozenset()
     condemned_until: int | None = None
     recode_after: int | None = None
 
@@ -74,7 +74,7 @@ class GcOptions:
         object.__setattr__(
             self, "recode_after", count_if_given("recode_after", self.recode_after, least=0)
         )
-        if self.forgotten and not self.dry_run:
+        if self.deleted and not self.dry_run:
             raise ValueError("only a dry run takes snapshots for deleted that are not")
 
 
@@ -82,9 +82,11 @@ class GcOptions:
 class GcReport:
     """What a collection did, or with ``dry_run`` would do.
 
-    A dry run plans as any other run does. What it cannot know: which forms are smaller of chunks
-    that would be recoded, what the copies add to the index, and files of writers that died in
-    ``tmp/``.
+    A dry run plans as any other run does. It cannot know which forms are smaller of chunks that
+    would be recoded, nor files of writers that died in ``tmp/``. Where packs would be copied, it
+    counts as copied all that is needed of them, also what another pack has; and it knows neither
+    the roots that the copies put, so ``fence`` may be a later one, nor what they add to the index,
+    so ``freed_bytes`` may be more.
 
     Attributes:
         dry_run: Whether nothing was changed.
@@ -331,7 +333,7 @@ class _Collector:
             self._lacks_space = isinstance(error, StorageFullError)
 
         def recode_at(root: Root) -> Recoding:
-            todo = plan_recoding(self._store, root, after, self._options.forgotten)
+            todo = plan_recoding(self._store, root, after, self._options.deleted)
             if self._options.dry_run:
                 return Recoding(len(todo.snapshots))
             return recode(self._store, todo, self._progress)
@@ -434,7 +436,7 @@ class _Collector:
             self._counts.clear()
         # Otherwise the root names no abandoned copies; those that it names are needed.
         root = without_abandoned(view.root) if self._options.dry_run else view.root
-        return WholeMarks(self._store, root, self._progress, self._options.forgotten, self._counts)
+        return WholeMarks(self._store, root, self._progress, self._options.deleted, self._counts)
 
     def _check_missing(self, marks: Marks) -> None:
         unknown = marks.missing.difference(split_digests(marks.root.lost))

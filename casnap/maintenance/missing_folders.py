@@ -1,4 +1,4 @@
-"""Snapshots whose folders were deleted, as trainers forget their checkpoints.
+"""Snapshots whose folders were deleted, as trainers rotate their checkpoints.
 
 A snapshot on a disk has a folder of its own, with a marker in it. A snapshot is missing if its
 folder is gone, and the marker of another snapshot of its run stands: so the run had markers.
@@ -91,18 +91,18 @@ class MissingFoldersChange(PruneChange):
 def prune_missing_folders(
     store: Repository, folder: str, on_release: OnRelease, *, dry_run: bool = False
 ) -> PruneReport:
-    """Forget the snapshots in a folder whose own folders were deleted, in one commit.
+    """Delete the snapshots in a folder whose own folders were deleted, in one commit.
 
     Args:
         store: The store.
         folder: Where the runs are; "" for the whole store.
         on_release: As it says.
-        dry_run: Only report what would be forgotten.
+        dry_run: Only report what would be deleted.
 
     Raises:
         StoreError: The store is not in a folder of this machine.
     """
     report = prune(store, MissingFoldersChange(store, folder), dry_run=dry_run)
     if not dry_run:
-        on_release([verdict.row for verdict in report.forgotten])
+        on_release([verdict.row for verdict in report.deleted])
     return report

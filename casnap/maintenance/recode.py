@@ -74,7 +74,7 @@ class RecodingPlan:
 
 
 def plan_recoding(
-    store: Repository, root: Root, newest: int, forgotten: Collection[str] = ()
+    store: Repository, root: Root, newest: int, deleted: Collection[str] = ()
 ) -> RecodingPlan:
     """Return what is to be recoded; nothing is read but the table.
 
@@ -82,11 +82,11 @@ def plan_recoding(
         store: The store.
         root: Its newest root.
         newest: How many snapshots of each folder stay as they are.
-        forgotten: Names of snapshots to ignore, as if they were deleted.
+        deleted: Names of snapshots to ignore, as if they were deleted.
     """
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
-    snapshots = [each for each in store.table(root).items_in() if each[0] not in forgotten]
+    snapshots = [each for each in store.table(root).items_in() if each[0] not in deleted]
     for run in folders_of(sorted(snapshots, key=lambda each: each[1].seq)):
         older = [Contents(store, *each) for each in run.older(newest)]
         kept += [row for _, row in run.newest(newest)]

@@ -34,7 +34,7 @@ class WholeMarks:
         store: The store.
         root: Its newest root.
         progress: Called with the current phase, how much of it is done, and the total.
-        forgotten: Names of snapshots to ignore, as if they were deleted.
+        deleted: Names of snapshots to ignore, as if they were deleted.
         counts: Where to count all references, for later collections.
 
     Raises:
@@ -49,7 +49,7 @@ class WholeMarks:
         store: Repository,
         root: Root,
         progress: Progress,
-        forgotten: Collection[str] = (),
+        deleted: Collection[str] = (),
         counts: ReferenceCounts | None = None,
     ) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class WholeMarks:
         self.count = 0
         self.rescue: set[PackId] = set()
         self.missing: set[bytes] = set()
-        self._forgotten = forgotten
+        self._deleted = deleted
         # To bound memory, the digests of a large index are marked in parts, one after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
         # The bases of all deltas that the root names. A newer root may have again what is nowhere.
@@ -117,10 +117,10 @@ class WholeMarks:
     def _of_forgotten(self) -> set[bytes]:
         """Return what only snapshots to be passed over refer to."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
-        if self._forgotten:
+        if self._deleted:
             rows[False].update(tops_of(self.root))
             for name, row in self._store.table(self.root).items():
-                rows[name in self._forgotten].update(references_of_row(row))
+                rows[name in self._deleted].update(references_of_row(row))
         return rows[True] - rows[False]
 
     def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
@@ -129,7 +129,7 @@ class WholeMarks:
 
     def _walk_below(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield each node that was not seen yet, and what it refers to."""
-        self.snapshots = len(self._store.table(self.root)) - len(self._forgotten)
+        self.snapshots = len(self._store.table(self.root)) - len(self._deleted)
         manifests = 0
         for node, children in walk(self._store, tops_of(self.root), self._seen):
             manifests += node[:1] == MANIFEST

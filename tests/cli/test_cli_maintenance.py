@@ -243,10 +243,10 @@ def test_what_is_forgotten_is_kept_where_a_kept_snapshot_is_the_same(runs: Path)
 
 def test_only_a_dry_run_leaves_snapshots_out() -> None:
     with pytest.raises(ValueError, match="only a dry run"):
-        GcOptions(forgotten=frozenset({"a"}))
+        GcOptions(deleted=frozenset({"a"}))
 
 
-def test_where_gc_fails_it_is_known_what_was_forgotten(runs: Path) -> None:
+def test_where_gc_fails_it_is_known_what_was_deleted(runs: Path) -> None:
     def fail() -> None:
         raise BackendError("on purpose")
 
@@ -258,7 +258,7 @@ def test_where_gc_fails_it_is_known_what_was_forgotten(runs: Path) -> None:
         assert [s["kept"] for s in output["snapshots"]] == [False, False, True, True]
         assert result.stderr == "casnap: on purpose\n"
         result = invoke("prune", runs, "--keep-last", 1, "--gc", "--yes", status=1)
-    assert "1 snapshot forgotten, 1 kept" in result.stdout
+    assert "1 snapshot deleted, 1 kept" in result.stdout
     assert [s.name for s in Store(runs).snapshots()] == ["step_3"]
 
 

@@ -405,7 +405,7 @@ def test_very_many_rows(folder: Path, count: int) -> None:
         assert store.gc(grace=0).snapshots == count + 1
         assert len(store.snapshots()) == count + 1
         assert store.check().snapshots == count + 1
-        assert len(store.prune(Retention(keep_last=10)).forgotten) == count - 10
+        assert len(store.prune(Retention(keep_last=10)).deleted) == count - 10
         assert store.gc(grace=0).snapshots == 11
         good_is_whole(store)
 

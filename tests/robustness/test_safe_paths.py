@@ -480,7 +480,7 @@ def test_a_marker_of_lists_of_lists(path: Path) -> None:
     Store(path).prune(Retention(keep_last=1))
     assert marker(path, "run/step_0").exists()
     assert not marker(path, "run/step_1").exists()
-    assert Store(path).prune_missing_folders().forgotten == []
+    assert Store(path).prune_missing_folders().deleted == []
 
 
 def test_a_umask_that_takes_every_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

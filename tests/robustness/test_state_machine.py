@@ -342,11 +342,11 @@ class StoreMachine(RuleBasedStateMachine):
         gone = self.model.keys() - after.keys()
         reports = []
         foreseen = self.store.prune(retention, prefix=folder, dry_run=True)
-        assert {v.name for v in foreseen.forgotten} == gone
+        assert {v.name for v in foreseen.deleted} == gone
         if self._do(
             lambda store: reports.append(store.prune(retention, prefix=folder)), after, death
         ):
-            assert {v.name for v in reports[0].forgotten} == gone
+            assert {v.name for v in reports[0].deleted} == gone
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), tag=st.sampled_from(["best", "kept"]), death=DEATHS)

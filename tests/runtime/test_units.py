@@ -72,7 +72,7 @@ def test_a_store_takes_sizes_and_times_in_words(store: Store, tmp_path: Path) ->
     assert Store(tmp_path / "b", chunk_size="64k").make().chunk_size == 64 << 10
     assert store.async_take(STATE, "step_2", max_staging_bytes="1GB").wait().name == "step_2"
     assert Retention(keep_within="7d") == Retention(keep_within=timedelta(days=7))
-    assert store.prune(Retention(keep_within="1.5h")).forgotten == []
+    assert store.prune(Retention(keep_within="1.5h")).deleted == []
     store.delete("step_2")
     assert store.gc(grace="12h").waiting_packs
     assert store.configure(gc="12h")

@@ -239,7 +239,7 @@ def test_the_command(path: Path) -> None:
     assert names(path) == ["step_1", "step_2", "step_3"]
     shutil.rmtree(path / "run/step_1")
     result = invoke("prune", path, "--missing-folders", "--yes", "--gc", "--grace", "0s")
-    assert "1 snapshot forgotten, 2 kept" in result.stdout
+    assert "1 snapshot deleted, 2 kept" in result.stdout
     text = failure("prune", path, "--missing-folders", "--keep-last", "1", "--yes", status=2)
     assert "--missing-folders takes no rules" in text
     assert "give at least one" in failure("prune", path, "--yes", status=2)

@@ -69,7 +69,7 @@ def test_prune_forgets_all_in_one_commit(path: Path) -> None:
     store = Store(path).make()
     root = store._view.repository.newest()
     report = store.prune(Retention(keep_last=2, keep_every=3))
-    assert [v.name for v in report.forgotten] == ["step_1", "step_2"]
+    assert [v.name for v in report.deleted] == ["step_1", "step_2"]
     assert {v.name: v.reasons for v in report.kept} == {
         "step_0": ("every 3",),
         "step_3": ("every 3",),
@@ -88,10 +88,10 @@ def test_dry_run_and_nothing_to_forget_write_nothing(path: Path) -> None:
     store = Store(path).make()
     report = store.prune(Retention(keep_last=1), dry_run=True)
     assert report.dry_run
-    assert len(report.forgotten) == 5
+    assert len(report.deleted) == 5
     report = store.prune(Retention(keep_last=6))
     assert not report.dry_run
-    assert (len(report.forgotten), len(report.kept)) == (0, 6)
+    assert (len(report.deleted), len(report.kept)) == (0, 6)
     assert files(path) == before
 
 
@@ -101,9 +101,9 @@ def test_prune_of_a_folder_and_of_a_view(tmp_path: Path) -> None:
         for step in range(2):
             store.take(TINY, f"{run}/step_{step}")
     report = store.prune(Retention(keep_last=1), prefix="run1/")
-    assert [v.name for v in report.forgotten] == ["run1/step_0", "run1/sub/step_0"]
+    assert [v.name for v in report.deleted] == ["run1/step_0", "run1/sub/step_0"]
     view = Store(tmp_path / "store/run10").make()
-    assert [v.name for v in view.prune(Retention(keep_last=1)).forgotten] == ["step_0"]
+    assert [v.name for v in view.prune(Retention(keep_last=1)).deleted] == ["step_0"]
     assert not (tmp_path / "store/run10/step_0").exists()
     left = ["run1/step_1", "run10/step_1", "run1/sub/step_1", "other/step_0", "other/step_1"]
     assert [s.name for s in store.snapshots()] == left
@@ -135,7 +135,7 @@ def test_what_is_replaced_or_taken_in_the_meantime_is_judged_anew(path: Path) ->
 def test_what_is_forgotten_in_the_meantime_is_no_error(path: Path) -> None:
     with meanwhile(lambda: Store(path).prune(Retention(keep_last=1))):
         report = Store(path).prune(Retention(keep_last=2))
-    assert report.forgotten == []
+    assert report.deleted == []
     assert names(path) == ["step_5"]
 
 
@@ -264,11 +264,11 @@ def test_prune(own_store: Path) -> None:
     Store(own_store).tag("run1/step_1", "best")
     lines = invoke("prune", own_store, "--keep-last", 1, "--yes").stdout.splitlines()
     assert lines[0].split() == ["NAME", "TIME", "KEEP", "METADATA"]
-    assert "- forgotten" in lines[1]
+    assert "- deleted" in lines[1]
     assert "tagged" in lines[2]
     assert "#best" in lines[2]
     assert "last 1" in lines[3]
-    assert lines[-2] == "1 snapshot forgotten, 3 kept"
+    assert lines[-2] == "1 snapshot deleted, 3 kept"
     assert lines[-1].startswith(f"`casnap gc {own_store} --grace 0` frees the bytes; no process")
     assert names(own_store) == ["run1/step_1", "run1/step_2", "run2/step_0"]
 
@@ -285,7 +285,7 @@ def test_prune_dry_run_as_json(own_store: Path) -> None:
     assert first["reasons"] == []
     assert last["reasons"] == ["best 1 by loss: none of the run has it"]
     text = invoke("prune", own_store, "--keep-last", 1, "--dry-run").stdout
-    assert text.splitlines()[-1] == "2 snapshots would be forgotten, 2 kept"
+    assert text.splitlines()[-1] == "2 snapshots would be deleted, 2 kept"
     assert len(names(own_store)) == 4
 
 
@@ -345,7 +345,7 @@ def test_prune_does_not_go_ahead_unasked(own_store: Path) -> None:
 
 def test_prune_asks_on_a_terminal(own_store: Path) -> None:
     terminal = Terminal("prune", own_store, "--keep-last", 1)
-    asked = terminal.read_until("Forget 2 snapshots?")
+    asked = terminal.read_until("Delete 2 snapshots?")
     assert "run1/step_0" in asked
     assert "run1/step_2" not in asked
     os.write(terminal.master, b"y\n")
@@ -356,7 +356,7 @@ def test_prune_asks_on_a_terminal(own_store: Path) -> None:
 def test_prune_of_an_empty_store(tmp_path: Path) -> None:
     Store(tmp_path / "store").make()
     text = invoke("prune", tmp_path / "store", "--keep-last", 1, "--yes").stdout
-    assert text == "0 snapshots forgotten, 0 kept\n"
+    assert text == "0 snapshots deleted, 0 kept\n"
 
 
 def test_durations() -> None:
@@ -392,7 +392,7 @@ def test_within_goes_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     store.take(TINY, "new")
-    assert [v.name for v in store.prune(Retention(keep_within=600)).forgotten] == ["old"]
+    assert [v.name for v in store.prune(Retention(keep_within=600)).deleted] == ["old"]
 
 
 def test_a_metric_that_no_snapshot_has_is_warned_of_once_a_store(

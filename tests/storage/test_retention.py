@@ -131,8 +131,8 @@ BEST = r"keep_best is \(metric, count\)"
 @pytest.mark.parametrize(
     ("rules", "problem"),
     [
-        ({}, "would forget everything"),
-        ({"keep_best": []}, "would forget everything"),
+        ({}, "would delete everything"),
+        ({"keep_best": []}, "would delete everything"),
         *(({rule: n}, f"{rule} is {COUNT}") for rule in ("keep_last", "keep_every")
           for n in (0, -1, True, 1.5, "3", math.nan)),
         *(({"keep_within": t}, "keep_within is a time") for t in (

@@ -199,7 +199,7 @@ def test_they_stay_while_there_is_room(tmp_path: Path) -> None:
     fill(store, 2, retention=keep)
     assert aside(store) == ["step_4"]
     report = store.prune(Retention(keep_last=2), dry_run=True)
-    assert [v.name.partition("/")[2] for v in report.forgotten] == ["step_4"]
+    assert [v.name.partition("/")[2] for v in report.deleted] == ["step_4"]
 
 
 def test_they_are_no_milestones_of_the_run(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_retention_prunes_and_thins(store: Store) -> None:
     assert [s.name for s in store.snapshots()] == ["run/002", "run/003", "run/004"]
     assert thinned(store) == ["run/002", "run/003"]
     report = store.prune(Retention(keep_last=2, thin={"*o*": 1}))
-    assert [v.name for v in report.forgotten] == ["run/002"]
+    assert [v.name for v in report.deleted] == ["run/002"]
     assert report.thinned == {"run/003": ("model", "progress")} or report.thinned == {}
 
 
@@ -112,7 +112,7 @@ def test_a_prune_that_thins_is_one_commit(store: Store) -> None:
     change_table(store._view.repository, lambda *_: {"run/002": row})
     would, report = store.prune(rules, dry_run=True), store.prune(rules)
     assert store._view.repository.newest().seq == root.seq + 3
-    assert [v.name for v in report.forgotten] == ["run/000", "run/001"]
+    assert [v.name for v in report.deleted] == ["run/000", "run/001"]
     assert not (Path(store.uri) / "run/001").exists()
     assert report.thinned == {"run/002": ("optim",), "run/003": ("optim",)}
     assert (would.thinned, would.verdicts) == (report.thinned, report.verdicts)

@@ -140,7 +140,7 @@ class Worker:
                 folder = one.name.partition("/")[0]
                 with self.journal.noted("prune", prefix=folder) as more:
                     report = store.prune(rule, prefix=folder)
-                    more["gone"] = [(v.name, v.row.metadata["step"]) for v in report.forgotten]
+                    more["gone"] = [(v.name, v.row.metadata["step"]) for v in report.deleted]
 
     def collect(self) -> None:
         for store in self.opened():

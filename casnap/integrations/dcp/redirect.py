@@ -68,7 +68,7 @@ def install(
 
     Args:
         store: A store, or its path or URI; it is made if there is none. If code deletes the folders
-            of old checkpoints, the next save of the process forgets their snapshots.
+            of old checkpoints, the next save of the process deletes their snapshots.
         allow_pickle: As for :class:`CasnapWriter` and :class:`CasnapReader`.
         dcp_files: Whether to put files of DCP's names beside each snapshot, as
             :class:`CasnapWriter` does. By default, where the store is in a folder.

@@ -75,7 +75,7 @@ class CasnapWriter(KeptStager, StorageWriter):
             is whole.
         allow_pickle: Store values that have no safe encoding by pickle. To load them,
             ``CasnapReader(allow_pickle=True)`` is needed.
-        retention: After the save, forget the snapshots of the same folder that these rules do not
+        retention: After the save, delete the snapshots of the same folder that these rules do not
             keep.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.

@@ -176,7 +176,7 @@ def prune_by(
         lost = {name: each.keys for name, each in thinned.items()}
         report = PruneReport(change.verdicts, dry_run, lost)
     if not dry_run:
-        on_release([verdict.row for verdict in report.forgotten])
+        on_release([verdict.row for verdict in report.deleted])
     return report
 
 
@@ -247,9 +247,9 @@ def forget_unheld(
     """
     change = _UnheldChange(find)
     report = prune(store, change, dry_run=True)
-    if report.forgotten:
+    if report.deleted:
         report = prune(store, change)
-        on_release([verdict.row for verdict in report.forgotten])
+        on_release([verdict.row for verdict in report.deleted])
     return not report.kept
 
 

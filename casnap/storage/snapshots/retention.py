@@ -72,7 +72,7 @@ class Retention:
             object.__setattr__(self, "thin", check_rules(self.thin))
         if all(not getattr(self, rule) for rule in self.__dataclass_fields__):
             raise ValueError(
-                "a retention without a rule would forget everything; give at least one of "
+                "a retention without a rule would delete everything; give at least one of "
                 "keep_last, keep_every, keep_within, keep_best and thin"
             )
 
@@ -250,7 +250,7 @@ class PruneReport:
     thinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def forgotten(self) -> list[Verdict]:
+    def deleted(self) -> list[Verdict]:
         """The snapshots that no rule keeps."""
         return [v for v in self.verdicts if not v.kept]
 
