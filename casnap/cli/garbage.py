@@ -27,12 +27,13 @@ def show_what_waits(place: Store) -> None:
     if report is None:
         say(what_frees(repository, "the bytes", condemned=False))
         return
-    freed = f"{size(report.freed_bytes)} freed"
-    if report.waiting_packs:
-        waiting = what_frees(repository, size(report.waiting_bytes), condemned=True)
-        say(f"{freed}; {waiting}" if report.freed_bytes else waiting)
-    else:
-        say(freed)
+    if not report.waiting_packs:
+        say(f"{size(report.freed_bytes)} freed")
+        return
+    waiting = what_frees(repository, size(report.waiting_bytes), condemned=True)
+    # What was let go now waits; what is freed now was garbage before.
+    freed = f"{size(report.freed_bytes)} of earlier garbage freed; " if report.freed_bytes else ""
+    say(f"{freed}{waiting}")
 
 
 def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:

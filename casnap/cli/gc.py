@@ -141,7 +141,9 @@ def show(place: Store, report: GcReport) -> None:
         say(f"the index {is_shorter} {amount(r.merged_segments, 'segment')} shorter")
     if r.fence is not None:
         is_raised = "would be" if r.dry_run else "was"
-        say(f"the fence {is_raised} raised to root {r.fence:,}")
+        # A dry run does not know how many roots the copies put.
+        or_later = " or a later one" if r.dry_run and r.repacked_packs else ""
+        say(f"the fence {is_raised} raised to root {r.fence:,}{or_later}")
     packs, segments = amount(r.deleted_packs, "pack"), amount(r.deleted_segments, "segment")
     say(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
     if r.refused:
@@ -175,4 +177,5 @@ def _show_copies(report: GcReport, would: str) -> None:
         say(f"{snapshots} recoded: {saved}")
     if report.repacked_packs:
         packs = amount(report.repacked_packs, "pack")
-        say(f"{packs} {would}repacked: {size(report.copied_bytes)} copied")
+        about = "about " if report.dry_run else ""
+        say(f"{packs} {would}repacked: {about}{size(report.copied_bytes)} copied")

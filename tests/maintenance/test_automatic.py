@@ -332,7 +332,9 @@ def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     by_hand = f"`casnap gc {path} --grace 0` frees them now"
     waits = "8.4 MB will be freed when a process next lets snapshots go"
     assert said("rm", path / "step_0", "--yes") == f"{waits}; {by_hand}"
-    assert said("rm", path / "step_1", "--yes") == f"8.4 MB freed; {waits}; {by_hand}"
+    assert said("rm", path / "step_1", "--yes") == (
+        f"8.4 MB of earlier garbage freed; {waits}; {by_hand}"
+    )
     invoke("config", path, "gc=2h")
     text = said("prune", path, "--keep-last", 1, "--yes")
     assert re.fullmatch(

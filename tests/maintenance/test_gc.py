@@ -26,6 +26,7 @@ from casnap.format.records import PackId, pack_key, segment_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.maintenance.whole_marks import WholeMarks
+from casnap.runtime.sizes import size
 from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 from tests.support.cli_calls import document, failure, invoke
@@ -136,7 +137,14 @@ def test_packs_that_are_mostly_dead_are_copied(path: Path) -> None:
     assert stored(path) > 100 * CHUNK
     plan = store.gc(grace=0, dry_run=True)
     assert plan.repacked_packs > 0
+    said = invoke("gc", path, "--dry-run", "--grace", 0).stdout
+    assert f"repacked: about {size(plan.copied_bytes)} copied" in said
+    # The copies put roots of their own, which a dry run does not know.
+    assert f"would be raised to root {plan.fence} or a later one" in said
     report = store.gc(grace=0)
+    assert plan.fence is not None
+    assert report.fence is not None
+    assert plan.fence < report.fence
     assert report.repacked_packs == plan.repacked_packs
     assert report.copied_bytes == plan.copied_bytes
     assert 10 * CHUNK < stored(path) < 12 * CHUNK
@@ -368,7 +376,7 @@ def test_prune_with_gc_frees_what_it_forgets(path: Path) -> None:
     assert plan["gc"]["dry_run"]
     assert_store(path, {0, 1, 2, 3})
     said = invoke("prune", path, "--keep-last", 1, "--gc", "--grace", 0, "--yes").stdout
-    assert "3 snapshots forgotten" in said
+    assert "3 snapshots deleted" in said
     assert "freed" in said
     assert_store(path, {3})
     assert_tidy(path)
