@@ -19,19 +19,27 @@ from pathlib import Path
 from msgspec import structs
 
 from casnap.backends.durability import sync_folder
-from casnap.backends.file_io import write_cached
+from casnap.backends.file_io import read_file, write_cached
 from casnap.backends.file_locks import lock, open_to_lock
 from casnap.backends.local_paths import is_link, is_taken, status
 from casnap.backends.owners import Owners, new_file_in, owners_by
 from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
 from casnap.backends.system_errors import translated
-from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, FileFormatError
+from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
 from casnap.files.export_output import check_local
 from casnap.runtime.fork import locked_file
-from casnap.serving.version import CHANGING, CHUNKS, RECORD, Version, VersionRecord, read_record
+from casnap.serving.version import (
+    CHANGING,
+    CHUNKS,
+    RECORD,
+    Version,
+    VersionRecord,
+    read_record,
+)
 
 _log = logging.getLogger("casnap")
-_LOCK, _CALLED = ".lock", ".called.json"
+_LOCK, _CALLED, _TURN = ".lock", ".called.json", ".turn"
+_MOST_TURN = 9  # characters
 FILE_MODE = 0o644
 """The mode of all files of a pull. Who may write to them could have anything served."""
 _FOLDER_MODE = FILE_MODE | 0o111
@@ -293,6 +301,16 @@ class ServedFolder:
             path = self.versions / f"{name}.{number}"
         return path
 
+    def next_turn(self) -> int:
+        """Return which part of what it keeps a pull has to read: the one after the last pull's."""
+        turn = 0
+        with suppress(FileNotFoundError, ValueError, DamagedError, *PLACE_ERRORS):
+            turn = int(read_file(str(self.versions / _TURN), _MOST_TURN)[0]) + 1
+        # Whatever cannot be noted, this part is read.
+        with suppress(OSError, *PLACE_ERRORS):
+            self._put(_TURN, str(turn).encode())
+        return turn
+
     def switch(self, version: Version) -> Version:
         """Have the link lead to another version, which is durable already; return that."""
         self._check_link()
@@ -427,14 +445,21 @@ class ServedFolder:
         self._note(version.record)
 
     def _note(self, record: VersionRecord) -> None:
-        partial = f"{_CALLED}.partial"
         with self.translated():
+            self._put(_CALLED, record.encode())
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Put a note into the folder of the versions, durably."""
+        partial = f"{name}.partial"
+        unlink_at(partial, self._folder)
+        fd = create_file(partial, self._folder, FILE_MODE)
+        try:
+            write_cached(fd, memoryview(content), 0)
+            os.fsync(fd)
+            self._rename(partial, name)
+        except OSError:
             unlink_at(partial, self._folder)
-            fd = create_file(partial, self._folder, FILE_MODE)
-            try:
-                write_cached(fd, memoryview(record.encode()), 0)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            self._rename(partial, _CALLED)
-            os.fsync(self._folder)
+            raise
+        finally:
+            os.close(fd)
+        os.fsync(self._folder)

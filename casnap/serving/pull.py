@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from casnap.storage import (
     link_advice,
     move_of,
 )
+
+_log = logging.getLogger("casnap")
 
 
 class Wanted(NamedTuple):
@@ -154,6 +157,9 @@ def _switched(
         if current is not None and current.is_of(*wanted):
             return current
         version = served.of(*wanted)
+        kept = version or current
+        if kept is not None and not _holds(kept, served.next_turn()):
+            version = None
         if version is None:
             with contents.reading():
                 if isinstance(served, FolderInPlace) and served.is_there:
@@ -171,3 +177,19 @@ def _switched(
     finally:
         if current is not None:
             current.close()
+
+
+def _holds(version: Version, turn: int) -> bool:
+    """Whether a version that was pulled holds what it did then, as far as a part of it tells."""
+    try:
+        damaged = version.damaged(turn)
+    finally:
+        version.close()
+    if files := version.doubt(damaged):
+        _log.warning(
+            "%s: the bytes of %s have changed, though not its length and time, so a disk may fail. "
+            "This pull makes it anew",
+            version.folder,
+            ", ".join(files[:8]),
+        )
+    return not damaged

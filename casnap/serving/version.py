@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from casnap.backends.file_io import read_file, read_run
 from casnap.backends.local_paths import is_taken
@@ -37,6 +37,11 @@ RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 CHANGING = "casnap-changing.json"
 """What stands for both in a folder that a pull changes in place: see :class:`Trace`."""
 _Kind = TypeVar("_Kind")
+PARTS = 17
+"""So many pulls read each byte that they keep at least once: each reads another part of them.
+
+A prime, so that versions which are current in turns get to each of their parts.
+"""
 _MOST_RECORD = 1 << 30
 _READ_BYTES = 16 << 20
 
@@ -77,15 +82,16 @@ class VersionFile(Struct):
         file_bytes: Its length.
         head_bytes: The length of what lies before its tensors, or of all of it.
         digest: The BLAKE3 of that.
-        inode: Its inode, and when it was last written, in nanoseconds since the epoch. If they are
-            others, it is verified anew.
-        mtime_ns: The same.
+        mtime_ns: When it was last written, in nanoseconds since the epoch. If that is another time,
+            it is verified anew.
+        inode: Its inode, only in what earlier versions of casnap wrote. Some file systems change
+            it, so it says nothing.
     """
 
     file_bytes: int
     head_bytes: int
     digest: str
-    inode: int = 0
+    inode: int | UnsetType = UNSET
     mtime_ns: int = 0
 
 
@@ -202,15 +208,14 @@ class Version:
         return self.record.content
 
     def is_intact(self, file: str) -> bool:
-        """Whether a file is the one that was written, as far as the system tells without a read."""
+        """Whether a file is as it was written, as far as the system tells without a read."""
         about = self.record.files.get(file)
         with suppress(OSError):
             info = (self.folder / file).stat(follow_symlinks=False)
-            found = (info.st_size, info.st_ino, info.st_mtime_ns)
-            # Another user's file may have any time, and in the end any inode.
+            # Another user's file may have any time.
             return (
                 about is not None
-                and found == (about.file_bytes, about.inode, about.mtime_ns)
+                and (info.st_size, info.st_mtime_ns) == (about.file_bytes, about.mtime_ns)
                 and self._owners.why_not(info) is None
             )
         return False
@@ -319,31 +324,58 @@ class Version:
 
     # --- verification ---
 
-    def damaged(self) -> list[str]:
-        """Read all, and return what is damaged: tensors by name, and files."""
+    def damaged(self, turn: int | None = None) -> list[str]:
+        """Read all, or a part, and return what is damaged: tensors by name, and files.
+
+        Args:
+            turn: Which of the :data:`PARTS` of each tensor to read; None for all.
+        """
         seen: dict[str, int] = dict.fromkeys(self.record.tensors, 0)
         bad: dict[str, None] = {}
 
-        def is_bad(item: tuple[str, Digest, str, StoredCell]) -> bool:
-            raw = self.read(item[3])
-            return raw is None or digest_of(raw) != item[3].digest
+        def due() -> Iterator[tuple[str, StoredCell]]:
+            for name, _, _, cell in self.each_cell():
+                seen[name] += cell.nbytes
+                # A file that is kept has the same places in the next version.
+                part = cell.start // self.record.chunk_bytes
+                if turn is None or (part - turn) % PARTS == 0:
+                    yield name, cell
 
-        for (name, _, _, cell), failed in mapped(is_bad, self.each_cell(), cores()):
-            seen[name] += cell.nbytes
+        def is_bad(item: tuple[str, StoredCell]) -> bool:
+            return self.verified(item[1]) is None
+
+        for (name, _), failed in mapped(is_bad, due(), cores()):
             if failed:
                 bad[name] = None
         for name, tensor in self.record.tensors.items():
             if seen[name] != _nbytes(tensor):
                 bad[name] = None
-        for file, about in self.record.files.items():
-            raw = self.read(StoredCell(file, 0, about.head_bytes, Digest(b"")))
-            if (
-                raw is None
-                or digest_of(raw).hex() != about.digest
-                or os.fstat(self.open(file)).st_size != about.file_bytes
-            ):
-                bad[file] = None
-        return list(bad)
+        return [*bad, *(file for file in self.record.files if not self._begins_rightly(file))]
+
+    def _begins_rightly(self, file: str) -> bool:
+        """Whether a file has its length, and what lies before its tensors."""
+        about = self.record.files[file]
+        raw = self.read(StoredCell(file, 0, about.head_bytes, Digest(b"")))
+        is_as_written = raw is not None and digest_of(raw).hex() == about.digest
+        return is_as_written and os.fstat(self.open(file)).st_size == about.file_bytes
+
+    def doubt(self, damaged: Iterable[str]) -> list[str]:
+        """Have the next pull make damaged files anew, by another time.
+
+        Args:
+            damaged: What is damaged: tensors by name, and files.
+
+        Returns:
+            The files that would have counted as intact.
+        """
+        tensors = self.record.tensors
+        files = {tensors[name].file if name in tensors else name for name in damaged}
+        # Another file, put in the place of one of ours, may be somebody's elsewhere too.
+        intact = sorted(filter(self.is_intact, files))
+        for file in intact:
+            with suppress(OSError):
+                os.utime(self.folder / file, ns=(0, 0), follow_symlinks=False)
+        return intact
 
 
 class MixedVersion(Version):
@@ -465,12 +497,5 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
         version.close()
     if damaged and read_record(place / RECORD) != record:
         raise changing
-    for name in damaged:
-        tensor = version.record.tensors.get(name)
-        file = tensor.file if tensor else name
-        about = record.files.get(file)
-        with suppress(OSError):
-            # One of another inode is made anew anyhow, and may have a second name elsewhere.
-            if about is not None and (place / file).lstat().st_ino == about.inode:
-                os.utime(place / file, ns=(0, 0), follow_symlinks=False)
+    version.doubt(damaged)
     return damaged

@@ -135,8 +135,7 @@ class Writer:
                 write_cached(fd, memoryview(raw), 0)
         self._settle()
         for name, about in record.files.items():
-            info = output.stat(name)
-            about.inode, about.mtime_ns = info.st_ino, info.st_mtime_ns
+            about.mtime_ns = output.stat(name).st_mtime_ns
         record.digest = record.own_digest()
         if self._differences is not None:
             patches = self._differences.encoded(record.content)

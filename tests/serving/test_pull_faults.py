@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import casnap.runtime.backoff
 from casnap import Store
@@ -30,7 +31,7 @@ from casnap.errors import (
     StorageFullError,
 )
 from casnap.serving import FollowEvent, PullOptions, verify
-from casnap.serving.version import RECORD
+from casnap.serving.version import PARTS, RECORD
 from tests.support.faults import (
     backend_faults,
     disk_full,
@@ -42,7 +43,7 @@ from tests.support.faults import (
 from tests.support.faulty import FaultyProxy
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 from tests.support.object_stores import store_in
-from tests.support.served import assert_served, inodes, store_at, take, versions_of
+from tests.support.served import CHUNK, assert_served, inodes, store_at, take, versions_of
 from tests.support.servers import Bucket
 from tests.support.sweep import sweep
 from tests.support.volumes import volume
@@ -66,7 +67,7 @@ def base() -> Iterator[Path]:
 
 
 def copy_of(base: Path, folder: Path) -> Path:
-    """Copy that; inodes and times of the files change, so these are verified anew."""
+    """Copy that; the times of the files change, so these are verified anew."""
     shutil.copytree(base, folder, symlinks=True)
     # The version is to count as the one that was written.
     shutil.rmtree(folder / "live.versions")
@@ -180,6 +181,80 @@ def test_a_folder_that_was_tampered_with(base: Path) -> None:
         shutil.rmtree(live.resolve())
         store.pull(live, options=OPTIONS)
         assert_served(live, 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rot_is_found_by_one_of_the_next_pulls(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_place: bool
+) -> None:
+    """It was linked into each next version, or stayed in place: length and times were as before."""
+    store, live = store_at(tmp_path / "store"), tmp_path / "live"
+    options = PullOptions(max_shard_size=100_000, keep=1, in_place=in_place)
+    for step in range(2):
+        take(store, step, frozen=torch.arange(20 * CHUNK // 4, dtype=torch.float32))
+    store.pull(live, options=options)
+    file = max(live.glob("*.safetensors"), key=lambda path: path.stat().st_size).name
+    pulls = list[int]()
+    # A place in the header, then one in each third chunk.
+    for at in (20, *range(CHUNK // 2, 20 * CHUNK, 3 * CHUNK)):
+        rot(live.resolve() / file, at)
+        caplog.clear()
+        for number in range(1, PARTS + 1):
+            name = store.pull(live, f"step_{number % 2}", options=options).snapshot
+            if caplog.records:
+                break
+        pulls.append(number)
+        assert f"the bytes of {file} have changed" in caplog.text
+        assert verify(live) == [], name
+    assert len(set(pulls)) > 3, "not all parts are read at once"
+
+
+def rot(file: Path, at: int) -> None:
+    """Change a bit as a disk does, of which the file system knows nothing."""
+    info = file.stat()
+    with file.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 1]))
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+def test_rot_of_a_version_that_becomes_current_again(tmp_path: Path) -> None:
+    store, live = store_at(tmp_path / "store"), tmp_path / "live"
+    for step in range(2):
+        take(store, step)
+        store.pull(live)
+    before = Path(store.pull(live, "step_0").folder)
+    rot(before / "model.safetensors", 300_000)
+    for _ in range(PARTS):
+        for step in (1, 0):
+            store.pull(live, f"step_{step}")
+    assert_served(live, 0)
+    assert live.resolve() != before
+
+
+def test_a_file_system_whose_inodes_change(tmp_path: Path) -> None:
+    """Each look took the version for another one, and made it anew."""
+    store = store_at(tmp_path / "store")
+    take(store, 0)
+    with volume(tmp_path / "volume", inodes=False) as disk:
+        for live, options in (
+            (disk.path / "live", PullOptions(max_shard_size=250_000)),
+            (disk.path / "placed", PullOptions(max_shard_size=250_000, in_place=True)),
+        ):
+            assert len(set(inodes(disk.path).values()) & set(inodes(disk.path).values())) == 0
+            store.pull(live, "step_0", options=options)
+            assert not store.pull(live, "step_0", options=options).switched
+            take(store, 1, f"{live.name}_1")
+            report = store.pull(live, options=options)
+            assert report.linked_bytes > 400_000
+            assert_served(live, 1)
+            events = store.follow(live, options=options, interval=0, on_version=lambda *_: None)
+            assert [next(events).event for _ in range(2)] == ["switched", "called"]
+            take(store, 1, f"{live.name}_2")
+            assert [next(events).event for _ in range(2)] == ["switched", "called"]
+            events.close()
 
 
 def test_a_record_that_was_changed(base: Path) -> None:

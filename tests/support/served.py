@@ -76,7 +76,7 @@ def assert_served(folder: Path, step: int) -> None:
 def versions_of(folder: Path) -> list[str]:
     """Return what stands in the folder of versions, but for the notes of casnap."""
     names = {path.name for path in folder.with_name(f"{folder.name}.versions").iterdir()}
-    return sorted(names - {".lock", ".called.json"})
+    return sorted(names - {".lock", ".called.json", ".turn"})
 
 
 def inodes(folder: Path) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """A file system of our own, which does what network file systems do: it passes all on to a folder.
 
 It gives all files to one user if it is told to, and so do EFS access points, exports with
-``all_squash`` and CIFS. It has no hard links if it is told so, as exFAT has none. It answers what
+``all_squash`` and CIFS. It has no hard links if it is told so, as exFAT has none. It tells another
+inode at each look, as clients of FUSE may. It answers what
 ``fail`` names by errors. It speaks the protocol of FUSE itself, so nothing has to be installed.
 """
 
@@ -15,6 +16,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,12 @@ class Volume:
 
 @contextmanager
 def volume(
-    folder: Path, *, owner: int | None = None, modes: bool = True, links: bool = True
+    folder: Path,
+    *,
+    owner: int | None = None,
+    modes: bool = True,
+    links: bool = True,
+    inodes: bool = True,
 ) -> Iterator[Volume]:
     """Mount one in a folder, or skip the test.
 
@@ -64,6 +71,7 @@ def volume(
         owner: The user whom all files seem to be of; by default their own.
         modes: Whether files have the modes that they are given; else all may do all.
         links: Whether there are hard links.
+        inodes: Whether a file keeps its inode.
     """
     needs_root()
     below, faults = folder.with_name(f"{folder.name}.below"), folder.with_name(f"{folder.name}.bad")
@@ -81,7 +89,7 @@ def volume(
     pid = os.fork()
     if not pid:
         try:
-            _Server(device, below, faults, owner, modes, links).serve()
+            _Server(device, below, faults, owner, modes, links, inodes).serve()
         finally:
             os._exit(0)
     os.close(device)
@@ -103,12 +111,14 @@ class _Server:
         owner: int | None,
         modes: bool,
         links: bool,
+        inodes: bool,
     ) -> None:
         self._device = device
         self._faults = faults
         self._owner = owner
         self._modes = modes
         self._links = links
+        self._numbers = None if inodes else count(1 << 20)
         self._paths: dict[int, list[str]] = {1: [str(below)]}
         self._answers: dict[int, Callable[[int, bytes], bytes]] = {
             1: lambda node, raw: self._entry(self._child(node, raw)),
@@ -187,6 +197,9 @@ class _Server:
 
     # --- what a node is ---
 
+    def _inode(self, info: os.stat_result) -> int:
+        return info.st_ino if self._numbers is None else next(self._numbers)
+
     def _attr(self, info: os.stat_result) -> bytes:
         mode = info.st_mode if self._modes else stat.S_IFMT(info.st_mode) | 0o777
         times = [int(t // 10**9) for t in (info.st_atime_ns, info.st_mtime_ns, info.st_ctime_ns)]
@@ -195,7 +208,7 @@ class _Server:
         gid = info.st_gid if self._owner is None else self._owner
         blocks = (info.st_size, info.st_blocks)
         return _ATTR.pack(
-            info.st_ino, *blocks, *times, *parts, mode, info.st_nlink, uid, gid, 0, 4096, 0
+            self._inode(info), *blocks, *times, *parts, mode, info.st_nlink, uid, gid, 0, 4096, 0
         )
 
     def _entry(self, path: str) -> bytes:
@@ -279,7 +292,9 @@ class _Server:
         for number, name in enumerate(names[offset:], offset + 1):
             raw_name = os.fsencode(name)
             info = os.lstat(f"{self._path(node)}/{name}")
-            each = struct.pack("<QQII", info.st_ino, number, len(raw_name), info.st_mode >> 12)
+            each = struct.pack(
+                "<QQII", self._inode(info), number, len(raw_name), info.st_mode >> 12
+            )
             each += raw_name.ljust(-(-len(raw_name) // 8) * 8, b"\0")
             if len(listing) + len(each) > size:
                 break
