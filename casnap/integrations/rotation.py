@@ -51,33 +51,57 @@ class RunFolder:
         self._inner = f"/{inner}" if inner else ""
         self._path = Path(view.repository.backend.folder or "", run)
         self._identity = _identity(self._path)
-        # Their commits and inodes, by their full names.
-        self._folders: dict[str, tuple[bytes, int]] = {}
+        # Their commits, by their full names.
+        self._folders: dict[str, bytes] = {}
+        # What is there, and is none of them under another name.
+        self._others = self._entries()
         view.read(self._see)
 
     @property
     def is_same(self) -> bool:
-        """Whether it is still at its path: no other disk is mounted there, and it was not moved."""
-        return _identity(self._path) == self._identity
+        """Whether it is still at its path: no other disk is mounted there, and it was not moved.
+
+        Some file systems give a folder another inode at will. Then the markers tell.
+        """
+        return _identity(self._path) == self._identity or any(
+            self._commit_of(self._folder(name).name) == commit
+            for name, commit in list(self._folders.items())
+        )
 
     def note(self, name: str, commit: bytes) -> None:
         """Note that a snapshot has its folder."""
-        self._folders[name] = commit, self._folder(name).stat().st_ino
+        self._folder(name).lstat()
+        self._folders[name] = commit
 
     def deleted(self, table: Table) -> dict[str, Row]:
         """Return the snapshots whose folders were deleted, by their names."""
-        with os.scandir(self._path) as entries:
-            names = {entry.inode(): entry.name for entry in entries}
-        present, deleted = set(names.values()), dict[str, Row]()
-        for name, (commit, inode) in list(self._folders.items()):
+        entries = self._entries()
+        present, gone = {name for name, _ in entries}, dict[str, Row]()
+        for name, commit in list(self._folders.items()):
             if self._folder(name).name not in present and self._is_gone(name):
                 row = table.get(name)
                 if row is None or row.commit != commit:
                     # It was forgotten.
                     self._folders.pop(name, None)
-                elif inode not in names or self._commit_of(names[inode]) != commit:
-                    deleted[name] = row
-        return deleted
+                else:
+                    gone[name] = row
+        if gone:
+            # Of a folder that was renamed, the inode may be another one, and the marker is not.
+            commits = {entry: self._commit_of(entry[0]) for entry in entries - self._others}
+            wanted = {row.commit for row in gone.values()}
+            renamed = {entry: commit for entry, commit in commits.items() if commit in wanted}
+            entries -= renamed.keys()
+            gone = {n: row for n, row in gone.items() if row.commit not in renamed.values()}
+        self._others = entries
+        return gone
+
+    def _entries(self) -> set[tuple[str, int]]:
+        """Return the names and inodes of what is there.
+
+        What has both as before is what it was.
+        """
+        with os.scandir(self._path) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
 
     def _folder(self, name: str) -> Path:
         return self._path / name.removeprefix(self._prefix).removesuffix(self._inner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def rotate(folder: Path, keep: int = 2) -> None:
         shutil.rmtree(path)
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: Path | str) -> list[int]:
     return [int(s.name.rpartition("_")[2]) for s in Store(folder, create=False).snapshots()]
 
 
@@ -225,6 +226,34 @@ def test_a_folder_that_was_renamed(tmp_path: Path) -> None:
     shutil.rmtree(folder / "best")
     save(folder, 4, keep=9)
     assert steps(folder) == [2, 3, 4]
+
+
+def test_a_file_system_whose_inodes_change(tmp_path: Path) -> None:
+    """A folder that was renamed there has another inode, and its snapshot was forgotten."""
+    store = Store(tmp_path / "store").make()
+
+    def save_named(step: int) -> None:
+        writer = CasnapWriter(store)
+        dcp.save(state(step), checkpoint_id=f"run/step_{step}", storage_writer=writer)
+
+    with volume(tmp_path / "volume", inodes=False) as disk:
+        (tmp_path / "store/run").mkdir()
+        subprocess.run(["mount", "--bind", disk.path, tmp_path / "store/run"], check=True)
+        run = tmp_path / "store/run"
+        try:
+            for step in range(4):
+                save_named(step)
+            (run / "step_0").rename(run / "best")
+            # Nor does Python delete folders whose inodes change.
+            shutil.rmtree(disk.below / "step_1")
+            for step in (4, 5):
+                save_named(step)
+                assert steps(store.uri) == [0, *range(2, step + 1)]
+            shutil.rmtree(disk.below / "best")
+            save_named(6)
+            assert steps(store.uri) == [2, 3, 4, 5, 6]
+        finally:
+            subprocess.run(["umount", run], check=True)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
