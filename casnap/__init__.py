@@ -12,6 +12,8 @@ from casnap.store import Store
 from casnap.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from casnap.diagnosis.doctor import doctor
+    from casnap.diagnosis.report import DoctorReport, DoctorRow
     from casnap.files.file_reports import ExportReport, ImportReport
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
@@ -40,6 +42,8 @@ __all__ = [
     "CheckReport",
     "CopyReport",
     "Diff",
+    "DoctorReport",
+    "DoctorRow",
     "EntriesByPath",
     "ExportReport",
     "FollowEvent",
@@ -65,6 +69,7 @@ __all__ = [
     "TagMove",
     "TakeStats",
     "Usage",
+    "doctor",
     "errors",
     "on_preemption",
     "release_memory",
@@ -75,6 +80,8 @@ _LATER = {
     "CheckReport": "casnap.maintenance.check",
     "CopyReport": "casnap.transfer.copy_jobs",
     "Diff": "casnap.maintenance.diff",
+    "DoctorReport": "casnap.diagnosis.report",
+    "DoctorRow": "casnap.diagnosis.report",
     "ExportReport": "casnap.files.file_reports",
     "FollowEvent": "casnap.serving.options",
     "FollowerState": "casnap.serving.handshake",
@@ -95,6 +102,7 @@ _LATER = {
     "Stateful": "casnap.state.stateful",
     "TagMove": "casnap.storage",
     "Usage": "casnap.maintenance.usage",
+    "doctor": "casnap.diagnosis.doctor",
     "on_preemption": "casnap.preemption",
     "release_memory": "casnap.runtime.buffers",
 }

@@ -50,6 +50,7 @@ COMMANDS = {
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
+    "doctor": ("casnap.cli.doctor", "Find out whether a folder or a bucket can hold a store."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of stores."),
 }

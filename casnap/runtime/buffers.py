@@ -219,10 +219,11 @@ def _populate(address: int, advice: int) -> int:
 _KEEP_SIZE = 1
 
 
-def reserve_space(fd: int, nbytes: int) -> None:
-    """Have a file hold so many bytes of its disk, beyond its end, where the file system can."""
-    if _libc is not None and nbytes:
-        _libc.fallocate64(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+def reserve_space(fd: int, nbytes: int) -> bool:
+    """Have a file hold so many bytes of its disk, beyond its end; return whether it does."""
+    if _libc is None or not nbytes:
+        return False
+    return not _libc.fallocate64(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:

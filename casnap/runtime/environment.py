@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from casnap.errors import InvalidNameError, StoreError, with_article
 from casnap.runtime.units import parsed_size
@@ -236,36 +237,63 @@ def google_metadata_server() -> tuple[str, int] | None:
     return host, int(port) if port.isdigit() else 80
 
 
+class Mount(NamedTuple):
+    """A mounted file system.
+
+    Attributes:
+        folder: Where it is mounted, with a slash at the end.
+        kind: Its type, such as ``ext4`` or ``fuse.sshfs``.
+        source: The disk, or the server and its folder.
+        options: All options that it is mounted with.
+    """
+
+    folder: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+
+def mount_of(folder: Path) -> Mount | None:
+    """Return the file system that holds a folder; None if it is unknown."""
+    return _mount_at(f"{folder.resolve()}/")
+
+
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds a folder; empty if it is unknown."""
-    return _file_system_at(f"{folder.resolve()}/")
+    mount = mount_of(folder)
+    return "" if mount is None else mount.kind
 
 
 def is_on_network(real_path: str) -> bool:
     """Whether a path without links is on a network file system, which is not asked: it may hang."""
-    return _NETWORK.fullmatch(_file_system_at(f"{real_path}/")) is not None
+    mount = _mount_at(f"{real_path}/")
+    return mount is not None and _NETWORK.fullmatch(mount.kind) is not None
 
 
-def _file_system_at(real_path: str) -> str:
+def _mount_at(real_path: str) -> Mount | None:
     try:
         mounts = _mounts(Path("/proc/self/mountinfo").read_text())
     except OSError:
-        return ""
-    best, kind = "", ""
-    for mount, found in mounts:
-        if len(mount) >= len(best) and real_path.startswith(mount):
-            best, kind = mount, found
-    return kind
+        return None
+    best: Mount | None = None
+    for mount in mounts:
+        is_inner = best is None or len(mount.folder) >= len(best.folder)
+        if is_inner and real_path.startswith(mount.folder):
+            best = mount
+    return best
 
 
 @lru_cache(1)
-def _mounts(mountinfo: str) -> list[tuple[str, str]]:
-    """Return the folders that are mounted, each with a slash behind it, and their types."""
+def _mounts(mountinfo: str) -> list[Mount]:
+    """Return all that is mounted, as the system lists it."""
     mounts = []
     for line in mountinfo.splitlines():
-        fields, _, right = line.partition(" - ")
-        folder = fields.split()[4].replace("\\040", " ")
-        mounts.append((folder.rstrip("/") + "/", right.split()[0]))
+        left, _, right = line.partition(" - ")
+        # A source may be empty.
+        fields, (kind, source, of_all) = left.split(), right.split(" ")[:3]
+        folder = fields[4].replace("\\040", " ").rstrip("/") + "/"
+        options = dict.fromkeys(f"{fields[5]},{of_all}".split(","))
+        mounts.append(Mount(folder, kind, source, tuple(options)))
     return mounts
 
 

@@ -23,6 +23,10 @@ from typing import TYPE_CHECKING
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
+    from casnap.storage.commit_log.put_if_absent_probe import has_one_winner as has_one_winner
+    from casnap.storage.commit_log.put_if_absent_probe import (
+        no_put_if_absent_error as no_put_if_absent_error,
+    )
     from casnap.storage.commit_log.settings import CODECS as CODECS
     from casnap.storage.commit_log.settings import new_settings as new_settings
     from casnap.storage.opening.creation import chunk_size_of as chunk_size_of
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
 # Where each name is. A module is loaded when one of its names is asked for: a reader needs no
 # writer.
 _NAMES = {
+    "commit_log.put_if_absent_probe": "has_one_winner no_put_if_absent_error",
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
     "packs.pack_writer": "Raw SelectNew",

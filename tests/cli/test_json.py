@@ -79,6 +79,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "prune": [document("prune", store, "--keep-last", 1, "--gc", "--yes")],
         "rm": [document("rm", store / "run2/step_0", "--dry-run")],
         "gc": [document("gc", store)],
+        "doctor": [document("doctor", tmp)],
         "rewind": [document("rewind", two_steps(tmp / "rewound") / "step_0")],
     }
     served = {name: torch.zeros(shape) for name, shape in {"weight": 98304, "bias": 4}.items()}

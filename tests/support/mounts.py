@@ -44,6 +44,37 @@ def ext4(folder: Path, size: str) -> Iterator[Path]:
 
 
 @contextmanager
+def bindfs(below: Path, folder: Path, options: str = "") -> Iterator[Path]:
+    """Mount a folder once more, as the client of another host would, or skip the test.
+
+    Args:
+        below: The folder.
+        folder: Where to mount it, which is made.
+        options: Such as ``attr_timeout=5``: for how long attributes are cached, in seconds.
+    """
+    with fuse_mounted(folder, "bindfs", *(["-o", options] if options else []), str(below)):
+        yield folder
+
+
+@contextmanager
+def fuse_mounted(folder: Path, command: str, *arguments: str) -> Iterator[None]:
+    """Mount a file system by a command of its own, or skip the test."""
+    needs_root()
+    folder.mkdir(exist_ok=True)
+    if shutil.which(command) is None:
+        pytest.skip(f"needs the command {command}")
+    mounted = subprocess.run(
+        [command, *arguments, str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
 def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
     """Mount something on a folder, or skip the test."""
     needs_root()

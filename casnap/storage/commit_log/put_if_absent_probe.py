@@ -114,7 +114,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
         note = _note(place)
         if not _is_fresh(note):
             if not (
-                _has_one_winner(backend, 2, threads=1) and _has_one_winner(backend, 4, threads=4)
+                has_one_winner(backend, 2, threads=1) and has_one_winner(backend, 4, threads=4)
             ):
                 return False
             _take_note(note)
@@ -130,7 +130,7 @@ def _place(backend: Backend) -> str:
     return f"{endpoint} versioning {versioning}" if versioning else endpoint
 
 
-def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
+def has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
     """Put one fresh key several times; return whether exactly one put won, and is stored.
 
     A race is only for servers that refuse a second put. Where all puts win, racing ones can leave a
@@ -148,14 +148,16 @@ def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
                 mine = [content for content in contents if backend.put_if_absent(key, content)]
                 won.extend(mine)
 
-            crew.start(attempt, threads - 1)
-            start.set()
+            try:
+                crew.start(attempt, threads - 1)
+            finally:
+                # Also after Ctrl-C: the crew waits for its threads.
+                start.set()
             attempt()
         return len(won) == 1 and backend.read(key) == won[0]
     except FileNotFoundError:
         return False
     finally:
-        start.set()
         _delete(backend, key)
 
 

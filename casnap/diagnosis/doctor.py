@@ -1,0 +1,155 @@
+"""Trying a place: all probes in turn, the other half, and tidying up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from casnap.backends import LocalBackend, backend_at
+from casnap.backends.local_paths import is_folder
+from casnap.backends.system_errors import translated
+from casnap.backends.uris import joined, store_uri
+from casnap.diagnosis import bucket_probes, folder_probes
+from casnap.diagnosis.other_half import HALF, Meeting
+from casnap.diagnosis.report import DoctorReport, DoctorRow
+from casnap.diagnosis.site import Site
+from casnap.diagnosis.speed_probes import speed_rows
+from casnap.errors import PLACE_ERRORS, BackendError
+from casnap.runtime.environment import is_on_network, local_path
+from casnap.runtime.units import Duration, seconds_of
+
+WORK_FOLDER = ".casnap-doctor"
+"""The folder, at the place that is tried, which holds all that is written there meanwhile."""
+WAIT = 15.0
+"""How long to look for the other half, in seconds, at a place that other hosts can reach."""
+# What did not change for so many seconds is of a process that was killed.
+_LEFT = 3600.0
+
+
+def doctor(
+    place: str | os.PathLike[str],
+    *,
+    wait: Duration | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> DoctorReport:
+    """Find out whether a folder or a bucket can hold a store, and how fast it is.
+
+    Call it on two hosts at once, and both find out what one alone cannot: whether put-if-absent
+    holds between hosts, and how late one sees what the other did. It takes a minute at most.
+
+    What it writes lies in the folder ``.casnap-doctor`` of the place, and is deleted at the end. A
+    process that is killed leaves that folder; it can be deleted.
+
+    Args:
+        place: A folder that exists, or a URI as for :class:`casnap.Store`.
+        wait: How long to look for another host that does the same; by default 15 seconds at a place
+            that other hosts can reach, and 0 on a disk of this one.
+        storage_options: For a remote place, as for :class:`casnap.Store`.
+        progress: Called with what is tried next, in words.
+
+    Raises:
+        StoreError: The place is not there, or nothing can be written there.
+    """
+    started = time.monotonic()
+    uri = os.fspath(place)
+    folder = None if store_uri(uri) is not None else _folder(uri)
+    is_shared = folder is None or is_on_network(str(folder))
+    patience = seconds_of("wait", wait) if wait is not None else WAIT * is_shared
+    probes = bucket_probes.PROBES if folder is None else folder_probes.PROBES
+    rows: list[DoctorRow] = []
+    with _site_at(uri, folder, storage_options) as site:
+        meeting = Meeting(site)
+        if patience:
+            meeting.announce(patience)
+        for name, probe in probes:
+            _tell(progress, name)
+            rows += _tried(name, partial(_one, probe, site))
+        if patience:
+            _tell(progress, "the other half, on another host")
+            rows += _tried("other half", meeting.rows)
+        if all(row.verdict != "bad" for row in rows):
+            _tell(progress, "speed")
+            rows += _tried("speed", lambda: speed_rows(site))
+    taken = time.monotonic() - started
+    return DoctorReport(str(folder or uri), tuple(rows), meeting.other_host, taken)
+
+
+def _one(probe: Callable[[Site], DoctorRow], site: Site) -> list[DoctorRow]:
+    return [probe(site)]
+
+
+def _tell(progress: Callable[[str], None] | None, name: str) -> None:
+    if progress is not None:
+        progress(name)
+
+
+def _tried(name: str, probe: Callable[[], Iterable[DoctorRow]]) -> list[DoctorRow]:
+    """Return what a probe finds; a row with its error if it fails, and what it found before."""
+    rows: list[DoctorRow] = []
+    try:
+        with translated(name):
+            rows.extend(probe())
+    except (FileNotFoundError, *PLACE_ERRORS) as e:
+        rows.append(DoctorRow(name, f"failed: {e}", "bad", "casnap would meet this error, too"))
+    return rows
+
+
+def _folder(path: str) -> Path:
+    folder = Path(os.path.realpath(local_path(path)))
+    if not is_folder(folder):
+        raise BackendError(f"{folder} is no folder; name one that is there, to be tried")
+    return folder
+
+
+@contextmanager
+def _site_at(
+    uri: str, folder: Path | None, storage_options: Mapping[str, Any] | None
+) -> Iterator[Site]:
+    """Give a place to work at for a ``with`` block, and leave nothing there."""
+    if folder is None:
+        backend = backend_at(joined(uri.rstrip("/"), WORK_FOLDER), storage_options)
+    else:
+        backend = LocalBackend(folder / WORK_FOLDER)
+        backend.make()
+    site = Site(backend)
+    try:
+        if folder is not None:
+            with translated(str(folder)):
+                site.folder.mkdir(parents=True)
+                _clear(site)
+        yield site
+    finally:
+        _tidy(site, None if folder is None else folder / WORK_FOLDER)
+
+
+def _tidy(site: Site, folder: Path | None) -> None:
+    """Delete what this process has written; and the folders, unless another one works there."""
+    own = [site.key, f"{HALF}{site.me}"]
+    backend = site.backend
+    if folder is None:
+        backend.delete_all([key for name in own for key in backend.sizes(name)])
+        return
+    for name in own:
+        shutil.rmtree(backend.where(name), ignore_errors=True)
+    objects = Path(backend.where(""))
+    for path in (objects / "tmp", objects, folder):
+        # Another process may work there.
+        with suppress(OSError):
+            path.rmdir()
+
+
+def _clear(site: Site) -> None:
+    """Delete what killed processes have left, by the clock of the file system."""
+    now = site.folder.stat().st_mtime
+    for path in site.folder.parent.iterdir():
+        with suppress(OSError):
+            if path.name != "tmp" and now - path.stat().st_mtime > _LEFT:
+                shutil.rmtree(path)
+    site.backend.tidy(_LEFT)

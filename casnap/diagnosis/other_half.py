@@ -1,0 +1,296 @@
+"""Two processes on two hosts that try one place at once, and find out what one alone cannot.
+
+They meet at the place itself. Each has a folder of keys, ``half-`` and its id. It tells the other
+one what it has done by a key that it puts there, and learns of the other's by listing its folder.
+So no step relies on a clock, or on a name that was looked at before it was there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from casnap.backends.file_locks import lock
+from casnap.diagnosis.report import DoctorRow, time_text
+from casnap.diagnosis.site import Site
+from casnap.format.digest import digest_of
+
+HALF = "half-"
+"""What the keys of a half begin with, before its id."""
+# How long to wait for a step of the other one, and for what is cached to be seen, in seconds.
+_STEP, _WATCH = 20.0, 12.0
+# How often to look: on a disk, and by requests.
+_LOOK, _ASK = 0.01, 0.25
+_PINGS = 5
+# So many names are raced for, and for so long, in seconds.
+_RACES, _RACING = 64, 3.0
+# From here on a lag is told as something to know, in seconds.
+_LATE = 0.5
+_CLOCK = 60.0
+_DATA_BYTES = 1 << 20
+
+
+class _SilentError(Exception):
+    """The other half does not go on."""
+
+
+class Meeting:
+    """A process that waits for its other half, and then goes through all steps with it.
+
+    Args:
+        site: Where it works.
+
+    Attributes:
+        other_host: The host of the other half; None if none has come.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.other_host: str | None = None
+        self.mine = f"{HALF}{site.me}"
+        self._other = ""
+        self._site = site
+        self._backend = site.backend
+        self._is_remote = site.backend.folder is None
+        self._pause = _ASK if self._is_remote else _LOOK
+        self._until = 0.0
+
+    def announce(self, patience: float) -> None:
+        """Be found from now on, and look for the other half for so many seconds."""
+        self._until = time.monotonic() + patience
+        self._put("hello", socket.gethostname())
+
+    def rows(self) -> Iterator[DoctorRow]:
+        """Find the other half, and yield what both find out together."""
+        if not self._is_met():
+            yield DoctorRow(
+                "other hosts",
+                "no other half came, so nothing was tried between hosts",
+                "unknown",
+                "run `casnap doctor` with this place on two hosts at once",
+            )
+            return
+        try:
+            self.other_host = str(json.loads(self._wait("hello")))
+            yield DoctorRow("other half", f"runs on {self.other_host}")
+            yield from self._seen_changes()
+            yield self._lag()
+            yield self._races()
+            self._put("done")
+            self._wait("done")
+        except _SilentError as e:
+            yield DoctorRow(
+                "other half",
+                f"did not go on: nothing of the step {str(e)!r} was seen for {_STEP:.0f} s",
+                "unknown",
+                "run both once more; if it happens again, hosts see late what others did",
+            )
+
+    # --- how they talk ---
+
+    def _is_met(self) -> bool:
+        """Look for another half that has seen this one, too."""
+        met: set[str] = set()
+        while True:
+            for name in self._backend.names(""):
+                if not name.startswith(HALF) or name == self.mine:
+                    continue
+                if name not in met:
+                    # One that was seen may still be at its first probes.
+                    self._until = max(self._until, time.monotonic() + _STEP)
+                    met.add(name)
+                    self._put(f"meets-{name}")
+                if f"meets-{self.mine}" in self._backend.names(name):
+                    self._other = name
+                    return True
+            if time.monotonic() > self._until:
+                return False
+            time.sleep(self._pause)
+
+    def _put(self, step: str, content: Any = None) -> None:
+        self._backend.write(f"{self.mine}/{step}", json.dumps(content).encode())
+
+    def _wait(self, step: str) -> bytes:
+        """Wait for a step of the other half; return what it says."""
+        until = time.monotonic() + _STEP
+        while step not in self._backend.names(self._other):
+            if time.monotonic() > until:
+                raise _SilentError(step)
+            time.sleep(self._pause)
+        return self._backend.read(f"{self._other}/{step}")
+
+    def _both(self, step: str, content: Any = None) -> Any:
+        """Wait until both have come to a step; return what the other one says."""
+        self._put(step, content)
+        return json.loads(self._wait(step))
+
+    # --- what they find out ---
+
+    def _seen_changes(self) -> Iterator[DoctorRow]:
+        """Change what the other half has looked at, and see how late its changes are seen."""
+        mine, other = self.mine, self._other
+        with ExitStack() as held:
+            data = os.urandom(_DATA_BYTES)
+            self._backend.write(f"{mine}/data", data)
+            self._backend.write(f"{mine}/goes", b"1")
+            if not self._is_remote:
+                held.enter_context(self._locked(f"{mine}/locked"))
+                self._path(f"{mine}/grows").write_bytes(b"1")
+            digest = self._both("made", digest_of(data).hex())
+            content = self._backend.read(f"{other}/data")
+            yield _row_if(
+                digest_of(content).hex() == digest,
+                DoctorRow("data of others", "are whole once their name is seen"),
+                DoctorRow(
+                    "data of others",
+                    "were not whole when their name was seen",
+                    "bad",
+                    "a host would read a damaged store: have it elsewhere",
+                ),
+            )
+            # The client caches what is looked at now.
+            sizes = {name: self._size(f"{other}/{name}") for name in ("goes", "grows", "comes")}
+            if not self._is_remote:
+                yield self._lock_row(f"{other}/locked")
+            self._both("looked")
+        self._backend.delete(f"{mine}/goes")
+        self._backend.write(f"{mine}/comes", b"1")
+        if not self._is_remote:
+            with self._path(f"{mine}/grows").open("ab") as file:
+                file.write(b"2")
+        self._both("changed")
+        yield from self._watched(sizes)
+        self._both("watched")
+
+    def _watched(self, before: dict[str, int | None]) -> Iterator[DoctorRow]:
+        """Look at what has changed until all of it is seen."""
+        texts = {
+            "grows": "attributes",
+            "goes": "deleted names",
+            "comes": "absent names",
+        }
+        if self._is_remote:
+            del texts["grows"]
+        started = time.monotonic()
+        late: dict[str, float] = {}
+        while len(late) < len(texts) and time.monotonic() - started < _WATCH:
+            for name in texts.keys() - late.keys():
+                if self._size(f"{self._other}/{name}") != before[name]:
+                    late[name] = time.monotonic() - started
+            time.sleep(self._pause)
+        for name, text in texts.items():
+            seconds = late.get(name, _WATCH)
+            found = time_text(seconds) if name in late else f"more than {_WATCH:.0f} s"
+            is_late = seconds >= _LATE
+            yield DoctorRow(
+                text,
+                f"of others are cached for {found}" if is_late else "of others are not cached",
+                "fair" if is_late else "good",
+                "harmless: casnap looks again; options of the mount can shorten it" * is_late,
+            )
+
+    def _lag(self) -> DoctorRow:
+        """Send names to and fro, each half beginning once; no clock is needed for that."""
+        lags: list[float] = []
+        ahead = 0.0
+        for leader in sorted((self.mine, self._other)):
+            for number in range(_PINGS):
+                ping, pong = f"ping-{leader}-{number}", f"pong-{leader}-{number}"
+                if leader != self.mine:
+                    self._wait(ping)
+                    self._put(pong, time.time())
+                    continue
+                started, at = time.monotonic(), time.time()
+                self._put(ping)
+                told = json.loads(self._wait(pong))
+                lags.append((time.monotonic() - started) / 2)
+                ahead = told - (at + lags[-1])
+        median, most = statistics.median(lags), max(lags)
+        found = f"are seen after {time_text(median)}, at most {time_text(most)}"
+        if abs(ahead) > _CLOCK + most:
+            return DoctorRow(
+                "names of others",
+                f"{found}; the clock of {self.other_host} is {abs(ahead):.0f} s "
+                f"{'ahead' if ahead > 0 else 'behind'}",
+                "fair",
+                "set the clocks: a collector tells by them how old a file is",
+            )
+        if most < _LATE:
+            return DoctorRow("names of others", found)
+        return DoctorRow(
+            "names of others",
+            found,
+            "fair",
+            "harmless: until then a reader sees the store as it was, and a writer tries again",
+        )
+
+    def _races(self) -> DoctorRow:
+        """Put the same keys at the same time; each must be put by one of the two."""
+        folder = min(self.mine, self._other)
+        started = time.monotonic()
+        won: list[bool] = []
+        while len(won) < _RACES and time.monotonic() - started < _RACING:
+            key = f"{folder}/race-{len(won)}"
+            won.append(self._backend.put_if_absent(key, self.mine.encode()))
+        theirs = self._both("raced", won)
+        both = list(zip(won, theirs, strict=False))
+        return _row_if(
+            all(mine != their for mine, their in both),
+            DoctorRow("between hosts", f"of {len(both)} names raced for, each was made once"),
+            DoctorRow(
+                "between hosts",
+                f"of {len(both)} names raced for, {sum(a == b for a, b in both)} were made by "
+                "both or by neither",
+                "bad",
+                "of two writers at once one can overwrite the other's commit: have the store "
+                "elsewhere",
+            ),
+        )
+
+    def _lock_row(self, key: str) -> DoctorRow:
+        fd = os.open(self._path(key), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            is_seen = lock(fd) is False
+        finally:
+            os.close(fd)
+        return _row_if(
+            is_seen,
+            DoctorRow("locks of others", "are seen"),
+            DoctorRow(
+                "locks of others",
+                "are not seen",
+                "fair",
+                "a collector waits up to a day for a take that was killed; nothing is lost",
+            ),
+        )
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        fd = os.open(self._path(key), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            lock(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def _path(self, key: str) -> Path:
+        return Path(self._backend.where(key))
+
+    def _size(self, key: str) -> int | None:
+        """Look at an object as any program does, without what casnap does against late names."""
+        if self._is_remote:
+            return self._backend.size_if_there(key)
+        try:
+            return self._path(key).stat().st_size
+        except OSError:
+            return None
+
+
+def _row_if(is_good: bool, good: DoctorRow, other: DoctorRow) -> DoctorRow:
+    return good if is_good else other

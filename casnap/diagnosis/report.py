@@ -1,0 +1,77 @@
+"""What a diagnosis says: rows, and a verdict that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+Verdict: TypeAlias = Literal["good", "fair", "bad", "unknown"]
+"""Fair: a store is safe here, with what the advice says. Unknown: it could not be tried."""
+
+
+class DoctorRow(NamedTuple):
+    """What one probe found.
+
+    Attributes:
+        name: What was tried.
+        finding: What was found, in words.
+        verdict: ``good``; ``fair``: a store is safe, and the advice says what to know; ``bad``: no
+            store is safe here; ``unknown``: it could not be tried.
+        advice: What to do, or to know; empty if the verdict is good.
+    """
+
+    name: str
+    finding: str
+    verdict: Verdict = "good"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What :func:`casnap.doctor` found out about a place.
+
+    Attributes:
+        place: The folder or the URI.
+        rows: What each probe found.
+        other_host: The host that took part from the other side; None if there was none.
+        seconds: How long it took.
+    """
+
+    place: str
+    rows: Sequence[DoctorRow]
+    other_host: str | None
+    seconds: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of all rows, where what could not be tried is fair."""
+        found = {row.verdict for row in self.rows}
+        return "bad" if "bad" in found else "good" if found <= {"good"} else "fair"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the place can hold a store."""
+        return self.verdict != "bad"
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one line."""
+        names = {
+            verdict: ", ".join(row.name for row in self.rows if row.verdict == verdict)
+            for verdict in ("fair", "bad", "unknown")
+        }
+        if names["bad"]:
+            return f"bad: no store is safe in {self.place}: {names['bad']}"
+        if self.verdict == "good":
+            return f"good: {self.place} can hold a store"
+        notes = [f"see the advice on {names['fair']}"] if names["fair"] else []
+        notes += [f"not tried: {names['unknown']}"] if names["unknown"] else []
+        return f"fair: {self.place} can hold a store; {'; '.join(notes)}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a short time for people."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.1f} s"
