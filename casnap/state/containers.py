@@ -5,8 +5,9 @@ The components of paths that keys make are those of ``casnap.format.names``.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +25,8 @@ from casnap.state.values import (
     is_packable,
     stable_order,
 )
+
+_log = logging.getLogger("casnap")
 
 # --- specs ------------------------------------------------------------------------------------
 
@@ -62,6 +65,8 @@ class _Sparse(Struct, frozen=True, array_like=True):
 _FACTORIES: dict[str, Any] = {
     f.__name__: f for f in (list, dict, int, float, str, set, tuple, bool)
 }
+
+_METADATA_TYPES = {bool, int, float, str, type(None)}
 
 _SPARSE = {
     torch.sparse_coo: ("sparse_coo", ("indices", "values")),
@@ -141,27 +146,57 @@ def _open_mapping(path: str, value: Any) -> Opened:
     def spec() -> _Keys:
         _check_storable(path, keys, encoded, components)
         factory = _factory_name(path, value.default_factory) if kind == "defaultdict" else None
-        metadata = _metadata_of(value) if kind == "OrderedDict" else None
+        metadata = _metadata_of(path, value) if kind == "OrderedDict" else None
         return _Keys(encoded, factory, metadata)
 
     return Opened(kind, components, list(value.values()), spec)
 
 
-def _metadata_of(value: Any) -> dict[str, Any] | None:
+def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
+    """Return the metadata of a module's state dict. What of it cannot be stored is left out."""
+    left_out = [f"the attribute {name}" for name in vars(value) if name != "_metadata"]
     metadata = getattr(value, "_metadata", None)
-    if not isinstance(metadata, dict) or type(metadata) not in (dict, OrderedDict):
-        return None
-    json_types = {bool, int, float, str, type(None)}
-    for prefix, local in metadata.items():
-        if type(prefix) is not str or type(local) is not dict:
-            return None
-        if any(type(k) is not str or type(v) not in json_types for k, v in local.items()):
-            return None
+    kept: dict[str, dict[str, Any]] | None = None
+    if isinstance(metadata, Mapping):
+        kept = {}
+        for name, local in metadata.items():
+            if not isinstance(local, Mapping) or not _is_storable(name, None):
+                left_out.append(f"the metadata of the submodule {name!r:.80}")
+                continue
+            kept[name] = {key: item for key, item in local.items() if _is_storable(key, item)}
+            left_out += [
+                f"{key!r:.80} of the metadata of the submodule {name!r:.80}"
+                for key in local
+                if key not in kept[name]
+            ]
+    elif metadata is not None:
+        left_out.append("the attribute _metadata")
+    if left_out:
+        _say_left_out(path, tuple(left_out))
+    return None if kept is None else _named_as_keys(kept, value)
+
+
+def _is_storable(key: object, value: object) -> bool:
+    """Whether a key, and what the metadata of a module have for it, can be stored."""
+    if type(key) is not str or type(value) not in _METADATA_TYPES:
+        return False
     try:
-        encode(metadata)
-    except (OverflowError, UnicodeEncodeError):
-        return None
-    return _named_as_keys(dict(metadata), value)
+        encode((key, value))
+    except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate
+        return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _say_left_out(path: str, names: tuple[str, ...]) -> None:
+    """Say once, not at each take, what of a state dict is not stored."""
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
+    _log.warning(
+        "%s: of what lies beside the items of this state dict, %s cannot be stored and is left "
+        "out; the rest, such as the versions of modules, is kept",
+        path,
+        some,
+    )
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:

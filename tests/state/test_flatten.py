@@ -145,8 +145,28 @@ def test_module_metadata_is_kept():
     again = round_trip(state)
     assert again._metadata == state._metadata
     assert type(again._metadata) is OrderedDict
-    state._metadata = {"": {"f": print}}
+
+
+def test_what_of_the_metadata_cannot_be_stored_is_left_out_alone_and_said_once(caplog):
+    def state():
+        again = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+        again._metadata[""] |= {"nested": {"version": 1}, "large": 1 << 64, 3: 4, "text": "\ud800"}
+        again._metadata |= {"number": 5, ("a",): {}}
+        again.step = 3
+        return again
+
+    for _ in range(2):
+        again = round_trip(state())
+        assert again._metadata == {"": {"version": 1}, "0": {"version": 2}}
+        assert not hasattr(again, "step")
+    (text,) = [record.getMessage() for record in caplog.records]
+    for name in ("'nested' of", "'large' of", "3 of", "the submodule 'number'", "attribute step"):
+        assert name in text or "and 2 more" in text
+    assert "the rest, such as the versions of modules, is kept" in text
+    state = torch.nn.Linear(1, 1).state_dict()
+    state._metadata = [1]
     assert not hasattr(round_trip(state), "_metadata")
+    assert "the attribute _metadata cannot be stored" in caplog.text
 
 
 def test_sets_have_one_order():
