@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -220,7 +220,7 @@ def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
     DCP's own files hold all keys as texts. A value may load them, and never find them.
     """
     loading, live_keys = Loading(contents), dict[str, set[Any]]()
-    for path, mapping in _mappings(state.current, state.component):
+    for path, mapping in state.mappings():
         entry = state.entries.get(path)
         if isinstance(entry, ContainerEntry) and not all(type(key) is str for key in mapping):
             loading.add(path, entry)
@@ -239,20 +239,6 @@ def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
                 f"texts. read_object({state.component!r}) reads it; give the keys their type, then "
                 "load that"
             )
-
-
-def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the dicts in a state, with their paths."""
-    is_mapping = isinstance(value, Mapping)
-    if is_mapping:
-        yield path, value
-    elif not isinstance(value, list | tuple):
-        return
-    children = list(value.values()) if is_mapping else value
-    components = live_components(value) if is_mapping else map(str, range(len(value)))
-    for component, child in zip(components, children, strict=True):
-        if isinstance(child, Mapping | list | tuple):
-            yield from _mappings(child, f"{path}/{component}")
 
 
 def _is_number(key: object) -> bool:

@@ -46,6 +46,10 @@ class KeyState:
     unchecked: tuple[str, ...] = ()
     skipped: frozenset[str] = frozenset()
 
+    def mappings(self) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+        """Yield the dicts in the current state, with their paths."""
+        return _mappings(self.current, self.component)
+
     def without(self, paths: Collection[str]) -> KeyState:
         """Return the key without the entries of some paths, and all below these."""
         if not paths:
@@ -53,6 +57,19 @@ class KeyState:
         left_out = set(paths)
         entries = {p: e for p, e in self.entries.items() if left_out.isdisjoint(_upwards(p))}
         return replace(self, entries=entries)
+
+
+def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    is_mapping = isinstance(value, Mapping)
+    if is_mapping:
+        yield path, value
+    elif not isinstance(value, list | tuple):
+        return
+    children = list(value.values()) if is_mapping else value
+    components = live_components(value) if is_mapping else map(str, range(len(value)))
+    for component, child in zip(components, children, strict=True):
+        if isinstance(child, Mapping | list | tuple):
+            yield from _mappings(child, f"{path}/{component}")
 
 
 def _upwards(path: str) -> Iterator[str]:

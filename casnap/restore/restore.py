@@ -26,6 +26,7 @@ from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import conflicts, memory_of, targets_of
+from casnap.restore.versions import with_versions
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
@@ -109,6 +110,7 @@ def restore(
     report.kept_bytes = kept_bytes
     for state in states:
         known |= state.known
+        known |= with_versions(state, known)
     # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")

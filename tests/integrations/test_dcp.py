@@ -32,6 +32,7 @@ from tests.support.bitwise import assert_same
 from tests.support.cli_calls import invoke
 from tests.support.dcp_saves import save
 from tests.support.exports import assert_exports
+from tests.support.versioned import versioned
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is ",  # DCP says once in each call that there is no process group
@@ -156,6 +157,27 @@ def test_a_model_and_its_optimizer_go_both_ways(tmp_path: Path) -> None:
         assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
         assert_same(without_state.state_dict(), optimizer.state_dict())
         assert_exports(store[name], tmp_path, "model", model.state_dict())
+
+
+def test_a_module_gets_its_own_versions_as_dcp_gives_them(tmp_path: Path) -> None:
+    model, store = versioned(), Store(tmp_path)
+    save(store, "module", {"model": model})
+    save(store, "state", {"model": model.state_dict(), "deep": {"list": [model.state_dict()]}})
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "files")
+    store.import_file(tmp_path / "files", "imported")
+    for name in ("module", "state", "imported"):
+        fresh = versioned()
+        load(store, name, {"model": fresh})
+        assert_same(fresh.state_dict(), model.state_dict())
+        for strict in (True, False):
+            fresh = versioned()
+            store[name].restore({"model": fresh}, strict=strict)
+            assert_same(fresh.state_dict(), model.state_dict())
+    fresh = versioned()
+    state = StateDict(list=[versioned().state_dict()])
+    store["state"].restore({"deep": state})
+    fresh.load_state_dict(state["list"][0])
+    assert_same(fresh.state_dict(), model.state_dict())
 
 
 def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:

@@ -7,14 +7,19 @@ import sys
 import types
 from collections import namedtuple
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from casnap import StateDict, Store
 from casnap.errors import MismatchError, UnsupportedTypeError
+from tests.support.bitwise import assert_same
+from tests.support.versioned import of_first_version, versioned
 
 
 @pytest.fixture
@@ -220,3 +225,77 @@ def test_what_a_module_has_not_is_not_decoded(store: Store, module: types.Module
     del sys.modules["phases"]
     report = store["a"].restore({"model": nn.Linear(3, 2)}, strict=False)
     assert report.unexpected == ["model/_extra_state"]
+
+
+# --- the versions of modules --------------------------------------------------------------------
+
+
+def test_modules_get_the_versions_that_were_taken(store: Store) -> None:
+    model = versioned(spectral=True)
+    store.take({"m": model}, "a")
+    store.async_take({"m": model}, "b").wait()
+    store.take({"m": Given(of_first_version(model))}, "c")
+    for name in "abc":
+        for options in ({}, {"strict": False}, {"reuse": True}):
+            fresh = versioned(spectral=True)
+            assert not store[name].restore({"m": fresh}, **options)
+            assert_same(fresh.state_dict(), model.state_dict())
+        fresh = versioned(spectral=True)
+        fresh.load_state_dict(store[name].get_state_dict_for_key("m"))
+        assert_same(fresh.state_dict(), model.state_dict())
+
+
+class Given(StateDict):
+    """Gives a state dict of a module as it is."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.data = state
+
+
+class Whole(Given):
+    """Gives and loads a module as trainers do, without the names of wrappers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self._module)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self._module, state)
+
+
+compiled: Any = partial(torch.compile, backend="eager")
+
+WRAPS: dict[str, Any] = {
+    "nothing": lambda model: model,
+    "compile": compiled,
+    "compiled inside": lambda model: nn.Sequential(model[0], compiled(model[1])),
+    "checkpointed": lambda model: nn.Sequential(model[0], checkpoint_wrapper(model[1])),
+    "both": lambda model: compiled(nn.Sequential(model[0], checkpoint_wrapper(model[1]))),
+}
+
+
+@pytest.mark.parametrize("at", WRAPS)
+def test_versions_are_found_by_the_names_that_wrappers_give(store: Store, at: str) -> None:
+    for name, wrap in WRAPS.items():
+        source = versioned()
+        store.take({"m": Whole(wrap(source))}, f"{name}/2")
+        store.take({"m": Given(of_first_version(wrap(source)))}, f"{name}/1")
+        for version in (1, 2):
+            fresh = versioned()
+            store[f"{name}/{version}"].restore({"m": Whole(WRAPS[at](fresh))})
+            assert_same(fresh.state_dict(), source.state_dict(), f"{name}/{version}")
+
+
+def test_a_state_without_versions_gets_those_of_the_module(store: Store) -> None:
+    model, fresh = versioned(), versioned()
+    plain = dict(model.state_dict())
+    store.take({"m": StateDict(plain), "deep": StateDict(list=[{"m": plain}])}, "a")
+    deep = StateDict(list=[{"m": fresh.state_dict()}])
+    store["a"].restore({"m": fresh, "deep": deep})
+    assert_same(dict(fresh.state_dict()), plain)
+    fresh = versioned()
+    fresh.load_state_dict(deep["list"][0]["m"])
+    assert_same(dict(fresh.state_dict()), plain)
