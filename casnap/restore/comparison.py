@@ -71,10 +71,12 @@ def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any])
         given = [key for key in unexpected_keys if key in state.current]
         if not given:
             raise
+        # Only the items go: the versions of its modules are an attribute of the dict.
+        not_loaded = {key: values.pop(key) for key in given}
         # This raises an error if there is more that it does not load.
-        module.load_state_dict({key: values[key] for key in values if key not in given})
+        module.load_state_dict(values)
         current = module.state_dict()
-        unlike = [key for key in given if not _is_alike(current.get(key), values[key])]
+        unlike = [k for k, value in not_loaded.items() if not _is_alike(current.get(k), value)]
         if unlike:
             raise MismatchError(
                 f"the state_dict() of {key_of(state.component)!r} gives {', '.join(unlike)}, but "

@@ -10,6 +10,7 @@ from casnap import RNGState, StateDict, Store
 from casnap.errors import MismatchError, StoreError
 from casnap.integrations.trainers import Value
 from tests.support.bitwise import assert_same, raw
+from tests.support.versioned import versioned
 
 
 @pytest.fixture
@@ -573,6 +574,10 @@ def test_what_a_module_gives_but_does_not_load_is_filled(store, strict):
     snapshot = store.take({"m": saved}, "s")
     report = snapshot.restore({"m": found}, strict=strict)
     assert not report
+    assert_same(found.state_dict(), saved.state_dict())
+    # The others still get their versions.
+    saved, found = nn.Sequential(*packed(), versioned()), nn.Sequential(*packed(), versioned())
+    store.take({"m": saved}, "versions").restore({"m": found}, strict=strict)
     assert_same(found.state_dict(), saved.state_dict())
 
 
