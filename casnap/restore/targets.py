@@ -79,6 +79,8 @@ def _moments(
         parameter = parameters[int(index)] if int(index) < len(parameters) else None
         if parameter is None or name in optimizer.state.get(parameter, ()):
             continue
+        if torch.nn.parameter.is_lazy(parameter):
+            continue  # it gets its shape when its module is loaded
         if isinstance(entry, TensorEntry) and entry.shape == tuple(parameter.shape):
             shards = shards_of(path, parameter)
             if shards is not None:

@@ -454,13 +454,27 @@ def test_an_optimizer_whose_hook_changes_the_state(store):
     assert not snapshot.restore({"o": joined})
 
 
-def test_a_module_with_lazy_parameters(store):
-    built = nn.LazyLinear(3)
-    built(torch.randn(2, 5))
-    snapshot = store.take({"m": built}, "step")
-    lazy = nn.LazyLinear(3)
-    snapshot.restore({"m": lazy})
-    assert raw(lazy.weight) == raw(built.weight)
+@pytest.mark.parametrize("keys", ["mo", "om"])
+def test_a_module_with_lazy_parameters_and_its_optimizer(store, keys):
+    def state():
+        lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+        state = {"m": lazy, "o": torch.optim.AdamW(lazy.parameters())}
+        return {key: state[key] for key in keys}
+
+    def step(state):
+        state["m"](torch.ones(2, 5)).square().sum().backward()
+        state["o"].step()
+        state["o"].zero_grad()
+
+    built, fresh = state(), state()
+    built["m"](torch.ones(2, 5))
+    step(built)
+    store.take(built, "step").restore(fresh)
+    for _ in range(2):
+        for key in keys:
+            assert_same(fresh[key].state_dict(), built[key].state_dict())
+        step(built)
+        step(fresh)
 
 
 # --- a hook on one child ----------------------------------------------------------------------
