@@ -16,7 +16,7 @@ from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
-from casnap.restore.targets import why_unfit
+from casnap.restore.targets import is_extra_state, why_unfit
 from casnap.state.containers import DICT_KINDS, container_builder, live_components
 from casnap.state.stateful import TORCH_NAMES, RNGState
 from casnap.state.values import encode_key
@@ -160,7 +160,7 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
         entry = state.entries.get(path)
         if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
             continue
-        if torch.nn.parameter.is_lazy(value):
+        if torch.nn.parameter.is_lazy(value) or is_extra_state(path):
             continue  # it takes any shape
         if reason := why_unfit(entry, tuple(value.shape), value):
             shapes[path] = f"{path}: {reason}"

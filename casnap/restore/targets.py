@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeGuard
 
 import torch
 
 from casnap.format.entries import Entry, TensorEntry, unknown_in
+from casnap.format.region import Region
 from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
 from casnap.state.flatten import fill_targets
@@ -38,18 +40,36 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
         path: _new(path, state.entries[path], shards, tied) if _is_new(state, path) else shards
         for path, shards in targets.items()
         if path in state.entries
-        and fits(state.entries[path], shards.value)
+        and _is_filled(state, path, shards)
         # A module that renames while it loads needs no memory on its device.
         and (shards.is_sharded or not path.startswith(state.rewritten))
     } | {path: s for path, s in moments.items() if fits(state.entries[path], s.value)}
 
 
+def _is_filled(state: KeyState, path: str, live: Shards) -> bool:
+    """Whether an entry is read into a tensor that is there, or is made like it."""
+    entry = state.entries[path]
+    if _is_extra_state(state, path) and not live.is_sharded:
+        return _is_plain(entry)
+    return fits(entry, live.value)
+
+
 def _is_new(state: KeyState, path: str) -> bool:
     """Whether the loader of a value gets a new tensor."""
-    is_module = isinstance(state.stateful, torch.nn.Module)
-    if is_module and path.split("/")[1].endswith(_EXTRA_STATE):
-        return True  # loaded by set_extra_state()
-    return path.startswith(state.rewritten) or known_loader(state.stateful) is None
+    return (
+        _is_extra_state(state, path)
+        or path.startswith(state.rewritten)
+        or known_loader(state.stateful) is None
+    )
+
+
+def _is_extra_state(state: KeyState, path: str) -> bool:
+    return isinstance(state.stateful, torch.nn.Module) and is_extra_state(path)
+
+
+def is_extra_state(path: str) -> bool:
+    """Whether a path of a module's state is that of what ``set_extra_state()`` loads."""
+    return path.split("/")[1].endswith(_EXTRA_STATE)
 
 
 def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> Shards:
@@ -58,11 +78,13 @@ def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> S
     value = live.value
     if live.is_sharded:
         return _sharded_like(path, value)
-    memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-    content = (entry.dtype, entry.payload)
+    memory: tuple[object, ...] = (path,)  # tensors without elements share none
+    if value.numel():
+        memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    content = (entry.dtype, entry.shape, entry.payload)
     if (memory, content) not in tied:
-        tensor = allocate(entry, value.device)
-        tied[memory, content] = live._replace(tensors=(tensor,), value=tensor)
+        tensor, shape = allocate(entry, value.device), entry.shape
+        tied[memory, content] = Shards(shape, (Region.whole(shape),), (tensor,), tensor)
     return tied[memory, content]
 
 
@@ -99,13 +121,16 @@ def fits(entry: Entry, current: torch.Tensor) -> bool:
     """Whether a tensor has the shape of an entry, and a dtype that the entry can be cast to."""
     with without_torch_function():
         return (
-            isinstance(entry, TensorEntry)
-            and entry.kind in ("tensor", "parameter", "buffer")
-            and entry.quantization is None
+            _is_plain(entry)
             and tuple(current.shape) == entry.shape
             and is_float4(entry) == is_float4(current)
             and torch.can_cast(carrier_dtype(entry), current.dtype)
         )
+
+
+def _is_plain(entry: Entry) -> TypeGuard[TensorEntry]:
+    kinds = ("tensor", "parameter", "buffer")
+    return isinstance(entry, TensorEntry) and entry.kind in kinds and entry.quantization is None
 
 
 def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -553,6 +555,55 @@ def test_a_post_hook_that_forgives_what_is_missing(store):
     with pytest.raises(MismatchError, match=r"m/0\.w"):
         snapshot.restore({"m": new})
     assert bits({"m": new}) == before
+
+
+class Scales(nn.Module):
+    """A module whose extra state has any size, and may be of any dtype."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self.scales = scales
+
+    def get_extra_state(self):
+        return self.scales
+
+    def set_extra_state(self, state):
+        self.scales = state
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_extra_state_of_a_module_has_any_size(store, strict):
+    kinds = [
+        torch.arange(300.0),
+        torch.empty(0, dtype=torch.uint8),
+        torch.tensor(3, dtype=torch.int8),
+        torch.ones(2, 3, dtype=torch.complex64),
+        {"scales": torch.arange(9), "count": 9},
+        io.BytesIO(b"x" * 300),
+        None,
+    ]
+
+    def model(values):
+        return nn.Sequential(*map(Scales, values))
+
+    for kind in kinds:
+        # Tensors of one content, but other shapes.
+        taken = model([kind, torch.zeros(6), torch.zeros(2, 3)])
+        snapshot = store.take({"m": taken}, "s", overwrite=True)
+        for other in kinds:
+            fresh = model([other, torch.empty(0), torch.empty(0)])
+            assert not snapshot.restore({"m": fresh}, strict=strict)
+            for part, wanted in zip(fresh, taken, strict=True):
+                if isinstance(kind, io.BytesIO) and part is fresh[0]:
+                    assert part.scales.getvalue() == kind.getvalue()
+                else:
+                    assert_same(part.scales, wanted.scales)
+    # Modules share no memory that had none before.
+    taken = model([torch.zeros(3), torch.zeros(3)])
+    fresh = model([torch.empty(0), torch.empty(0)])
+    store.take({"m": taken}, "same").restore({"m": fresh}, strict=strict)
+    fresh[0].scales += 1
+    assert_same(fresh[1].scales, torch.zeros(3))
 
 
 def test_a_module_whose_load_state_dict_was_patched(store):
