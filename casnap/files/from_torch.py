@@ -57,6 +57,8 @@ def _has_keys(state: Any) -> bool:
     """Whether a state is one of several keys, such as ``{"model": …, "step": 100}``."""
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         return False
+    if hasattr(state, "_metadata"):
+        return False  # it is that of one module, which may have extra state
     return not all(isinstance(value, torch.Tensor) for value in state.values())
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 
 from casnap import RNGState, StateDict, Store
 from casnap.errors import FileFormatError
@@ -28,6 +29,7 @@ from tests.support.torchsnapshots import (
     torchsnapshot,
     write_with_torchsnapshot,
 )
+from tests.support.versioned import of_first_version, versioned
 from tests.support.warm import run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -197,6 +199,30 @@ def test_a_file_of_torch_save(store: Store, tmp_path: Path) -> None:
     assert store.import_file(tmp_path / "m.pt", "m").keys == ["model"]
     assert store.import_file(tmp_path / "c.pt", "under", key="all").keys == ["all"]
     assert store["under"].read_object("all/step") == 100
+
+
+def test_the_state_of_a_module_keeps_its_versions(store: Store, tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": 3}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            assert state == {"count": 3}
+
+    def model() -> nn.Module:
+        return nn.Sequential(*versioned(spectral=True), Counting())
+
+    source = model()
+    for version, state in ((2, source.state_dict()), (1, of_first_version(source))):
+        torch.save(state, tmp_path / f"{version}.pt")
+        report = store.import_file(tmp_path / f"{version}.pt", f"v{version}")
+        assert report.keys == ["model"]
+        store[f"v{version}"].export(tmp_path / f"again{version}.pt", path="model")
+        fresh, again = model(), model()
+        store[f"v{version}"].restore({"model": fresh})
+        again.load_state_dict(torch.load(tmp_path / f"again{version}.pt", weights_only=True))
+        assert_same(fresh.state_dict(), source.state_dict())
+        assert_same(again.state_dict(), source.state_dict())
 
 
 def test_a_checkpoint_of_dcp(store: Store, tmp_path: Path) -> None:
