@@ -19,6 +19,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from casnap.ranks.comm import SingleProcess
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import is_within_call
 from casnap.snapshot import Snapshot
+from casnap.state.flatten import mapped
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
 
@@ -300,8 +302,9 @@ def _values_of(snapshot: Snapshot, *, allow_pickle: bool) -> dict[str, Any]:
 def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
     """Return a checkpoint with its tensors on a device."""
     if isinstance(map_location, str | torch.device):
-        on_device: dict[str, Any] = move_data_to_device(checkpoint, torch.device(map_location))
-        return on_device
+        move = partial(move_data_to_device, device=torch.device(map_location))
+        # Lightning itself would make dicts of their items alone, without the versions of modules.
+        return {key: mapped(value, move) for key, value in checkpoint.items()}
     if map_location is not None:
         raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
     return checkpoint

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from casnap.errors import StateError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
@@ -39,6 +38,7 @@ from casnap.restore.targets import why_unfit
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.containers import live_components
+from casnap.state.flatten import mapped
 from casnap.storage import Retention, check_no_foreign_checkpoint
 from casnap.take.capture import LiveState
 from casnap.take.options import TakeOptions
@@ -261,12 +261,14 @@ class _Item:
         return self.template
 
     def load_state_dict(self, state: Any) -> None:
+        self.is_loaded, self.value = True, state
+        if self.template is None:
+            return  # a walk would make plain dicts of all, without the versions of modules
         # What the restore has filled already is the same tensor on both sides.
         with torch.no_grad():
             self.value, self.missing = walk_checkpoint_structure(
                 item_key=self._key, source=state, target=self.template
             )
-        self.is_loaded = True
 
 
 def _check_supported(config: CheckpointManager.Config) -> None:
@@ -364,4 +366,8 @@ def _moved(value: Any, map_location: Any) -> Any:
         return value
     if not isinstance(map_location, str | torch.device):
         raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(map_location), value)
+
+    def move(part: Any) -> Any:
+        return part.to(map_location) if isinstance(part, torch.Tensor) else part
+
+    return mapped(value, move)

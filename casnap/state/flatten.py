@@ -8,7 +8,7 @@ deep states do not hit the recursion limit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -60,6 +60,7 @@ __all__ = [
     "flatten",
     "inflate",
     "live_parts",
+    "mapped",
 ]
 
 MAX_NESTING = 1000
@@ -234,6 +235,19 @@ def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         else:
             leaf = _container_leaf(child_path, node)
             yield child_path, decode_one(leaf)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a state with each leaf changed; its containers are built again as they were.
+
+    Args:
+        value: The state.
+        change: Called with each tensor and value; returns what takes its place.
+    """
+    path = "the state"
+    parts = live_parts(value, path)
+    known = {p: part if isinstance(part, Reopened) else change(part) for p, part in parts}
+    return inflate(path, {}, known=known)
 
 
 def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tests.support.faults import backend_faults, in_child
 from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
 from tests.support.trainer_contract import TrainerContract
+from tests.support.versioned import versioned
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -468,6 +469,24 @@ def test_load_from_checkpoint_reads_snapshots_and_their_hyperparameters(tmp_path
         Snapshot.take(tmp_path / "other/a", {"state_dict": model})
         with pytest.raises(StateError, match="sharded strategy"):
             kind.load_from_checkpoint(tmp_path / "other/a")
+
+    assert in_child(work) == 0
+
+
+def test_load_from_checkpoint_keeps_the_versions_of_modules(tmp_path: Path) -> None:
+    def work() -> None:
+        kind = configured()
+
+        class Versioned(kind):  # type: ignore[misc, valid-type]
+            def __init__(self) -> None:
+                super().__init__(3)
+                self.more = versioned(spectral=True)
+
+        model = Versioned()
+        path = fit(tmp_path / "ckpts", model)
+        for map_location in (None, "cpu", torch.device("cpu")):
+            again = Versioned.load_from_checkpoint(path, map_location=map_location)
+            assert_same(again.state_dict(), model.state_dict())
 
     assert in_child(work) == 0
 

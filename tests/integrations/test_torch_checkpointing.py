@@ -22,6 +22,7 @@ from tests.support.faults import disk_full, kill, system_faults
 from tests.support.pages import run_examples
 from tests.support.ranks import Worlds
 from tests.support.trainer_contract import TrainerContract
+from tests.support.versioned import versioned
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -81,6 +82,18 @@ def test_tensors_are_filled_in_place(tmp_path: Path, how: str) -> None:
     assert loaded["step"] == 7
     torch.optim.AdamW(model[1].parameters()).load_state_dict(loaded["optimizer"])
     checkpoints.close()
+
+
+def test_what_is_loaded_whole_keeps_the_versions_of_modules(tmp_path: Path) -> None:
+    checkpoints, model, path = manager("sync"), versioned(), str(tmp_path / "a")
+    checkpoints.save(path, {"model": model.state_dict(), "deep": [{"m": model.state_dict()}]})
+    for map_location in (None, "cpu"):
+        into = {"model": None, "deep": None}
+        loaded = checkpoints.load(path, into=into, map_location=map_location)
+        for state in (loaded["model"], loaded["deep"][0]["m"]):
+            fresh = versioned()
+            fresh.load_state_dict(state)
+            assert_same(fresh.state_dict(), model.state_dict())
 
 
 def test_a_part_is_loaded(tmp_path: Path) -> None:
