@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
-from casnap.backends.safe_paths import create_file, folder_at
+from casnap.backends.safe_paths import folder_at
 from casnap.backends.system_errors import translated
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 
 # How many folders are synced at once.
 _AT_ONCE = 4
-doubtful: set[str] = set()
-"""Folders whose last sync has failed in this process."""
+doubtful: set[tuple[str, str]] = set()
+"""Folders whose last sync has failed in this process, each with the identity of its store."""
 
 
 class NewNames:
-    """Names of files and folders that are to be durable when :meth:`sync` returns."""
+    """Names of files and folders that are to be durable when :meth:`sync` returns.
 
-    def __init__(self) -> None:
+    Args:
+        identity: Returns the identity of the store that they are for; "" while it is being made.
+    """
+
+    def __init__(self, identity: Callable[[], str]) -> None:
+        self._identity = identity
         self._folders: set[str] = set()
         self._lock = new_lock()
         self._syncing = new_lock()
@@ -37,30 +44,42 @@ class NewNames:
             try:
                 # Several at once take hardly longer than one: the disk is flushed once for all.
                 # Folders further up come first: what is below them needs them.
-                for _ in mapped(sync_folder, sorted(folders), min(len(folders), _AT_ONCE)):
+                sync = partial(sync_folder, identity=self._identity)
+                for _ in mapped(sync, sorted(folders), min(len(folders), _AT_ONCE)):
                     pass
             except BaseException:
                 with self._lock:
                     self._folders |= folders
                 raise
 
+    def is_doubtful(self, folder: str) -> bool:
+        """Whether the last sync of a folder for this store has failed in this process."""
+        return bool(doubtful) and not doubtful.isdisjoint(_doubts(folder, self._identity()))
 
-def sync_folder(folder: str) -> None:
+
+def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
     """Sync a folder, also if the sync before has failed.
 
-    After a failed sync the system may take the folder for written. The next sync then succeeds,
-    and proves nothing, unless the folder has changed.
+    After a failed sync the system may take the folder for written. The next sync then succeeds, and
+    proves nothing, unless the folder has changed. So its time is changed: a new name would stay
+    there if the process is killed.
+
+    Args:
+        folder: The folder.
+        identity: Returns the identity of the store that it is synced for; "" if there is none.
     """
     with translated(folder), folder_at(folder, listed=True) as fd:
-        change = f".casnap-{os.urandom(12).hex()}" if folder in doubtful else ""
-        if change:
-            os.close(create_file(change, fd, 0o600))
+        doubts = doubtful & _doubts(folder, identity()) if doubtful else set()
+        if doubts:
+            os.utime(fd)
         try:
             os.fsync(fd)
         except OSError:
-            doubtful.add(folder)
+            doubtful.add((identity(), folder))
             raise
-        finally:
-            if change:
-                os.unlink(change, dir_fd=fd)
-        doubtful.discard(folder)
+        doubtful.difference_update(doubts)
+
+
+def _doubts(folder: str, identity: str) -> set[tuple[str, str]]:
+    # What failed while the store was being made is doubtful once it is there, too.
+    return {("", folder), (identity, folder)}

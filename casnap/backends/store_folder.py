@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from casnap.backends.durability import NewNames, doubtful
+from casnap.backends.durability import NewNames
 from casnap.backends.local_paths import exists
 from casnap.backends.owners import new_file_in
 from casnap.backends.safe_paths import (
@@ -56,7 +56,7 @@ class StoreFolder:
         self._folder = folder
         self.uri = str(folder)
         self.objects = f"{self.uri}{inner}"
-        self.new_names = NewNames()
+        self.new_names = NewNames(self._identity_if_whole)
         self._entered: set[str] = set()
         # What goes into _durable with the next sync.
         self._noted: set[tuple[str, str]] = set()
@@ -138,11 +138,14 @@ class StoreFolder:
         On some file systems it is of another user, or open to others: these give all files to one
         user, or keep no modes. None if no file can be made.
         """
-        name = os.urandom(12).hex()
-        for folder in (f"{self.objects}/tmp", self.objects):
-            with suppress(OSError, *PLACE_ERRORS), folder_at(folder) as fd:
-                if (made := new_file_in(fd, name)) is not None:
-                    return made
+        with (
+            suppress(OSError, *PLACE_ERRORS),
+            folder_at(self.objects) as fd,
+            self.opened_or_made(
+                f"{self.objects}/tmp", OpenFolder(fd, self.objects), durable=False
+            ) as tmp,
+        ):
+            return new_file_in(tmp, os.urandom(12).hex())
         return None
 
     def _check_record(self, folder: int, check: Callable[[], None]) -> None:
@@ -165,7 +168,7 @@ class StoreFolder:
                 # Below /proc, say.
                 raise BackendError(f"no folder can be made at {self.uri}; choose another") from e
         for folder in (self._folder, *self._folder.parents):
-            if folder in new_folders or str(folder.parent) in doubtful:
+            if folder in new_folders or self.new_names.is_doubtful(str(folder.parent)):
                 self.new_names.add(str(folder))
 
     @contextmanager
@@ -196,7 +199,7 @@ class StoreFolder:
         """Return the identity; nothing while the store is being made."""
         try:
             return self.identity
-        except BackendError:
+        except PLACE_ERRORS:
             return ""
 
     @contextmanager

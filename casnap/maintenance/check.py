@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.backends.announcement import NOTE
 from casnap.errors import DamagedError, UnavailableError
-from casnap.format.records import pack_key, root_key, segment_key
+from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.maintenance.config_repair import config_damages
 from casnap.maintenance.damage import (
     ALL,
@@ -15,6 +15,7 @@ from casnap.maintenance.damage import (
     Hurt,
     history_damages,
     listed_roots,
+    other_than_roots,
     root_damages,
 )
 from casnap.maintenance.stored_files import StoredFiles
@@ -24,6 +25,9 @@ from casnap.runtime.units import is_number, whole_number
 from casnap.storage.commit_log.put_if_absent_probe import put_if_absent_warnings
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.marker_files import unknown_markers
+
+# What lies right in the folder of a store.
+_TOP = {CONFIG_KEY, "roots", "packs", "index", "tmp"}
 
 
 @dataclass
@@ -50,8 +54,9 @@ class CheckReport:
         orphan_bytes: Their bytes.
         temporary: Files that are being written, or were left over while being written.
         temporary_bytes: Their bytes.
-        warnings: What hurts a store in the long run: rules of its bucket; and markers of snapshots
-            that it does not have, as where its newest root was lost.
+        warnings: What hurts a store in the long run: rules of its bucket; files that casnap does
+            not know; and markers of snapshots that it does not have, as where its newest root was
+            lost.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -199,9 +204,23 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
         keys += [pack_key(ident) for ident in files.packs - live_ids]
     report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
     # Notes lie there too, and are no leftovers.
+    report.warnings += _unknown_files(backend, files.others)
     temporary = {
         key: nbytes
         for key, nbytes in backend.sizes("tmp").items()
         if not NOTE.fullmatch(key.removeprefix("tmp/"))
     }
     report.temporary, report.temporary_bytes = len(temporary), sum(temporary.values())
+
+
+def _unknown_files(backend: Backend, among_packs: list[str]) -> list[str]:
+    """Return a warning of what lies in the folder of a store and is not known to this version."""
+    strange = {*among_packs, *backend.names("")} - _TOP
+    strange.update(other_than_roots(backend))
+    if not strange:
+        return []
+    listed = ", ".join(sorted(strange)[:3]) + (", …" if len(strange) > 3 else "")
+    return [
+        f"{backend.where('')} holds what this casnap does not know: {listed:.500}. It takes up "
+        "space, and no collection deletes it; delete it if you know that nobody needs it"
+    ]

@@ -9,7 +9,7 @@ from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.records import root_key
 from casnap.runtime.threads import mapped
-from casnap.storage.commit_log.roots import read_root
+from casnap.storage.commit_log.roots import COPIES, read_root
 from casnap.storage.packs.chunk_reads import Reason
 
 
@@ -112,11 +112,24 @@ def history_damages(backend: Backend, newest: int) -> list[Damage]:
 def listed_roots(backend: Backend) -> list[int]:
     """Return the numbers of all roots that the backend lists."""
     return sorted(
-        int(name)
-        for folder in backend.names("roots")
-        for name in backend.names(f"roots/{folder}")
-        if name.isascii() and name.isdigit() and root_key(int(name)) == f"roots/{folder}/{name}"
+        int(key.rpartition("/")[2]) for key in _keys_among_roots(backend) if _is_root(key)
     )
+
+
+def other_than_roots(backend: Backend) -> list[str]:
+    """Return the keys of what lies among the roots, and is neither a root nor a copy of one."""
+    keys = _keys_among_roots(backend)
+    return [key for key in keys if not _is_root(key) and not key.startswith(f"{COPIES}/")]
+
+
+def _keys_among_roots(backend: Backend) -> list[str]:
+    folders = [f"roots/{folder}" for folder in backend.names("roots")]
+    return [f"{folder}/{name}" for folder in folders for name in backend.names(folder)]
+
+
+def _is_root(key: str) -> bool:
+    name = key.rpartition("/")[2]
+    return name.isascii() and name.isdigit() and root_key(int(name)) == key
 
 
 def _damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:

@@ -35,18 +35,26 @@ class StoredFiles:
     Attributes:
         packs: The ids of the packs.
         segments: The ids of the segments.
+        others: The keys of what lies among them and is neither.
     """
 
     def __init__(self, store: Repository, root: Root, *, lists_packs: bool = True) -> None:
         self._backend = backend = store.backend
         is_large = sum(ref.count for ref in root.segments) > backend.costs.many_records
         self._knows_all = lists_packs
-        self._sizes = listed_packs(backend, are_many=is_large) if lists_packs else {}
+        self.others: list[str] = []
+        self._sizes = (
+            listed_packs(backend, are_many=is_large, others=self.others) if lists_packs else {}
+        )
         self.packs = set(self._sizes)
-        names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
-        of_segments = {id_from_name(name): size for name, size in names.items()}
-        self._sizes |= {i: size for i, size in of_segments.items() if i is not None}
-        self.segments = {ident for ident in of_segments if ident is not None}
+        self.segments = set[bytes]()
+        for key, size in backend.sizes("index").items():
+            ident = id_from_name(key.removeprefix("index/"))
+            if ident is None:
+                self.others.append(key)
+            else:
+                self.segments.add(ident)
+                self._sizes[ident] = size
         self.time_of = cache(self._time_of)
 
     def __contains__(self, ident: object) -> bool:

@@ -107,10 +107,10 @@ def test_another_thread_that_syncs_in_between(
     seen: list[set[str]] = []
     real = casnap.backends.durability.sync_folder
 
-    def sync_folder(folder: str) -> None:
+    def sync_folder(folder: str, **options: object) -> None:
         if folder == str(local.folder / "casnap-store/packs/ab"):
             seen.append({path.name for path in Path(folder).iterdir()})
-        real(folder)
+        real(folder, **options)
 
     monkeypatch.setattr(casnap.backends.durability, "sync_folder", sync_folder)
     with system_faults(0, local.sync, ["fsync"]):

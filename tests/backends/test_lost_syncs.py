@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
+import re
 import shutil
 from pathlib import Path
 
@@ -11,8 +14,8 @@ import pytest
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.errors import PLACE_ERRORS, BackendError
-from tests.support.faults import CHUNK, assert_store, in_child, system_faults, take
-from tests.support.power import Disk
+from tests.support.faults import CHUNK, assert_store, files, in_child, system_faults, take
+from tests.support.power import Disk, Journal
 
 
 def test_folders_that_this_process_has_synced_are_not_synced_again(tmp_path: Path) -> None:
@@ -80,3 +83,47 @@ def test_what_others_wrote_before_a_sync_failed(tmp_path: Path, folder: str, who
         crashed = disk.after_a_crash(tmp_path.parent / f"{tmp_path.name}-crashed") / "store"
     assert (crashed / "casnap-store/packs/ab/y").read_bytes() == b"second"
     assert {p.name for p in (crashed / "casnap-store/packs/ab").iterdir()} <= {"x", "y"}
+
+
+def fail_to_sync(folder: Path) -> None:
+    """Have the folder of the packs of a new store not be synced."""
+    with Disk(folder.parent, 0, folder / "casnap-store/packs").used() as disk:
+        with pytest.raises(BackendError):
+            take(folder, 0)
+        assert disk.struck
+
+
+KNOWN = re.compile(
+    "casnap.json|roots/0/[0-9]+|roots/copies/[0-9]+|packs/../[0-9a-f]{32}|index/[0-9a-f]{32}|tmp/.*"
+)
+
+
+def test_a_cut_after_a_failed_sync_leaves_no_unknown_file(tmp_path: Path) -> None:
+    """What the sync after it makes lies in `tmp/`, where a collection finds what is left."""
+    Store(tmp_path / "store", chunk_size=CHUNK).make()
+    fail_to_sync(tmp_path / "store")
+    journal = Journal(tmp_path / "store")
+    with journal.kept():
+        take(tmp_path / "store", 0)
+    for moment in range(len(journal.moments)):
+        crashed = journal.after_a_cut(moment, 1.0, random.Random(0), tmp_path / "crashed")
+        left = files(crashed / "casnap-store")
+        assert not {key for key in left if not KNOWN.fullmatch(key)}
+    assert_store(crashed, {0})
+
+
+@pytest.mark.parametrize("store_is", ["the same", "another"])
+def test_a_failed_sync_says_nothing_of_a_later_store_at_that_path(
+    tmp_path: Path, store_is: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    Store(folder, chunk_size=CHUNK).make()
+    fail_to_sync(folder)
+    if store_is == "another":
+        shutil.rmtree(folder)
+    changed: list[object] = []
+    real = os.utime
+    monkeypatch.setattr(os, "utime", lambda *given: [changed.append(given[0]), real(*given)])
+    take(folder, 0)
+    # Those of folders are by their handles.
+    assert any(isinstance(place, int) for place in changed) == (store_is == "the same")

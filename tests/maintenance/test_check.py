@@ -285,6 +285,24 @@ def test_what_is_left_over(store: Path) -> None:
 # --- all of it --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "key", ["packs/ab/.casnap-0a", "index/old", "roots/0/1.bak", "backup/packs/x", "tmp/mine", ""]
+)
+def test_files_that_casnap_does_not_know(store: Path, key: str) -> None:
+    """No collection deletes them, so the user is told; `tmp/` is counted by itself."""
+    if key:
+        path = store / "casnap-store" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    report = Store(store).check()
+    assert report.ok
+    told = "".join(report.warnings)
+    if key in ("tmp/mine", ""):
+        assert told == ""
+    else:
+        assert f"casnap does not know: {key.removesuffix('/packs/x')}. " in told
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_named_is_what_cannot_be_restored(
     pristine: Path, tmp_path: Path, cache_dir: Path, seed: int

@@ -22,7 +22,8 @@ from unittest import mock
 class Disk:
     """What of a folder is on the disk, on a system that believes in a write that has failed.
 
-    A folder is one block, which is written when it has changed since it was last tried to be.
+    A folder is one block, which is written when it has changed since it was last tried to be: its
+    names, or its time.
 
     Args:
         top: The folder, all of which is on the disk at first.
@@ -68,7 +69,15 @@ class Disk:
 
     @contextmanager
     def used(self) -> Iterator[Disk]:
-        with mock.patch.object(os, "fsync", self.fsync):
+        real_utime = os.utime
+
+        def utime(place: int | str | Path, *times: Any) -> None:
+            real_utime(place, *times)
+            if isinstance(place, int):
+                with self._lock:
+                    self._clean.pop(Path(f"/proc/self/fd/{place}").readlink(), None)
+
+        with mock.patch.object(os, "fsync", self.fsync), mock.patch.object(os, "utime", utime):
             yield self
 
     def after_a_crash(self, to: Path) -> Path:

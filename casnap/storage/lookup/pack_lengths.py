@@ -127,23 +127,25 @@ class RememberedLengths(PackLengths):
                 self._seen.pop(pack, None)
 
 
-def listed_packs(backend: Backend, *, are_many: bool) -> dict[bytes, int]:
+def listed_packs(
+    backend: Backend, *, are_many: bool, others: list[str] | None = None
+) -> dict[bytes, int]:
     """Return the length of each pack of a remote store, whether or not a root names it.
 
     Args:
         backend: Where the store lives.
         are_many: Whether there are so many that their folders are listed one by one, several at
             a time.
+        others: Gets the keys of what is there and no pack: casnap deletes only files whose names
+            match its own grammar.
     """
-
-    def listed(folder: str) -> dict[bytes, int]:
-        sizes = backend.sizes(folder).items()
-        by_id = ((id_from_name(key.rpartition("/")[2]), key, size) for key, size in sizes)
-        # casnap deletes only files whose names match its own grammar.
-        return {i: size for i, key, size in by_id if i is not None and pack_key(i) == key}
-
     folders = [f"packs/{n:02x}" for n in range(256)] if are_many else ["packs"]
     lengths: dict[bytes, int] = {}
-    for _, of_folder in mapped(listed, folders, backend.in_flight if are_many else 1):
-        lengths |= of_folder
+    for _, sizes in mapped(backend.sizes, folders, backend.in_flight if are_many else 1):
+        for key, size in sizes.items():
+            ident = id_from_name(key.rpartition("/")[2])
+            if ident is not None and pack_key(ident) == key:
+                lengths[ident] = size
+            elif others is not None:
+                others.append(key)
     return lengths
