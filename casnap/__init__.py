@@ -112,4 +112,5 @@ __getattr__ = _imported_later(globals(), _LATER)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Without the packages that an import leaves here: ``casnap.take`` is nothing to call.
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

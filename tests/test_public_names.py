@@ -83,6 +83,9 @@ def test_completion_leaves_out_what_is_for_other_modules() -> None:
     assert not shown & {"repository", "take_from", "hooks", "row", "read", "full_name"}
     assert not set(dir(snapshot)) & {"contents", "row", "of"}
     assert "restore" in dir(snapshot)
+    # The packages that it has imported are none of its names.
+    assert inspect.ismodule(casnap.take)  # type: ignore[attr-defined]
+    assert {name for name in dir(casnap) if not name.startswith("_")} == set(casnap.__all__)
 
 
 @pytest.mark.parametrize("name", ["take", "async_take"])
