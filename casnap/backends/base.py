@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from casnap.backends.announcement import Announcement, bases_announced_at
 from casnap.backends.costs import LOCAL, REMOTE, Costs
+from casnap.backends.late_names import wait_for
 from casnap.errors import BackendError, CasnapError, DamagedError, PlaceError
 from casnap.format.records import MAX_SEGMENT_BYTES
 
@@ -331,6 +332,8 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
             writes its packs in one.
         max_chunk_bytes: The largest chunks that a store here may have.
         folder: The folder of this machine that holds the objects; None if there is none.
+        name_lag: For how many seconds this host may not see what another one has put. Only
+            ``put_if_absent`` is then decided as of now: listings, sizes and absence may be old.
     """
 
     costly_requests: bool = False
@@ -338,6 +341,7 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
     syncs_folders: bool = False
     max_chunk_bytes: int = 64 << 20
     folder: Path | None = None
+    name_lag: float = 0.0
 
     @property
     def costs(self) -> Costs:
@@ -353,6 +357,20 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
     def requests(self) -> Mapping[str, int]:
         """How many requests were made so far, by kind; empty where nothing is counted."""
         return {}
+
+    def appears(self, key: str, still: Callable[[], object]) -> bool:
+        """Wait for an object that must be there, but is absent; return whether it is there by now.
+
+        It must be there if another object names it, or if a put found its key taken. Nothing is
+        waited for where this host sees at once what another one has put.
+
+        Args:
+            key: The object.
+            still: Whether it must still be there: not if a newer root does not name it.
+        """
+        return self.name_lag > 0 and wait_for(
+            self.where(key), lambda: self.size_if_there(key) is not None, still, self.name_lag
+        )
 
     def is_object(self) -> bool:
         """Whether this place is itself an object, and so cannot hold others."""

@@ -6,7 +6,7 @@ import errno
 import os
 
 from casnap.backends.base import check_length
-from casnap.backends.safe_paths import open_file
+from casnap.backends.safe_paths import OpenFolder, open_file
 from casnap.backends.system_errors import translated
 from casnap.runtime.buffers import PAGE, address_of
 
@@ -54,14 +54,19 @@ def _write_direct(fd: int, view: memoryview, offset: int) -> int:
     return position
 
 
-def read_file(path: str, most: int) -> tuple[bytes, os.stat_result]:
-    """Return a whole file, by its real path, and what it is.
+def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[bytes, os.stat_result]:
+    """Return a whole file, and what it is.
+
+    Args:
+        path: Its real path.
+        most: How many bytes it may have.
+        base: An open folder above it, to begin there.
 
     Raises:
         DamagedError: It is longer than ``most``.
     """
     with translated(path):
-        fd, info = open_file(path)
+        fd, info = open_file(path, base)
         try:
             check_length(path, info.st_size, most)
             return _read_all(fd, info.st_size), info

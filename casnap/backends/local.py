@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from casnap.backends.base import (
     MAX_MARKER_BYTES,
@@ -19,6 +19,7 @@ from casnap.backends.base import (
 )
 from casnap.backends.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
+from casnap.backends.late_names import is_listed_anew, wait_for
 from casnap.backends.safe_paths import (
     OpenFolder,
     check_regular,
@@ -31,7 +32,7 @@ from casnap.backends.safe_paths import (
     unlink_at,
 )
 from casnap.backends.store_folder import StoreFolder
-from casnap.backends.system_errors import NO_LINKS, no_links_error, translated
+from casnap.backends.system_errors import NO_LINKS, is_stale, no_links_error, translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
@@ -39,6 +40,8 @@ from casnap.runtime.buffers import reserve_space
 from casnap.runtime.environment import boot_id
 from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
+
+V = TypeVar("V")
 
 _ATTEMPTS = 3
 # Errors of a folder that is not there for this user.
@@ -137,6 +140,32 @@ class LocalBackend(Backend):
             return f"{boot_id()} {os.stat(self.uri).st_dev}"
 
     @override
+    @property
+    def name_lag(self) -> float:  # type: ignore[override]
+        """As the type of the file system says."""
+        return self._place.name_lag
+
+    def _seen(self, path: str, look: Callable[[], V]) -> V:
+        """Look at a path of the store; once more if this host may just not see yet what is there.
+
+        What is listed must be there, so it is waited for. A handle that the server has replaced is
+        got anew.
+        """
+        try:
+            return look()
+        except FileNotFoundError:
+            if not self.name_lag or not self._appears(path):
+                raise
+        except (OSError, BackendError) as e:
+            if not is_stale(e):
+                raise
+        return look()
+
+    def _appears(self, path: str) -> bool:
+        is_there, is_listed = partial(_is_there, path), partial(is_listed_anew, path)
+        return wait_for(path, is_there, is_listed, self.name_lag)
+
+    @override
     def belong(self, check: Callable[[Backend], None]) -> None:
         self._place.belong(lambda: check(self))
 
@@ -228,7 +257,8 @@ class LocalBackend(Backend):
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
-        content, info = read_file(self._path(key), most)
+        path = self._path(key)
+        content, info = self._seen(path, lambda: read_file(path, most))
         if key == CONFIG_KEY:
             self._place.note_record(info)
         self._count(len(content))
@@ -242,7 +272,7 @@ class LocalBackend(Backend):
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         path = self._path(key)
         with translated(path):
-            fd, _ = open_file(path)
+            fd, _ = self._seen(path, lambda: open_file(path))
         received = 0
         try:
             for offset, target in targets:
@@ -270,7 +300,7 @@ class LocalBackend(Backend):
     def size(self, key: str) -> int:
         path = self._path(key)
         with translated(path):
-            info = stat_at(path)
+            info = self._seen(path, lambda: stat_at(path))
             check_regular(info, path)
         return info.st_size
 
@@ -279,8 +309,7 @@ class LocalBackend(Backend):
         path = self._path(folder)
         with translated(path):
             try:
-                with folder_at(path, listed=True) as fd:
-                    return os.listdir(fd)
+                return self._seen(path, lambda: _names_in(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -458,6 +487,19 @@ class LocalBackend(Backend):
                 reserve_space(fd, reserve)
             finally:
                 os.close(fd)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        stat_at(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _names_in(path: str) -> list[str]:
+    with folder_at(path, listed=True) as fd:
+        return os.listdir(fd)
 
 
 def _path_in(folder: str, key: str) -> str:

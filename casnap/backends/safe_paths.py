@@ -134,8 +134,12 @@ def _check_no_link(path: str, cause: OSError) -> None:
             ) from cause
 
 
-def open_file(path: str) -> tuple[int, os.stat_result]:
+def open_file(path: str, base: OpenFolder | None = None) -> tuple[int, os.stat_result]:
     """Open a regular file to read it.
+
+    Args:
+        path: Its real path.
+        base: An open folder above it, to begin there.
 
     Returns:
         The file, and what it is.
@@ -145,7 +149,7 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
         OSError: It cannot be opened.
     """
     try:
-        fd = _open(path, os.O_RDONLY | _FILE)
+        fd = _open(path, os.O_RDONLY | _FILE, base)
     except OSError as e:
         if e.errno == errno.ENXIO:
             raise BackendError(f"{path} is a socket or a device, not a file") from None

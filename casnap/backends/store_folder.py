@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.durability import NewNames
+from casnap.backends.file_io import read_file
+from casnap.backends.file_systems import name_lag
 from casnap.backends.local_paths import exists
 from casnap.backends.owners import new_file_in
 from casnap.backends.safe_paths import (
@@ -25,8 +27,8 @@ from casnap.backends.safe_paths import (
     unlink_at,
 )
 from casnap.backends.system_errors import gone_error, translated
-from casnap.errors import PLACE_ERRORS, BackendError
-from casnap.format.records import CONFIG_KEY
+from casnap.errors import PLACE_ERRORS, BackendError, DamagedError
+from casnap.format.records import CONFIG_KEY, MAX_CONFIG_BYTES
 from casnap.runtime.fork import new_lock
 
 # The extended attribute of a folder that was made for markers: it goes with the last of them, where
@@ -67,21 +69,39 @@ class StoreFolder:
         # The record that was read last, and the one of the store that uses this, as files.
         self._read_record: _Inode | None = None
         self._record: _Inode | None = None
+        self._name_lag: float | None = None
+
+    @property
+    def name_lag(self) -> float:
+        """For how many seconds this host may not see what another one has put; looked up once."""
+        if self._name_lag is not None:
+            return self._name_lag
+        for folder in (self._folder, *self._folder.parents):
+            # A failure is for the look itself to tell.
+            with suppress(OSError):
+                lag = name_lag(str(folder))
+                if folder == self._folder:
+                    self._name_lag = lag
+                return lag
+        return 0.0
 
     # --- which store is in it ---
 
     @property
     def identity(self) -> str:
-        """The real path, and the device and inode of the folder and of the store's record.
+        """The real path, and on a disk the device and inode of the folder and the store's record.
 
         Inodes are used again, so the time of the record's last change is part of it: no user can
-        choose that.
+        choose that. Clients of other file systems give inodes and times as they like, and others
+        after a while.
         """
         with translated(self.uri):
             try:
                 folder, record = os.stat(self.objects), os.lstat(f"{self.objects}/{CONFIG_KEY}")
             except FileNotFoundError as e:
                 raise gone_error(self.uri) from e
+        if self.name_lag:
+            return self.uri
         return (
             f"{self.uri} {folder.st_dev} {folder.st_ino} "
             f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
@@ -99,8 +119,8 @@ class StoreFolder:
     def base_folder(self, *, make: bool = True) -> Iterator[OpenFolder]:
         """Open the folder of the objects for a ``with`` block that changes some.
 
-        A record that is another file than before says that another store may have come here. What
-        is then changed lies in this very folder, also if that is moved meanwhile.
+        A record that seems to be another file than before is read: another store may have come
+        here. What is then changed lies in this very folder, also if that is moved meanwhile.
 
         Args:
             make: Whether to make the folder if it is missing.
@@ -111,9 +131,10 @@ class StoreFolder:
         """
         self.check_guard()
         with self.opened_or_made(self.objects) if make else folder_at(self.objects) as fd:
+            base = OpenFolder(fd, self.objects)
             if self._check is not None and _record_in(fd) != self._record:
-                self._check_record(fd, self._check)
-            yield OpenFolder(fd, self.objects)
+                self._check_record(base, self._check)
+            yield base
 
     def check_place(self) -> None:
         """Check that no other store has come here, and that this one may be changed."""
@@ -148,13 +169,22 @@ class StoreFolder:
             return new_file_in(tmp, os.urandom(12).hex())
         return None
 
-    def _check_record(self, folder: int, check: Callable[[], None]) -> None:
-        record = _record_in(folder)
+    def _check_record(self, base: OpenFolder, check: Callable[[], None]) -> None:
+        record = _record_in(base.fd)
         check()
-        with folder_at(self.objects) as at_path:
-            if not record == _record_in(folder) == _record_in(at_path):
+        # What was checked lies at the path. By their bytes: inode and times say only that a record
+        # has surely not changed, and never that it is another one.
+        with folder_at(self.objects) as fd:
+            if self._record_at(base) != self._record_at(OpenFolder(fd, self.objects)):
                 raise BackendError(f"{self.uri} was moved just now; try again")
         self._record = record
+
+    def _record_at(self, base: OpenFolder) -> bytes | _Inode | None:
+        """Return the record in an open folder, or which file it is if it cannot be read."""
+        try:
+            return read_file(f"{self.objects}/{CONFIG_KEY}", MAX_CONFIG_BYTES, base)[0]
+        except (FileNotFoundError, DamagedError, BackendError):
+            return _record_in(base.fd)
 
     # --- what is made in it ---
 

@@ -124,6 +124,12 @@ def translated(
         raise told(e, about, kept if isinstance(kept, str) else kept()) from e
 
 
+def is_stale(error: BaseException) -> bool:
+    """Whether an error says that a handle is one that the server of a file system has replaced."""
+    cause = error.__cause__ if isinstance(error, BackendError) else error
+    return isinstance(cause, OSError) and cause.errno == errno.ESTALE
+
+
 def is_of_the_place(error: BaseException) -> bool:
     """Whether an error of casnap says that something could not be looked at.
 

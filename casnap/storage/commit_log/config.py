@@ -77,6 +77,8 @@ def _config_bytes(backend: Backend) -> bytes:
         # What fails for the whole place, such as a wrong option, fails here too, and is raised.
         elif is_first and not backend.names("roots/0"):
             raise not_a_store_error(backend)
+        elif is_first and unread is None:
+            backend.appears(CONFIG_KEY, lambda: True)
     raise no_config_error(backend.uri) from unread
 
 

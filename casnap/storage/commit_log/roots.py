@@ -52,8 +52,9 @@ COPIES = "roots/copies"
 def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = False) -> Root:
     """Return the newest root.
 
-    Listings may be stale, so numbers after the greatest listed one are probed. Roots are never
-    removed, so a gap means damage. If the newest root is damaged or lost, its copy is read.
+    Listings of a bucket may be stale, so numbers after the greatest listed one are probed. Roots
+    are never removed, so a gap means damage. If the newest root is damaged or lost, its copy is
+    read.
 
     Args:
         backend: Where the store lives.
@@ -74,6 +75,8 @@ def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = 
         if root.seq == first_seq + backend.costs.probes:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
+    if cached is not None and root.seq < cached.seq and _appears(backend, cached.seq):
+        return newest_root(backend, cached)
     if unknown := set(root.read_features) - FEATURES:
         raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
     return root
@@ -103,11 +106,18 @@ def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
     Raises:
         DamagedError: A root is damaged, or the first one is not there.
     """
-    return run_both(partial(_listed, backend, seq), partial(_read_if_there, backend, seq + 1))
+    return run_both(partial(named_root, backend, seq), partial(_read_if_there, backend, seq + 1))
 
 
 def _after(backend: Backend, root: Root) -> Root | None:
-    return _read_if_there(backend, root.seq + 1) or _rolled_back(backend, root)
+    if backend.name_lag:
+        # A client that is asked for a root that is not there keeps that it is absent, and hides the
+        # one that another host then puts. It keeps nothing of a name that is not listed.
+        seq = _last_seq(backend)
+        newer = named_root(backend, seq) if seq > root.seq else None
+    else:
+        newer = _read_if_there(backend, root.seq + 1)
+    return newer or _rolled_back(backend, root)
 
 
 def _lacks(doing: str, features: Collection[str]) -> str:
@@ -150,8 +160,9 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
     if seq <= root.seq:
         return None
     copy = _copy_of(backend, seq)
-    # The root may have been put between the two looks.
-    root_there = _read_if_there(backend, seq)
+    # The root may have been put between the two looks. A copy is put after its root.
+    read = _read_if_there if isinstance(copy, Root) else _read_named
+    root_there = read(backend, seq)
     if root_there is not None or copy is None:
         return root_there
     if not isinstance(copy, Root):
@@ -171,7 +182,7 @@ def last_listed(backend: Backend) -> Root:
         NotAStoreError: There is no root.
         DamagedError: It cannot be read.
     """
-    return _listed(backend, _last_seq(backend))
+    return named_root(backend, _last_seq(backend))
 
 
 def _last_seq(backend: Backend) -> int:
@@ -187,14 +198,30 @@ def _last_seq(backend: Backend) -> int:
     return max(seqs)
 
 
-def _listed(backend: Backend, seq: int) -> Root:
-    root = _read_if_there(backend, seq)
+def named_root(backend: Backend, seq: int) -> Root:
+    """Return a root that must be there: it is listed, or a put has found its number taken.
+
+    Raises:
+        DamagedError: It is damaged, or not there.
+    """
+    root = _read_named(backend, seq)
     if root is None:
         raise DamagedError(
             f"{backend.where(root_key(seq))} is listed, but not there; roots are never "
             "removed, so the store is damaged, or only a part of it is here"
         )
     return root
+
+
+def _read_named(backend: Backend, seq: int) -> Root | None:
+    """Return a root that must be there, or its copy if it is damaged; None if there is none."""
+    root = _read_if_there(backend, seq)
+    return _read_if_there(backend, seq) if root is None and _appears(backend, seq) else root
+
+
+def _appears(backend: Backend, seq: int) -> bool:
+    """Wait for a root that must be there; return whether it is. A store may have been removed."""
+    return backend.appears(root_key(seq), partial(backend.names, "roots"))
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
@@ -386,8 +413,10 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
             return True
     except Exception as e:  # noqa: BLE001 - whatever it was, the root that stands there decides
         failure = e
+    # The number was free if the put has failed; else it is taken.
+    read = _read_named if failure is None else _read_if_there
     try:
-        root_there = _read_if_there(backend, root.seq)
+        root_there = read(backend, root.seq)
     except (*PLACE_ERRORS, OSError) as e:
         reason = e.reason if isinstance(e, UnavailableError) else "other"
         text = f"{backend.where(key)} was perhaps put, and cannot be read: {e}"

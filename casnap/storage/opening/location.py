@@ -239,6 +239,16 @@ def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
         DamagedError: A store of this user lacks its ``casnap.json``.
         PlaceError: A place cannot be looked at.
     """
+    found = _find_seen_store(folder, use)
+    if found is None:
+        # Another host may have made one here, and this one have kept that there is none.
+        backend = LocalBackend(_resolved(folder))
+        if backend.name_lag and has_object(backend, CONFIG_KEY):
+            found = _find_seen_store(folder, use)
+    return found
+
+
+def _find_seen_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
         nearest: Path | None = None
         for place in _mounted_above(way):
@@ -310,6 +320,8 @@ def _holds_store(place: Path, *, is_explicit: bool) -> bool:
         return True
     # Where every user may write, any of them can put roots.
     if has_roots and (is_explicit or not _is_open_to_all(place)):
+        if LocalBackend(place).appears(CONFIG_KEY, lambda: True):
+            return True
         raise no_config_error(str(place))
     return False
 

@@ -25,7 +25,7 @@ from typing import NoReturn, TypeAlias, TypeVar
 
 from casnap.errors import FencedError, StorageFullError
 from casnap.format.records import Root
-from casnap.storage.commit_log.roots import put_root
+from casnap.storage.commit_log.roots import named_root, put_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -64,6 +64,8 @@ def put_root_after(
         if put(root):
             store.note_newest(root)
             return root
+        # A listing may be older than the root that has taken the number.
+        store.observe_root(named_root(store.backend, root.seq))
         last_root = store.newest
 
 

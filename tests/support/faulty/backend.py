@@ -146,6 +146,7 @@ class FaultyBackend(Backend):
         self.max_chunk_bytes = inner.max_chunk_bytes
         self.keeps_copies = inner.keeps_copies
         self.folder = inner.folder
+        self.name_lag = inner.name_lag
         self.faults: list[Fault] = list(faults)
         self.log: list[tuple[str, str]] = []
         self._dead = False
