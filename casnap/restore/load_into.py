@@ -14,7 +14,8 @@ from casnap.format.region import Region
 from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
-from casnap.restore.targets import conflicts, fits, memory_of, why_unfit
+from casnap.restore.targets import fits, memory_of, why_unfit
+from casnap.restore.ties import conflicting_ties, told
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
@@ -127,7 +128,13 @@ def match(
         entries = {new_name: entries[name] for new_name, name in names.items()}
     check_known(contents.label, ((e.path, e.entry) for n, e in entries.items() if n in tensors))
     places = _places(tensors, entries, device, report)
-    _leave_out_conflicts(places, entries, report)
+    by_path = {entries[name].path: name for name in places}
+    targets = {path: places[name] for path, name in by_path.items()}
+    stored = {path: entries[name].entry for path, name in by_path.items()}
+    for paths in conflicting_ties(contents, targets, stored):
+        report.mismatched.append(told(paths))
+        for path in paths:
+            del places[by_path[path]]
     filled = {id(tensors[name].value) for name in places}
     report.missing += sorted(
         name
@@ -258,22 +265,6 @@ def _why_not_filled(memory: torch.Tensor) -> str:
 
 def _is_on(value: torch.Tensor, device: torch.device) -> bool:
     return value.device.type == device.type and device.index in (None, value.device.index)
-
-
-def _leave_out_conflicts(
-    places: dict[str, Shards], listed: Mapping[str, Listed], report: RestoreReport
-) -> None:
-    """Leave out tensors that share memory, but are not the same in the snapshot."""
-    entries = {name: listed[name].entry for name in places}
-    for group in conflicts(memory_of(places), entries):
-        names = sorted({name for name, _ in group})
-        paths = ", ".join(listed[name].path for name in names)
-        report.mismatched.append(
-            f"{paths}: share memory here, but are not the same in the snapshot; untie them first, "
-            "or leave some out by rename="
-        )
-        for name in names:
-            places.pop(name, None)
 
 
 def _replace(tensors: Mapping[str, LiveTensor], places: Mapping[str, Shards]) -> None:

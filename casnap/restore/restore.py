@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import conflicts, memory_of, targets_of
+from casnap.restore.ties import conflicting_ties, told
 from casnap.restore.versions import with_versions
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.environment import boot_id
@@ -202,7 +203,33 @@ def _compared(
         else:
             states.append(state)
         targets |= targets_of(states[-1])
-    return states, targets
+    return _without_conflicts(contents, states, targets, report)
+
+
+def _without_conflicts(
+    contents: Contents,
+    states: list[KeyState],
+    targets: dict[str, Shards],
+    report: RestoreReport,
+) -> tuple[list[KeyState], dict[str, Shards]]:
+    """Report tensors of modules that share memory, but are not the same in the snapshot.
+
+    Any other value gets a tensor for each name, and need not keep the tie.
+    """
+    entries = {
+        path: entry
+        for state in states
+        if isinstance(state.stateful, torch.nn.Module)
+        for path, entry in state.entries.items()
+        if path in targets
+    }
+    groups = conflicting_ties(contents, {path: targets[path] for path in entries}, entries)
+    report.mismatched += map(told, groups)
+    unfit = frozenset(path for group in groups for path in group)
+    return (
+        [replace(state.without(unfit), skipped=state.skipped | unfit) for state in states],
+        {path: shards for path, shards in targets.items() if path not in unfit},
+    )
 
 
 @without_torch_modes()

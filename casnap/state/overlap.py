@@ -16,6 +16,7 @@ from casnap.runtime.torch_modes import fill
 from casnap.state.tensors import as_copyable
 
 Name = TypeVar("Name", bound=tuple[str, int])
+_ALIGNMENT = 64
 
 
 def conflicting_groups(
@@ -88,6 +89,26 @@ def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
         distinct = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
         fill(target[distinct], content[distinct])
     return all(same_bytes(target, content) for target, content in both)
+
+
+def can_hold_all(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
+    """Whether tensors that share memory could each hold its new content; none is changed.
+
+    Args:
+        pairs: Strided tensors, each with its new content.
+    """
+    both = list(pairs)
+    # Rounded down, so that the copies are aligned as the tensors are.
+    start = min(tensor.data_ptr() for tensor, _ in both) // _ALIGNMENT * _ALIGNMENT
+    stop = max(end_address(tensor) for tensor, _ in both)
+    scratch = torch.empty(stop - start, dtype=torch.uint8).untyped_storage()
+    copies = [
+        torch.empty(0, dtype=tensor.dtype).set_(
+            scratch, (tensor.data_ptr() - start) // tensor.itemsize, tensor.shape, tensor.stride()
+        )
+        for tensor, _ in both
+    ]
+    return fill_shared_memory(zip(copies, (content for _, content in both), strict=True))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

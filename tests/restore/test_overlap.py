@@ -108,15 +108,115 @@ def test_an_alias_that_the_snapshot_has_not_is_parted(store):
     assert torch.equal(alias["bias"], best["bias"])
 
 
-def test_an_untied_checkpoint_in_a_tied_model_ends_as_torch_has_it(store):
-    untied = torch.nn.ModuleDict({"a": torch.nn.Linear(600, 600), "b": torch.nn.Linear(600, 600)})
-    snapshot = store.take({"model": untied}, "step")
+class Words(torch.nn.Module):
+    """Three tensors of one shape, some of them tied, and one beside them."""
 
-    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(600, 600), "b": torch.nn.Linear(600, 600)})
-    tied["b"].weight = tied["a"].weight
-    snapshot.restore({"model": tied})
-    assert tied["a"].weight is tied["b"].weight
-    assert torch.equal(tied["a"].weight, untied["b"].weight)
+    def __init__(self, tied=(), dtype=torch.float32):
+        super().__init__()
+        for name in ("a", "b", "c", "beside"):
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(300, 100, dtype=dtype)))
+        for name in tied:
+            self.register_parameter(name, self.a)
+
+
+def fill(snapshot, module, way, **options):
+    if way == "restore":
+        return snapshot.restore({"m": module}, **options)
+    return snapshot.load_into(module, "m", **options)
+
+
+WAYS = pytest.mark.parametrize("way", ["restore", "load_into"])
+
+
+@WAYS
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("tied", ["b", "bc"])
+def test_an_untied_checkpoint_does_not_fit_a_tied_model(store, way, reuse, tied):
+    """One of its values would be lost, and which one is chance. Two of three are equal here."""
+    untied = Words()
+    untied.c = untied.a
+    snapshot = store.take({"m": untied}, "step")
+    live = Words(tied)
+    before = {name: raw(tensor) for name, tensor in live.state_dict().items()}
+    paths = ", ".join(f"m/{name}" for name in ("a", *tied))
+    told = f"{paths}: share memory here, but are not the same in the snapshot"
+    with pytest.raises(MismatchError, match=told):
+        fill(snapshot, live, way, reuse=reuse)
+    assert {name: raw(tensor) for name, tensor in live.state_dict().items()} == before
+    report = fill(snapshot, live, way, reuse=reuse, strict=False)
+    assert [line.startswith(told) for line in report.mismatched] == [True]
+    assert not report.missing
+    assert not report.unexpected
+    assert raw(live.a) == before["a"]
+    assert live.b is live.a
+    assert raw(live.beside) == raw(untied.beside)
+    assert raw(live.c) == (before["c"] if "c" in tied else raw(untied.a))
+
+
+@WAYS
+def test_a_tied_checkpoint_in_a_model_that_is_not(store, way):
+    tied, live = Words("bc"), Words()
+    assert not fill(store.take({"m": tied}, "step"), live, way)
+    assert raw(live.a) == raw(live.b) == raw(live.c) == raw(tied.a)
+    live.b.data.zero_()
+    assert raw(live.a) == raw(tied.a)
+
+
+@WAYS
+def test_tied_tensors_whose_values_agree_once_they_are_cast(store, way):
+    taken = Words(dtype=torch.bfloat16)
+    taken.b = torch.nn.Parameter(taken.a.detach().float())
+    snapshot = store.take({"m": taken}, "step")
+    live = Words("b")
+    assert not fill(snapshot, live, way)
+    assert live.b is live.a
+    assert raw(live.a) == raw(taken.b)
+    with pytest.raises(MismatchError, match="m/a, m/b: share memory here"):
+        fill(store.take({"m": Words(dtype=torch.bfloat16)}, "other"), live, way)
+
+
+class Viewed(torch.nn.Module):
+    """A buffer that is a part of a parameter, and one that is the parameter turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(300, 100))
+        self.register_buffer("rows", self.weight.detach()[5:9])
+        self.register_buffer("turned", self.weight.detach().t())
+        self.register_buffer("even", torch.randn(600, 100)[::2])
+        self.register_buffer("odd", self.even.as_strided((300, 100), (200, 1), 100))
+
+
+@WAYS
+def test_views_in_a_module(store, way):
+    taken, live = Viewed(), Viewed()
+    assert not fill(store.take({"m": taken}, "step"), live, way)
+    assert_same(dict(live.state_dict()), dict(taken.state_dict()))
+    live.weight.data.zero_()
+    assert not live.rows.any()
+    assert not live.turned.any()
+    taken.rows = torch.zeros(4, 100)
+    before = {name: raw(tensor) for name, tensor in live.state_dict().items()}
+    with pytest.raises(MismatchError, match="m/rows, m/turned, m/weight: share memory here"):
+        fill(store.take({"m": taken}, "apart"), live, way)
+    assert {name: raw(tensor) for name, tensor in live.state_dict().items()} == before
+
+
+def test_two_modules_that_share_a_tensor(store):
+    actor, critic = Words(), Words()
+    snapshot = store.take({"actor": actor, "critic": critic}, "apart")
+    live = {"actor": Words(), "critic": Words()}
+    live["critic"].b = live["actor"].a
+    with pytest.raises(MismatchError, match="actor/a, critic/b: share memory here"):
+        snapshot.restore(live)
+    before = raw(live["actor"].a)
+    report = snapshot.restore(live, strict=False)
+    assert len(report.mismatched) == 1
+    assert raw(live["actor"].a) == before
+    assert raw(live["critic"].a) == raw(critic.a)
+    critic.b = actor.a
+    assert not store.take({"actor": actor, "critic": critic}, "shared").restore(live)
+    assert raw(live["critic"].b) == raw(actor.a)
 
 
 def test_views_that_agree_are_filled_in_place(store):

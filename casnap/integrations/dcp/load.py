@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from casnap.errors import StateError
+from casnap.errors import MismatchError, StateError
 from casnap.files.dcp_names import Stored
 from casnap.format.entries import TensorEntry
 from casnap.format.region import Region
@@ -19,10 +19,11 @@ from casnap.integrations.dcp.plan import TrueKeys, check_boxes
 from casnap.integrations.divided import entries_below
 from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
+from casnap.restore.ties import told
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
-from casnap.state.overlap import conflicting_groups
+from casnap.state.overlap import can_hold_all, conflicting_groups
 from casnap.state.tensors import why_not_writable
 from casnap.storage import Contents
 
@@ -71,18 +72,19 @@ class PlanLoad:
             fetch: How to read; by default from the store, for this rank alone.
 
         Raises:
+            MismatchError: Tensors share memory here, but are not the same in the snapshot.
             DamagedError: Something is damaged.
         """
         loading, planner = Loading(self._contents), self._planner
         parts = [self._part(i) for i in plan.items if i.type is LoadItemType.TENSOR]
         objects = [i for i in plan.items if i.type is LoadItemType.BYTE_IO]
-        overlapping = _overlapping(parts)
-        fresh = {i: torch.empty_like(parts[i].target) for i in overlapping}
+        fresh = self._ties(parts)
         by_path: dict[str, list[int]] = {}
         for i, part in enumerate(parts):
-            by_path.setdefault(part.value.path, []).append(i)
+            if i not in fresh:
+                by_path.setdefault(part.value.path, []).append(i)
         for path, numbers in by_path.items():
-            fills = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
+            fills = [(parts[i].box, parts[i].target) for i in numbers]
             held = [parts[i].target for i in numbers] if self._reuse else ()
             loading.add(path, parts[numbers[0]].value.entry, fills, held=held)
         trees = self._contents.trees(own_rank())
@@ -103,6 +105,25 @@ class PlanLoad:
             value = inflate(path, leaves, known=known)
             _give(planner, item, value, true_keys)
 
+    def _ties(self, parts: list[_TensorRead]) -> dict[int, torch.Tensor]:
+        """Read, into new memory, the parts whose memory others are to fill as well.
+
+        Raises:
+            MismatchError: They have several values in the snapshot.
+        """
+        groups, loading = _overlapping(parts), Loading(self._contents)
+        fresh = {i: torch.empty_like(parts[i].target) for group in groups for i in group}
+        for i, memory in fresh.items():
+            _, value, box, _ = parts[i]
+            loading.add(value.path, value.entry, [(box, memory)])
+        loading.load()
+        for group in groups:
+            if not can_hold_all((parts[i].target, fresh[i]) for i in group):
+                paths = sorted({parts[i].value.path for i in group})
+                text = told(paths, "leave some out of the state dict")
+                raise MismatchError(f"{self._contents.label}: nothing was loaded: {text}")
+        return fresh
+
     def _part(self, item: ReadItem) -> _TensorRead:
         name = item.storage_index.fqn
         value = self._values[name]
@@ -122,8 +143,8 @@ class PlanLoad:
         return _TensorRead(item, value, box, target)
 
 
-def _overlapping(parts: list[_TensorRead]) -> set[int]:
-    """Return the parts whose memory others are to fill as well, perhaps with other values."""
+def _overlapping(parts: list[_TensorRead]) -> list[list[int]]:
+    """Return the groups of parts whose memory others are to fill as well, perhaps otherwise."""
 
     def content(name: tuple[str, int]) -> object:
         _, value, box, _ = parts[name[1]]
@@ -131,7 +152,7 @@ def _overlapping(parts: list[_TensorRead]) -> set[int]:
         return value.entry.dtype, value.entry.payload, box
 
     memory = {("", i): part.target for i, part in enumerate(parts)}
-    return {i for group in conflicting_groups(memory, content) for _, i in group}
+    return [[i for _, i in group] for group in conflicting_groups(memory, content)]
 
 
 def _give(planner: LoadPlanner, item: ReadItem, value: object, true_keys: TrueKeys) -> None:

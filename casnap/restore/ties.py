@@ -1,0 +1,68 @@
+"""Tensors that share memory here, and have several values in the snapshot.
+
+Only one of the values could stay, and it would be that of whichever tensor is filled last. This
+happens where a model with tied weights meets a checkpoint in which they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from casnap.format.entries import Entry
+from casnap.restore.loading import Loading
+from casnap.restore.targets import conflicts, memory_of
+from casnap.state.overlap import can_hold_all
+from casnap.state.sharded import Shards
+from casnap.storage import Contents
+
+
+def conflicting_ties(
+    contents: Contents, targets: Mapping[str, Shards], entries: Mapping[str, Entry]
+) -> list[list[str]]:
+    """Return the groups of targets that share memory, but cannot all hold what the snapshot has.
+
+    Tied tensors with equal bytes are told by their digests. Views of each other are not, nor what
+    is cast: these are read, since their values may well agree.
+
+    Args:
+        contents: The snapshot.
+        targets: The tensors to fill, by path.
+        entries: The entries, by path.
+
+    Raises:
+        DamagedError: What has to be read is missing or damaged.
+    """
+    groups = []
+    for group in conflicts(memory_of(targets), entries):
+        paths = sorted({path for path, _ in group})
+        # Each rank holds other parts of a sharded tensor, but all have to decide alike.
+        if any(targets[path].is_sharded for path in paths) or not _agree(
+            contents, {path: targets[path].value for path in paths}, entries
+        ):
+            groups.append(paths)
+    return groups
+
+
+def _agree(
+    contents: Contents, tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+) -> bool:
+    loading = Loading(contents)
+    for path in tensors:
+        loading.add(path, entries[path])
+    leaves = loading.load()
+    return can_hold_all((tensor, leaves[path].content) for path, tensor in tensors.items())
+
+
+def told(paths: Iterable[str], advice: str = "leave some out by rename= of load_into()") -> str:
+    """Return a conflict in words.
+
+    Args:
+        paths: The paths of the tensors.
+        advice: What to do if they are to stay tied.
+    """
+    return (
+        f"{', '.join(paths)}: share memory here, but are not the same in the snapshot; untie them "
+        f"first, or {advice}"
+    )
