@@ -108,7 +108,7 @@ def key_state(
     check_state(key, stateful, current)
     state = KeyState(component, stateful, current, entries)
     if isinstance(stateful, torch.nn.Module):
-        of_submodules = _of_own_submodules(contents, state)
+        of_submodules = _of_own_submodules(contents, state, rank)
         if of_submodules is not None:
             return of_submodules
     if of_others := _kept_for_others(contents, component, rank, entries):
@@ -120,7 +120,7 @@ def key_state(
     return replace(state, entries=_reached(contents, component, rank, entries))
 
 
-def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
+def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
     """Return the key with the entries of this module's own submodules; None if it is no pipeline.
 
     It is one if each rank took other submodules, its stage of the pipeline. The pipeline may be cut
@@ -133,8 +133,39 @@ def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
     if not names or not state.entries.keys() >= {f"{state.component}/{name}" for name in names}:
         return None
     entries = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}
-    top = next(live_parts(state.current, state.component))
-    return replace(state, entries=entries, known=dict([top]))
+    path, top = next(live_parts(state.current, state.component))
+    versions = _versions_of_stages(contents, state, rank)
+
+    def build(children: list[Any]) -> Any:
+        value = top.build(children)
+        if hasattr(value, "_metadata"):
+            value._metadata = versions
+        return value
+
+    return replace(state, entries=entries, known={path: top._replace(build=build)})
+
+
+def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[str, Any]:
+    """Return the versions of submodules that the stages of a pipeline have taken.
+
+    Its own rank is asked first: unless the pipeline is cut elsewhere now, that has them all.
+    """
+    versions = dict[str, Any]()
+    wanted = set(getattr(state.current, "_metadata", ()))
+    for other in sorted(contents.ranks(), key=lambda other: other != rank):
+        if wanted <= versions.keys():
+            break
+        digest = contents.manifest.ranks[str(other)].get(state.component)
+        entry = None if digest is None else contents.tree(digest).get("")
+        if isinstance(entry, ContainerEntry) and not unknown_in(entry):
+            loading = Loading(contents)
+            loading.add(state.component, entry)
+            (leaf,) = loading.load().values()
+            assert isinstance(leaf.content, bytes)
+            _, build = container_builder(state.component, entry, leaf.content)
+            of_stage = build([None] * entry.count)
+            versions = {**getattr(of_stage, "_metadata", {}), **versions}
+    return versions
 
 
 def _reached(

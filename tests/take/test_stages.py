@@ -34,13 +34,15 @@ def stage_of(size: int, stages: int) -> tuple[int, DeviceMesh]:
 class Stage(nn.Module):
     """Some layers of a model, under their names in the whole model; sharded by FSDP2."""
 
+    _layer = nn.Linear
+
     def __init__(self, stages: int, value: float) -> None:
         super().__init__()
         stage, mesh = stage_of(dist.get_world_size(), stages)
         per_stage = LAYERS // stages
         self.layers = nn.ModuleDict(
             {
-                str(i): nn.Linear(WIDTH, WIDTH)
+                str(i): self._layer(WIDTH, WIDTH)
                 for i in range(stage * per_stage, (stage + 1) * per_stage)
             }
         )
@@ -129,6 +131,44 @@ def test_a_module_may_be_cut_into_other_stages(
     world: Worlds, two_stages: str, size: int, stages: int
 ) -> None:
     world(size).run(restore_model, two_stages, stages)
+
+
+class Told(nn.Linear):
+    """Notes which version the items are of that it loads."""
+
+    version: Any = None
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        self.version = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class ToldStage(Stage):
+    _layer = Told
+
+
+def take_versions(path: str) -> None:
+    stage = ToldStage(2, 1.0)
+    for name, layer in stage.layers.items():
+        layer._version = 10 + int(name)
+    Snapshot.take(path, {"model": stage})
+
+
+def restore_versions(path: str, stages: int) -> None:
+    stage = ToldStage(stages, 9.0)
+    Snapshot(path).restore({"model": stage})
+    assert {n: layer.version for n, layer in stage.layers.items()} == {
+        name: 10 + int(name) for name in stage.layers
+    }
+
+
+def test_stages_find_the_versions_that_other_stages_have_taken(
+    world: Worlds, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(take_versions, path)
+    for stages in (2, 1, 4):
+        world(4).run(restore_versions, path, stages)
 
 
 def restore_too_much(path: str) -> str:
