@@ -13,10 +13,8 @@ from typing import Any
 
 from casnap.format.entries import ContainerEntry
 from casnap.restore.key_state import KeyState
+from casnap.state.containers import without_wrappers
 from casnap.state.flatten import Known, Reopened
-
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What DDP, torch.compile, FSDP1 and activation checkpointing add to the names of submodules."""
 
 
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
@@ -70,8 +68,8 @@ def _by_live_names(stored: Mapping[str, Any], live: Mapping[str, Any]) -> dict[s
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
     """Return names by what they are without wrappers; the outermost comes first."""
+    plain_names = without_wrappers(names)
     by_plain_name: dict[str, list[str]] = {}
-    for name in sorted(names, key=len):
-        plain_name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        by_plain_name.setdefault(plain_name, []).append(name)
+    for name in sorted(plain_names, key=len):
+        by_plain_name.setdefault(plain_names[name], []).append(name)
     return by_plain_name

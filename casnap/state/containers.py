@@ -200,15 +200,46 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
-    """Return torch's metadata under the names of the keys.
+    """Return the metadata of a state dict under the names of its keys as well.
 
-    ``get_state_dict`` removes the ``module.`` of DDP from the keys, but not from the metadata.
+    ``get_state_dict`` removes what DDP and ``torch.compile`` add to names from the keys, but not
+    from the metadata. Who loads the state looks for either name.
     """
-    wrapped = all(name in ("", "module") or name.startswith("module.") for name in metadata)
-    if not wrapped or "module" not in metadata or any(str(k).startswith("module.") for k in keys):
+    plain_names = without_wrappers(metadata)
+    if not any(name != plain for name, plain in plain_names.items()):
         return metadata
-    inner = [(name[len("module.") :], local) for name, local in metadata.items() if name]
-    return dict(inner)
+    for parts in (str(key).split(".") for key in keys):
+        if parts[0] == _DDP or not _WRAPPERS.isdisjoint(parts):
+            return metadata
+    # The innermost comes last: a wrapper has the plain name of its module too.
+    return metadata | {plain_names[name]: metadata[name] for name in sorted(metadata, key=len)}
+
+
+_DDP = "module"
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""What torch.compile, FSDP1 and activation checkpointing add to the names of submodules."""
+
+
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of the submodules of a module without what wrappers add to them.
+
+    Args:
+        names: All names.
+
+    Returns:
+        Name → plain name.
+    """
+    plain_names = {
+        name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names
+    }
+    # DDP's could also be the name of a submodule. It is not if the module has nothing else.
+    while _DDP in (plains := plain_names.values()):
+        if not all(plain in ("", _DDP) or plain.startswith(f"{_DDP}.") for plain in plains):
+            break
+        plain_names = {
+            name: plain.removeprefix(_DDP).removeprefix(".") for name, plain in plain_names.items()
+        }
+    return plain_names
 
 
 def _factory_name(path: str, factory: object) -> str | None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from casnap import StateDict, Store
 from casnap.errors import MismatchError, UnsupportedTypeError
 from tests.support.bitwise import assert_same
-from tests.support.versioned import of_first_version, versioned
+from tests.support.versioned import Head, of_first_version, versioned
 
 
 @pytest.fixture
@@ -287,6 +287,45 @@ def test_versions_are_found_by_the_names_that_wrappers_give(store: Store, at: st
             fresh = versioned()
             store[f"{name}/{version}"].restore({"m": Whole(WRAPS[at](fresh))})
             assert_same(fresh.state_dict(), source.state_dict(), f"{name}/{version}")
+
+
+@pytest.mark.parametrize("by", ["ddp", "compile"])
+def test_versions_are_stored_by_the_names_of_the_keys_too(store: Store, by: str) -> None:
+    """A state may lack in its keys what a wrapper adds, and then be loaded by hand."""
+    added = {"ddp": "module.", "compile": "_orig_mod."}[by]
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        return nn.ModuleDict({added.rstrip("."): model})
+
+    for version in (1, 2):
+        model = versioned()
+        state = wrapped(model).state_dict()
+        if version == 1:
+            state[f"{added}1.0.weight"] = state[f"{added}1.0.weight"].t()
+            state._metadata[f"{added}1.0"]["version"] = 1
+        for key in list(state):
+            state[key.removeprefix(added)] = state.pop(key)
+        store.take({"m": Given(state)}, "a", overwrite=True)
+        plain, again = versioned(), versioned()
+        plain.load_state_dict(store["a"].get_state_dict_for_key("m"))
+        state = store["a"].get_state_dict_for_key("m")
+        for key in list(state):
+            state[f"{added}{key}"] = state.pop(key)
+        wrapped(again).load_state_dict(state)
+        assert_same(plain.state_dict(), model.state_dict())
+        assert_same(again.state_dict(), model.state_dict())
+
+
+def test_a_submodule_may_be_called_module(store: Store) -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict({"module": nn.ModuleDict({"module": Head()}), "module_2": Head()})
+
+    source, fresh = model(), model()
+    store.take({"m": source, "n": source["module"]}, "a").restore({"m": fresh})
+    assert_same(fresh.state_dict(), source.state_dict())
+    fresh = model()
+    store["a"].restore({"n": fresh["module"]})
+    assert_same(fresh["module"].state_dict(), source["module"].state_dict())
 
 
 def test_a_state_without_versions_gets_those_of_the_module(store: Store) -> None:
