@@ -52,7 +52,7 @@ def taken_parameters(states: Iterable[KeyState]) -> TakenParameters:
                 path = f"{state.component}/{component_of(name)}"
                 entry = state.entries.get(path)
                 if isinstance(entry, TensorEntry):
-                    taken[id(each.value)] = Taken(path, entry.shape)
+                    taken.setdefault(id(each.value), Taken(path, entry.shape))
     return taken
 
 

@@ -179,13 +179,13 @@ def _copy_into(contents: Contents, path: str, value: Any, out: torch.Tensor) -> 
             fill(out, copy)
             synchronize([out])
             return out
-        remaining = fill_shared_memory([(out, copy)])
+        is_filled = fill_shared_memory([(out, copy)])
     except (TypeError, ValueError, RuntimeError) as e:
         raise MismatchError(f"{contents.label}: {path} cannot be read into a tensor: {e}") from e
-    if not remaining:
+    if not is_filled:
         raise MismatchError(
-            f"{contents.label}: {path} cannot be held by obj_out, which overlaps itself and holds "
-            "only some of the values now; pass obj_out.contiguous(), or none"
+            f"{contents.label}: {path} cannot be held by obj_out, which overlaps itself; nothing "
+            "was written. Pass obj_out.contiguous(), or none"
         )
     return out
 

@@ -443,7 +443,9 @@ def _load(
     comm.all_gather(b"")
     leaves = loading.load(fetch=fetch)
     for group in groups:
-        if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
+        fillings = [(memory[part], leaves[part[0]].content) for part in group]
+        # If they disagree, their loaders get new tensors, and the live ones are theirs to fill.
+        if fill_shared_memory(fillings):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
     return known, leaves, loading.kept_bytes
 

@@ -8,7 +8,7 @@ share memory, as after ``unfold``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -73,42 +73,52 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
-    """Copy new contents into tensors that share memory; return whether each holds its own.
+_Filling: TypeAlias = tuple[torch.Tensor, object]  # a strided tensor, and its new content
 
-    Args:
-        pairs: Tensors, each with its new content.
+
+def fill_shared_memory(fillings: Iterable[_Filling]) -> bool:
+    """Copy new contents into tensors that share memory, if each can then hold its own.
+
+    Returns:
+        Whether that is so. If not, none was changed.
     """
+    listed = list(fillings)
+    if can_hold_all(listed):
+        _fill(listed)
+        return True
+    return False
+
+
+def can_hold_all(fillings: Iterable[_Filling]) -> bool:
+    """Whether tensors that share memory could each hold its new content; none is changed."""
+    listed = list(fillings)
+    # Rounded down, so that the copies are aligned as the tensors are.
+    start = min(tensor.data_ptr() for tensor, _ in listed) // _ALIGNMENT * _ALIGNMENT
+    stop = max(end_address(tensor) for tensor, _ in listed)
+    scratch = torch.empty(stop - start, dtype=torch.uint8).untyped_storage()
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        offset = (tensor.data_ptr() - start) // tensor.itemsize
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            scratch, offset, tensor.shape, tensor.stride()
+        )
+
+    filled = _fill((copy_of(tensor), content) for tensor, content in listed)
+    return all(same_bytes(copy, content) for copy, content in filled)
+
+
+def _fill(fillings: Iterable[_Filling]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copy new contents into tensors; return both, as they can be compared."""
     both = [
         (as_copyable(target.detach()), as_copyable(content.to(target.dtype)))
-        for target, content in pairs
+        for target, content in fillings
         if isinstance(content, torch.Tensor)
     ]
     for target, content in both:
         # Torch refuses to write an expanded element more than once, so write its first copy.
         distinct = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
         fill(target[distinct], content[distinct])
-    return all(same_bytes(target, content) for target, content in both)
-
-
-def can_hold_all(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
-    """Whether tensors that share memory could each hold its new content; none is changed.
-
-    Args:
-        pairs: Strided tensors, each with its new content.
-    """
-    both = list(pairs)
-    # Rounded down, so that the copies are aligned as the tensors are.
-    start = min(tensor.data_ptr() for tensor, _ in both) // _ALIGNMENT * _ALIGNMENT
-    stop = max(end_address(tensor) for tensor, _ in both)
-    scratch = torch.empty(stop - start, dtype=torch.uint8).untyped_storage()
-    copies = [
-        torch.empty(0, dtype=tensor.dtype).set_(
-            scratch, (tensor.data_ptr() - start) // tensor.itemsize, tensor.shape, tensor.stride()
-        )
-        for tensor, _ in both
-    ]
-    return fill_shared_memory(zip(copies, (content for _, content in both), strict=True))
+    return both
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -85,8 +85,9 @@ def test_read_object_into_what_overlaps_itself(store, name, index):
     snapshot = store.take(
         {"s": StateDict(t=torch.randn(out.shape, dtype=out.dtype), agreed=agreed)}, "step"
     )
-    with pytest.raises(MismatchError, match="overlaps itself"):
+    with pytest.raises(MismatchError, match="overlaps itself; nothing was written"):
         snapshot.read_object("s/t", obj_out=out, index=index)
+    assert not out.any()
     assert snapshot.read_object("s/agreed", obj_out=out, index=index) is out
     assert raw(out) == raw(agreed)
 
@@ -200,6 +201,23 @@ def test_views_in_a_module(store, way):
     with pytest.raises(MismatchError, match="m/rows, m/turned, m/weight: share memory here"):
         fill(store.take({"m": taken}, "apart"), live, way)
     assert {name: raw(tensor) for name, tensor in live.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("with_module", [True, False])
+def test_what_is_left_alone_is_not_filled_through_an_alias(store, with_module):
+    taken = {"m": Words(), "best": StateDict(Words().state_dict())}
+    snapshot = store.take(taken, "step")
+    module = Words("b")
+    live = {"m": module} if with_module else {}
+    live["best"] = StateDict(module.state_dict())
+    before = raw(module.a)
+    report = snapshot.restore(live, strict=False)
+    assert len(report.mismatched) == with_module
+    assert raw(module.a) == before
+    assert_same(dict(live["best"]), dict(taken["best"]))
+    # Where nothing contradicts that, an alias is filled in place.
+    filled = taken["m"].beside if with_module else taken["best"]["beside"]
+    assert raw(module.beside) == raw(filled)
 
 
 def test_two_modules_that_share_a_tensor(store):
