@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import re
 import sys
@@ -146,8 +147,16 @@ def cli() -> None:
     """A content-addressed, deduplicating checkpoint store for PyTorch."""
 
 
+class _EscapedLog(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line of a log as all other output."""
+        say(record.getMessage(), err=True)
+
+
 def main() -> None:
     """Run the command line, and exit with its status."""
+    # Warnings name what is in a store, too.
+    logging.lastResort = _EscapedLog(logging.WARNING)
     sys.exit(run(sys.argv[1:]))
 
 

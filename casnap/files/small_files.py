@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from casnap.backends.local_paths import is_file, paths_in
+from casnap.format.names import is_file_name
 
 FILES = "files"
 """The key of the small files in a snapshot: a dict of name to str or bytes."""
@@ -22,10 +23,9 @@ _NOT_CARRIED = (
 def is_carried(name: str, nbytes: int) -> bool:
     """Whether a file of a name and a length goes along with weights."""
     return (
-        not name.startswith((".", "casnap-"))
+        is_file_name(name)
+        and not name.lower().startswith("casnap-")
         and not name.lower().endswith(_NOT_CARRIED)
-        and len(name.encode("utf-8", "replace")) < 256
-        and name.isprintable()
         and nbytes <= _MOST_BYTES
     )
 

@@ -22,6 +22,8 @@ STORE_FOLDER = "casnap-store"
 """The folder of a store that holds all of it. The folders of snapshots stand beside it."""
 
 _MOST_CHARS = 1024
+_FILE_NAME = re.compile(r"\w[\w .,+=@()-]*")
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 # What nearly all names are like. To check others takes twenty times as long.
 _PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.ASCII)
 
@@ -98,6 +100,20 @@ def _is_row_name(name: str) -> bool:
         return check_name(name) == name
     except InvalidNameError:
         return False
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name from a store may become that of a file.
+
+    It has letters and digits of any script, and ``_ .,+=@()-``, and begins with one of the first
+    three.
+    """
+    return _FILE_NAME.fullmatch(name) is not None and len(name.encode()) < 256
+
+
+def plain_text(name: str) -> str:
+    """Return a name from a store with nothing in it that a shell, JSON, HTML or a URL reads."""
+    return _NOT_PLAIN.sub("_", name)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

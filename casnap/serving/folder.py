@@ -27,6 +27,7 @@ from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
 from casnap.files.export_output import check_local
+from casnap.format.names import plain_text
 from casnap.runtime.fork import locked_file
 from casnap.serving.version import (
     CHANGING,
@@ -59,7 +60,7 @@ def name_of(folder: Path) -> str:
 
 def _name(snapshot: str, commit: str) -> str:
     # A name has at most 255 bytes.
-    return f"{os.fsdecode(os.fsencode(snapshot.rpartition('/')[2])[:180])}@{commit}"
+    return f"{plain_text(snapshot.rpartition('/')[2])[:180]}@{commit}"
 
 
 class ServedFolder:

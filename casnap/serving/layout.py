@@ -8,7 +8,6 @@ is the same file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError
@@ -227,7 +226,6 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
         if (
             isinstance(entry, ValueEntry)
             and entry.kind in ("str", "bytes")
-            and PurePosixPath(name).name == name
             and is_carried(name, entry.payload.nbytes)
         ):
             files[name] = _content(contents, path, entry)

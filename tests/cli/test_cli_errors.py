@@ -207,6 +207,22 @@ def test_hostile_names_and_metadata_do_not_reach_the_terminal(tmp_path: Path) ->
     assert "\\x1b[2J" in invoke("ls", store.uri).stdout
 
 
+def test_a_line_of_the_log_does_not_reach_the_terminal_raw() -> None:
+    """Such as that of a follower whose pull has failed, which names tensors."""
+    code = """\
+import logging, sys
+from casnap.cli import main
+
+sys.argv[1:] = ["--version"]
+try:
+    main()
+finally:
+    logging.getLogger("casnap").warning("odd %s", "\\x1b[2J")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "odd \\x1b[2J\n"
+
+
 def test_output_that_is_not_utf8(tmp_path: Path) -> None:
     Snapshot.take(tmp_path / "store/日", {"s": StateDict(x=1)})
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}

@@ -15,6 +15,7 @@ from casnap import StateDict, Store
 from casnap.backends.file_io import is_cached
 from casnap.errors import CasnapError, EntryNotFoundError, FileFormatError, SnapshotNotFoundError
 from casnap.serving import PullOptions, verify, writing
+from casnap.serving.folder import name_of
 from tests.support.faults import in_child
 from tests.support.served import (
     assert_served,
@@ -195,13 +196,33 @@ def test_small_files_but_none_that_a_loader_could_unpickle(store: Store, live: P
         "../outside.json": "{}",
         ".hidden": "",
         "number": 1,
+        "model card, v+1 (2).md": "kept",
+        "配置.json": "{}",
+        # Such a name made each pull fail.
+        "": "no name",
+        **dict.fromkeys(("..", "-rf", " ", 'a"b.json', "$(x).json", "a\x9bb", "a\nb"), "{}"),
+        **dict.fromkeys(("Casnap-chunks", "x" * 256, "é" * 128, "\ud800"), "{}"),
     }
     store.take({"model": StateDict(w=torch.ones(9)), "files": StateDict(files)}, "s")
     store.pull(live)
-    names = {"config.json", "tokenizer.json", "model.safetensors"}
+    names = {"config.json", "tokenizer.json", "model.safetensors", "配置.json"}
+    names |= {"model card, v+1 (2).md"}
     assert inodes(live).keys() == names | {"casnap-version.json", "casnap-chunks"}
     assert (live / "tokenizer.json").read_bytes() == b"x" * 100_000
     assert verify(live) == []
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_name_of_a_snapshot_is_more_than_a_name(
+    store: Store, live: Path, in_place: bool
+) -> None:
+    """Commands put the folder into JSON, URLs and shells, and engines get its name."""
+    take(store, 1, 'run/épo che=1", "x": "$(id)`id`\';<b>&%2e\x9b')
+    report = store.pull(live, options=PullOptions(in_place=in_place))
+    assert name_of(Path(report.folder)) == (f"_po_che=1____x______id__id____b___2e_@{report.commit}")
+    take(store, 2, "run/" + "y" * 250)
+    report = store.pull(live, options=PullOptions(in_place=in_place))
+    assert name_of(Path(report.folder)) == f"{'y' * 180}@{report.commit}"
 
 
 def test_an_adapter_is_named_as_peft_looks_for_it(store: Store, live: Path) -> None:
