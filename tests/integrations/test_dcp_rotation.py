@@ -327,7 +327,7 @@ def test_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         save(folder, step)
     assert [r.getMessage() for r in caplog.records if r.name == "casnap"] == [
         f"{folder}: folders of snapshots (1) were deleted before this process began to save; "
-        f"`casnap prune {folder} --missing-folders` forgets these"
+        f"`casnap prune {folder} --missing-folders` deletes these"
     ]
     assert steps(folder) == [1, 5, 6, 7]
     Store(folder).prune_missing_folders()
