@@ -55,13 +55,12 @@ def reload_sglang(
 
     Args:
         url: Of the server, such as ``http://localhost:30000``.
-        abort_all_requests: Whether it aborts the requests that are under way. Otherwise it waits
-            for them. While it aborts some, SGLang 0.5.23 may keep prefixes of the old weights;
-            then it says so, and the follower calls this again.
+        abort_all_requests: Whether it aborts the requests that are under way, in a pause; new ones
+            wait until it has loaded the folder. Otherwise it waits for those that are under way.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
         timeout: Seconds to wait for the answer, which comes after that of the longest request. A
             folder that pulls change in place must not change before, so then it waits as long as
-            that takes.
+            the host of the server is there.
 
     Raises:
         ValueError: The URL is none of HTTP.
@@ -69,20 +68,35 @@ def reload_sglang(
     server = _Server(url, headers, timeout)
 
     def reload(folder: Path, changed: list[str]) -> None:
-        asked = _load_of(str(folder), name_of(folder), abort_all_requests)
-        server.tell("/update_weights_from_disk", asked, in_time=not is_in_place(folder))
+        _load_into_sglang(
+            server, str(folder), name_of(folder), aborts=abort_all_requests, in_time=_stays(folder)
+        )
 
     return reload
 
 
-def _load_of(folder: str, version: str, abort_all_requests: bool) -> dict[str, Any]:
-    """Return what SGLang is told of a version."""
-    return {
-        "model_path": folder,
-        "abort_all_requests": abort_all_requests,
-        "flush_cache": True,
-        "weight_version": version,
-    }
+def _load_into_sglang(
+    server: _Server, folder: str, version: str, *, aborts: bool, in_time: bool
+) -> None:
+    """Have SGLang load a folder, and drop the prefixes that the old weights have computed.
+
+    Args:
+        server: The server.
+        folder: The folder.
+        version: The name of the version.
+        aborts: Whether to abort the requests that are under way.
+        in_time: As for :meth:`_Server.ask`.
+    """
+    asked = {"model_path": folder, "flush_cache": True, "weight_version": version}
+    if not aborts:
+        server.tell("/update_weights_from_disk", asked, in_time=in_time)
+        return
+    # Its own abort_all_requests loads while requests still end, and keeps the prefixes then.
+    server.ask("/pause_generation", {"mode": "abort"})
+    try:
+        server.tell("/update_weights_from_disk", asked, in_time=in_time)
+    finally:
+        server.ask("/continue_generation", {})
 
 
 def pull_sglang(
@@ -108,7 +122,7 @@ def pull_sglang(
         abort_all_requests: As for :func:`reload_sglang`.
         headers: As there.
         timeout: Seconds to wait until the hosts have pulled. Until the engine has loaded ``local``,
-            which the next call changes in place, it waits as long as that takes.
+            which the next call changes in place, it waits as long as the server's host is there.
 
     Raises:
         ValueError: The URL is none of HTTP.
@@ -125,8 +139,9 @@ def pull_sglang(
                 f"{e}. This SGLang has no such call: where each host follows by itself, "
                 "reload_sglang needs none"
             ) from e
-        asked = _load_of(str(local), name_of(folder), abort_all_requests)
-        server.tell("/update_weights_from_disk", asked, in_time=False)
+        _load_into_sglang(
+            server, str(local), name_of(folder), aborts=abort_all_requests, in_time=False
+        )
 
     return reload
 
@@ -146,7 +161,8 @@ def reload_vllm(llm: Any, *, patches: bool = False, timeout: float | None = None
         patches: Whether the engine has the backend ``casnap`` for its weights
             (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
             written in the pause, if it knows the version before.
-        timeout: Seconds to wait for the workers; None for as long as it takes.
+        timeout: Seconds to wait for the workers; None for as long as it takes, as for a folder that
+            pulls change in place.
 
     Raises:
         TypeError: It is something else, such as an ``AsyncLLM``, a URL, or an actor of Ray.
@@ -179,8 +195,8 @@ def reload_vllm_async(
             (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
             written in the pause, if it knows the version before.
         loop: The event loop of the engine; by default that which runs now.
-        timeout: Seconds to wait for each step. With ``wait``, the pause takes as long as the
-            longest request.
+        timeout: Seconds to wait for each step, but for the load of a folder that pulls change in
+            place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
         TypeError: It is something else, such as a ``vllm.LLM``; or no event loop runs.
@@ -218,8 +234,8 @@ def reload_vllm_server(
             (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
             written in the pause, if it knows the version before.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: Seconds to wait for each answer. With ``wait``, the pause takes as long as the
-            longest request.
+        timeout: Seconds to wait for each answer, but for the load of a folder that pulls change in
+            place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
         ValueError: The URL is none of HTTP, or there is no such mode.
@@ -228,24 +244,39 @@ def reload_vllm_server(
     return _reload(_VllmServer(_Server(url, headers, timeout), mode), patches=patches)
 
 
+def _stays(folder: Path) -> bool:
+    """Whether a folder stays as it is, so that a load of it may be given up after a timeout.
+
+    An engine that nobody waits for any more loads it later. So who pulls into a folder in place
+    must not go on before.
+    """
+    return not is_in_place(folder)
+
+
 class _Engine(ABC):
     """An engine of vLLM: the steps of a reload."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Have no request run."""
+        """Have no request run, and drop what the old weights have computed."""
 
     @abstractmethod
     def is_paused(self) -> bool:
         """Whether no request may run, since somebody has paused it."""
 
     @abstractmethod
-    def call(self, method: str, **options: Any) -> None:
-        """Have all workers call a method."""
+    def call(self, method: str, *, in_time: bool = True, **options: Any) -> None:
+        """Have all workers call a method.
+
+        Args:
+            method: The method.
+            in_time: Whether to give up after the timeout. The workers go on by themselves then.
+            options: The arguments of the method.
+        """
 
     @abstractmethod
     def forget_prefixes(self) -> None:
-        """Drop what the old weights have computed."""
+        """Drop what the old weights have computed, once more: see :meth:`pause`."""
 
     @abstractmethod
     def name_version(self, name: str) -> None:
@@ -278,7 +309,8 @@ class _Reload:
             try:
                 self._engine.forget_prefixes()
             finally:
-                # It goes on, whatever fails, and its answers are of this version.
+                # It goes on, whatever fails, and its answers are of this version: the pause has
+                # dropped the prefixes, and no request has run since.
                 self._engine.name_version(name_of(folder))
 
     @contextmanager
@@ -326,7 +358,7 @@ class _Reload:
         return self._loaded or self._engine.started_with()
 
     def _have_loaded(self, folder: str) -> None:
-        self._engine.call("reload_weights", weights_path=folder)
+        self._engine.call("reload_weights", in_time=_stays(Path(folder)), weights_path=folder)
 
     def _no_weights(self, what: str, error: BaseException) -> CasnapError:
         return CasnapError(f"{what}, so it has no whole weights now; restart it: {error}")
@@ -426,19 +458,20 @@ class _VllmHere(_Engine):
 
     @override
     def pause(self) -> None:
-        pass
+        # There is none here: what vLLM does in one.
+        self.forget_prefixes()
 
     @override
     def is_paused(self) -> bool:
         return False
 
     @override
-    def call(self, method: str, **options: Any) -> None:
-        _check_answer(self._llm.collective_rpc(method, self._timeout, kwargs=options))
+    def call(self, method: str, *, in_time: bool = True, **options: Any) -> None:
+        timeout = self._timeout if in_time else None
+        _check_answer(self._llm.collective_rpc(method, timeout, kwargs=options))
 
     @override
     def forget_prefixes(self) -> None:
-        # vLLM does this by itself in a pause, which there is none of here.
         self._llm.llm_engine.reset_encoder_cache()
         _check_forgotten(self._llm.reset_prefix_cache(reset_connector=True))
 
@@ -479,8 +512,9 @@ class _VllmAsync(_Engine):
         return bool(self._wait_for(self._engine.is_paused))
 
     @override
-    def call(self, method: str, **options: Any) -> None:
-        _check_answer(self._wait_for(self._engine.collective_rpc, method, kwargs=options))
+    def call(self, method: str, *, in_time: bool = True, **options: Any) -> None:
+        rpc = self._engine.collective_rpc
+        _check_answer(self._wait_for(rpc, method, in_time=in_time, kwargs=options))
 
     @override
     def forget_prefixes(self) -> None:
@@ -503,7 +537,13 @@ class _VllmAsync(_Engine):
     def version(self) -> str:
         return str(self._wait_for(self._engine.get_weight_version))
 
-    def _wait_for(self, call: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> Any:
+    def _wait_for(
+        self,
+        call: Callable[..., Awaitable[Any]],
+        *args: Any,
+        in_time: bool = True,
+        **options: Any,
+    ) -> Any:
         """Make a call of the engine in its event loop, and return what it does."""
         if _running_loop() is self._loop:
             raise CasnapError(
@@ -521,7 +561,7 @@ class _VllmAsync(_Engine):
             coroutine.close()
             raise CasnapError(f"the event loop of vLLM has ended: {e}") from e
         try:
-            return future.result(self._timeout)
+            return future.result(self._timeout if in_time else None)
         except concurrent.futures.TimeoutError:
             future.cancel()
             name = getattr(call, "__name__", call)
@@ -554,8 +594,9 @@ class _VllmServer(_Engine):
             raise CasnapError(f"{e}. Start vLLM's server with VLLM_SERVER_DEV_MODE=1") from e
 
     @override
-    def call(self, method: str, **options: Any) -> None:
-        self._server.ask("/collective_rpc", {"method": method, "kwargs": options})
+    def call(self, method: str, *, in_time: bool = True, **options: Any) -> None:
+        asked = {"method": method, "kwargs": options}
+        self._server.ask("/collective_rpc", asked, in_time=in_time)
 
     @override
     def forget_prefixes(self) -> None:
@@ -705,6 +746,6 @@ def _check_answer(answer: object) -> None:
 def _check_forgotten(answer: object) -> None:
     if answer is False:
         raise CasnapError(
-            "vLLM has loaded the new weights, but kept its cache of prefixes, since requests run; "
-            "it is reset when the callback is called again"
+            "vLLM has kept its cache of prefixes, since requests run; it is reset when the "
+            "callback is called again"
         )

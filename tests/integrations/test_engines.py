@@ -46,6 +46,8 @@ class Server(ThreadingHTTPServer):
     headers: list[str | None]
     answers: list[tuple[int, bytes]]
     seconds: float  # until it answers
+    paused: list[bool]  # at each request
+    is_paused: bool
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,7 +55,13 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, Server)
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path in ("/pause_generation", "/continue_generation"):
+            assert asked == ({"mode": "abort"} if self.path == "/pause_generation" else {})
+            server.is_paused = self.path == "/pause_generation"
+            self._answer(200, b'{"status": "ok"}')
+            return
         assert self.path == "/update_weights_from_disk"
+        server.paused.append(server.is_paused)
         server.headers.append(self.headers["Authorization"])
         status, answer = 200, b'{"success": true, "message": "Succeeded"}'
         if self.headers.get_content_type() != "application/json":
@@ -64,6 +72,9 @@ class Handler(BaseHTTPRequestHandler):
             assert load_file(Path(asked["model_path"]) / "model.safetensors")
         server.requests.append(asked)
         time.sleep(server.seconds)
+        self._answer(status, answer)
+
+    def _answer(self, status: int, answer: bytes) -> None:
         self.send_response(status)
         self.end_headers()
         self.wfile.write(answer)
@@ -77,6 +88,7 @@ class Handler(BaseHTTPRequestHandler):
 def sglang() -> Iterator[tuple[Server, str]]:
     with Server(("127.0.0.1", 0), Handler) as server:
         server.requests, server.headers, server.answers, server.seconds = [], [], [], 0
+        server.paused, server.is_paused = [], False
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -251,15 +263,16 @@ def loop_of_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 @contextmanager
 def callbacks(
-    engine: Engine, mode: PauseMode = "wait", *, patches: bool = False
+    engine: Engine, mode: PauseMode = "wait", *, patches: bool = False, timeout: float = 60
 ) -> Iterator[dict[str, OnVersion]]:
     """Give a callback for each way to reach an engine."""
     with vllm_server(engine) as url, loop_of_a_thread() as loop:
         an_async = AsyncEngine(engine)
+        options: dict[str, Any] = {"patches": patches, "timeout": timeout}
         yield {
-            "here": reload_vllm(engine, patches=patches),
-            "async": reload_vllm_async(an_async, mode=mode, loop=loop, patches=patches),
-            "server": reload_vllm_server(url, mode=mode, patches=patches),
+            "here": reload_vllm(engine, **options),
+            "async": reload_vllm_async(an_async, mode=mode, loop=loop, **options),
+            "server": reload_vllm_server(url, mode=mode, **options),
         }
 
 
@@ -290,10 +303,15 @@ def test_sglang_loads_each_version(tmp_path: Path) -> None:
         folders = [Path(asked.pop("model_path")) for asked in server.requests]
         assert [folder.name.split("@")[0] for folder in folders] == ["step_0", "step_1"]
         assert server.requests == [
-            {"abort_all_requests": True, "flush_cache": True, "weight_version": folder.name}
-            for folder in folders
+            {"flush_cache": True, "weight_version": folder.name} for folder in folders
         ]
-        assert server.headers == ["x", "x"]
+        # Requests are aborted in the pause: else prefixes of the old weights could stay.
+        assert server.paused == [True, True]
+        server.answers = [(400, b'{"success": false}')]
+        with pytest.raises(CasnapError, match="answers 400"):
+            callback(folders[-1], [])
+        assert not server.is_paused
+        assert server.headers == ["x"] * 3
         assert not any(folder.is_symlink() for folder in folders)
 
 
@@ -327,6 +345,38 @@ def test_engines_load_a_folder_that_is_changed_in_place(tmp_path: Path) -> None:
             assert engine.named == name
             assert all(engine.weights[n].equal(tensor) for n, tensor in weights(step).items())
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_folder_in_place_stays_until_an_engine_has_loaded_it(tmp_path: Path, way: str) -> None:
+    """An engine loads it once it comes to that, also if nobody waits any more."""
+    store, live = store_at(tmp_path / "store"), tmp_path / "live"
+    take(store, 0)
+    linked = Path(store.pull(tmp_path / "linked").folder)
+    store.pull(live, options=PullOptions(in_place=True))
+    engine = SlowEngine(linked)
+    with callbacks(engine, timeout=0.1) as ways:
+        ways[way](live, [])
+        assert engine.weights["bias"].equal(weights(0)["bias"])
+        with pytest.raises(CasnapError, match=r"timed out|took more than 0\.1 s"):
+            ways[way](linked, [])
+
+
+class SlowEngine(Engine):
+    """A stub of ``vllm.LLM`` that loads slowly, and gives up when it is told to."""
+
+    @override
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[None]:
+        if timeout is not None:
+            raise TimeoutError("timed out")
+        time.sleep(0.5)
+        return super().collective_rpc(method, timeout, args, kwargs)
 
 
 def test_a_folder_in_place_stays_until_sglang_has_loaded_it(tmp_path: Path) -> None:
@@ -385,8 +435,10 @@ def test_vllm_loads_each_version(tmp_path: Path, way: str, mode: PauseMode) -> N
             follow(tmp_path, ways[way], "called")
             assert engine.weights["bias"].equal(weights(step)["bias"])
             name = (tmp_path / "live").resolve().name
-            before, after = ([], [name]) if way == "here" else ([f"pause {mode}"], [name, "resume"])
             resets = ["reset encoder", "reset"] if way == "here" else ["reset"]
+            before, after = [f"pause {mode}"], [name, "resume"]
+            if way == "here":  # which has no pause, so it does what vLLM does in one
+                before, after = resets, [name]
             assert engine.calls == [*before, "reload", *resets, *after]
             engine.calls.clear()
         engine.is_busy = True
@@ -394,8 +446,13 @@ def test_vllm_loads_each_version(tmp_path: Path, way: str, mode: PauseMode) -> N
         folder = Path(store.pull(tmp_path / "live").folder)
         with pytest.raises(CasnapError, match="kept its cache of prefixes"):
             ways[way](folder, [])
-        assert way == "here" or engine.calls[-1] == "resume"
-        # It answers with the new weights, and says so.
+        if way == "here":
+            # Nothing else would have dropped the prefixes, so it has not loaded anything.
+            assert engine.calls == ["reset encoder", "reset"]
+            assert engine.named == name
+            return
+        # It answers with the new weights, and says so. The pause has dropped the prefixes.
+        assert engine.calls[-1] == "resume"
         assert engine.weights["bias"].equal(weights(2)["bias"])
         assert engine.named == folder.name
 
@@ -446,7 +503,7 @@ def test_a_second_load_of_one_folder_counts(
         ways[way](live.resolve(), [])
     assert engine.weights["bias"].equal(weights(1)["bias"])
     assert engine.named == f"step_1@{store['step_1'].commit_id}"
-    assert (len(loads), engine.calls.count("reset")) == (2, 1)
+    assert (len(loads), engine.calls.count("reset")) == (2, 2 if way == "here" else 1)
 
 
 def test_a_server_of_vllm_is_resumed_whatever_fails(tmp_path: Path) -> None:
@@ -569,9 +626,10 @@ def test_vllm_takes_patches(tmp_path: Path, way: str, mode: PauseMode) -> None:
             follow(tmp_path, ways[way], "called")
             engine.assert_all(step, "patches")
             name = (tmp_path / "live").resolve().name
-            around = [name] if way == "here" else [f"pause {mode}", name, "resume"]
             resets = ["reset encoder", "reset"] if way == "here" else ["reset"]
-            steps = ["init", *around[:-2], "start", "update", "finish", *resets, *around[-2:]]
+            before = resets if way == "here" else [f"pause {mode}"]
+            after = [name] if way == "here" else [name, "resume"]
+            steps = ["init", *before, "start", "update", "finish", *resets, *after]
             assert engine.calls == steps
             engine.calls.clear()
         # It is called again, as after a crash of the follower.
@@ -721,8 +779,12 @@ class Lazy:
     def collective_rpc(self, *args: Any, **options: Any) -> Any:
         return asyncio.sleep(0)
 
-    def reset_prefix_cache(self, **options: Any) -> None:
-        raise AssertionError
+    @property
+    def llm_engine(self) -> Any:
+        return Engine()
+
+    def reset_prefix_cache(self, **options: Any) -> bool:
+        return True
 
 
 class Counting(Lazy):
