@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from casnap.backends import Backend
 from casnap.backends.client import without_secrets
 from casnap.backends.local_paths import is_folder, is_taken
 from casnap.errors import FileFormatError
@@ -119,11 +118,11 @@ class ExportOutput:
             raise
 
 
-def check_place(out: Path, backend: Backend) -> None:
+def check_place(out: Path) -> None:
     """Check that an export can go to a place.
 
     Raises:
-        FileFormatError: It is a URI, inside of the store, or exists.
+        FileFormatError: It is a URI, inside of a store, or exists.
         FileNotFoundError: There is no such folder.
     """
     check_local(
@@ -134,11 +133,19 @@ def check_place(out: Path, backend: Backend) -> None:
     check_absent(out)
     if not is_folder(out.parent):
         raise FileNotFoundError(2, "No such folder", str(out.parent))
-    real = out.resolve()
-    if backend.folder is not None and backend.folder.resolve() / STORE_FOLDER in real.parents:
+    check_outside(out.resolve())
+
+
+def check_outside(real: Path) -> None:
+    """Check that a real path is not inside of a store.
+
+    Raises:
+        FileFormatError: It is.
+    """
+    if STORE_FOLDER in real.parts:
         raise FileFormatError(
-            f"{real} is inside of the store {backend.uri}, where only casnap writes; export to a "
-            "folder beside it"
+            f"{real} is inside of a store, where only casnap writes; name a folder beside "
+            f"{STORE_FOLDER}"
         )
 
 

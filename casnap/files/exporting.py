@@ -31,7 +31,7 @@ def export(
         OSError: The files cannot be written for another reason.
     """
     start = time.monotonic()
-    check_place(out, contents.store.backend)
+    check_place(out)
     if options.format == "safetensors":
         from casnap.files.to_safetensors import plan_safetensors as plan
     elif options.format == "torch":

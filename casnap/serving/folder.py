@@ -26,7 +26,7 @@ from casnap.backends.owners import Owners, new_file_in, owners_by
 from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
-from casnap.files.export_output import check_local
+from casnap.files.export_output import check_local, check_outside
 from casnap.format.names import plain_text
 from casnap.runtime.fork import locked_file
 from casnap.serving.version import (
@@ -85,6 +85,7 @@ class ServedFolder:
         with translated(str(out.parent)):
             parent = Path(os.path.realpath(out.parent, strict=True))
         self.link = parent / out.name
+        check_outside(self.link)
         self.versions = parent / f"{out.name}.versions"
         self._known: tuple[object, ...] = ()
         self._record: VersionRecord | None = None
@@ -346,23 +347,30 @@ class ServedFolder:
         now = max(time.time_ns(), max(before, default=0) + 1000)
         os.utime(name, ns=(now, now), dir_fd=self._folder, follow_symlinks=False)
 
-    def clean_up(self, keep: int) -> None:
+    def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
         """Delete all versions but the last ones that were current; warn of what stays.
 
         Args:
             keep: How many stay.
+            is_announced: Whether a callback is called for each: then that for which it has
+                succeeded last is the first to stay. An engine may have it loaded.
         """
         if self._may_return:
             return
         try:
-            self._delete_old(keep)
+            self._delete_old(keep, is_announced=is_announced)
         except (CasnapError, OSError) as e:
             _log.warning("old versions of %s are deleted later: %s", self.link, e)
 
-    def _delete_old(self, keep: int) -> None:
-        current = self._target.name
+    def _delete_old(self, keep: int, *, is_announced: bool) -> None:
+        current, called = self._target.name, self.called() if is_announced else None
         others = [name for name in self._names(VERSION.fullmatch) if name != current]
-        others.sort(key=lambda name: self._status(name).st_mtime_ns)
+
+        def worth(name: str) -> tuple[bool, int]:
+            is_held = called is not None and name.split("@")[-1].startswith(called.commit)
+            return is_held, self._status(name).st_mtime_ns
+
+        others.sort(key=worth)
         before = self._names(_PARTIAL.fullmatch)
         self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])
 
@@ -410,8 +418,8 @@ class ServedFolder:
     def called(self) -> VersionRecord | None:
         """Return the version that a callback was called for; None if nobody knows.
 
-        If the last call has failed, or has not returned, it is of no commit, and has only the
-        tensors that no call can have changed since.
+        If the last call has failed, or has not returned, it is the one that has succeeded last,
+        of no snapshot, with only the tensors that no call can have changed since.
         """
         path = self.versions / _CALLED
         info = status(path, follow=False)
@@ -432,7 +440,7 @@ class ServedFolder:
             return
         changed = set(version.record.changed_since(last))
         kept = {name: tensor for name, tensor in last.tensors.items() if name not in changed}
-        begun = structs.replace(last, commit="", tensors=kept)
+        begun = structs.replace(last, snapshot="", tensors=kept)
         begun.digest = begun.own_digest()
         if begun != last:
             self._note(begun)

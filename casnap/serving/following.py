@@ -148,7 +148,7 @@ class Following:
         takes long.
         """
         event = self._event_of_call(on_version)
-        self._served.clean_up(self._options.keep)
+        self._served.clean_up(self._options.keep, is_announced=True)
         if event is not None:
             yield event
 

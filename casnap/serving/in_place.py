@@ -142,7 +142,7 @@ class FolderInPlace(ServedFolder):
         return Version(self.link, version.record, self._owners)
 
     @override
-    def clean_up(self, keep: int) -> None:
+    def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
         """Delete the note that the folder was being changed, if it is whole."""
         with suppress(OSError, *PLACE_ERRORS):
             if is_taken(self.link / RECORD):

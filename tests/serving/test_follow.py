@@ -133,6 +133,32 @@ def test_a_tag_that_is_moved_back_after_a_call_has_failed(
     assert store.wait_served("stable", move.root, timeout=60)
 
 
+def test_the_version_that_an_engine_holds_stays_while_calls_fail(store: Store, live: Path) -> None:
+    """Two versions that it could not load took the place of the one that it goes back to."""
+
+    def on_version(folder: Path, changed: list[str]) -> None:
+        if not folder.name.startswith("step_0@"):
+            raise ValueError("not loaded")
+
+    def called(live: Path, event: str, **options: Any) -> None:
+        events = follow(store, live, on_version=on_version, **options)
+        assert event in [next(events).event for _ in range(2)]
+        events.close()
+
+    called(live, "called")
+    held = live.resolve()
+    for step in range(1, 4):
+        take(store, step)
+        called(live, "call_failed")
+        assert versions_of(live) == [held.name, live.resolve().name]
+        assert_served(held, 0)
+    # Where no call is made, the version before stays, whatever was called for once.
+    before = live.resolve().name
+    take(store, 4)
+    store.pull(live)
+    assert versions_of(live) == [before, live.resolve().name]
+
+
 def test_a_store_that_is_replaced_by_its_backup(store: Store, live: Path, tmp_path: Path) -> None:
     shutil.copytree(store.uri, tmp_path / "backup")
     events = follow(Store(store.uri), live)

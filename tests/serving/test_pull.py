@@ -219,7 +219,9 @@ def test_no_name_of_a_snapshot_is_more_than_a_name(
     """Commands put the folder into JSON, URLs and shells, and engines get its name."""
     take(store, 1, 'run/épo che=1", "x": "$(id)`id`\';<b>&%2e\x9b')
     report = store.pull(live, options=PullOptions(in_place=in_place))
-    assert name_of(Path(report.folder)) == (f"_po_che=1____x______id__id____b___2e_@{report.commit}")
+    assert name_of(Path(report.folder)) == (
+        f"_po_che=1____x______id__id____b___2e_@{report.commit}"
+    )
     take(store, 2, "run/" + "y" * 250)
     report = store.pull(live, options=PullOptions(in_place=in_place))
     assert name_of(Path(report.folder)) == f"{'y' * 180}@{report.commit}"
@@ -336,6 +338,16 @@ def test_nothing_else_is_replaced(store: Store, tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="no pull made it"):
         store.pull(link)
     assert link.resolve() == folder
+    (tmp_path / "elsewhere").symlink_to(Path(store.uri) / "casnap-store/packs")
+    for place in (
+        Path(store.uri) / "casnap-store/live",
+        tmp_path / "elsewhere/live",
+        tmp_path / "casnap-store",
+    ):
+        for in_place in (False, True):
+            with pytest.raises(FileFormatError, match="inside of a store, where only casnap"):
+                store.pull(place, options=PullOptions(in_place=in_place))
+    assert store.check().ok
     with pytest.raises(FileFormatError, match="is a URI"):
         store.pull("s3://bucket/live")
     beside = tmp_path / "live.versions" / "mine"
