@@ -12,16 +12,17 @@ import concurrent.futures
 import json
 import logging
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from inspect import iscoroutine, iscoroutinefunction
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from casnap.errors import PLACE_ERRORS, CasnapError, with_article
 from casnap.integrations.sglang import publish_version
@@ -38,6 +39,8 @@ PauseMode = Literal["wait", "keep"]
 stand still, and go on with the new weights from the token where they were.
 """
 _MOST_ANSWER = 1 << 20
+# Seconds after which a host that answers nothing at all counts as gone.
+_MOST_SILENCE = 120
 
 
 def reload_sglang(
@@ -621,6 +624,37 @@ class _VllmServer(_Engine):
         return str(self._server.ask("/weight_info")["weight_version"])
 
 
+class _Watched(HTTPConnection):
+    """A connection that breaks if the other host is silent, however long its server works."""
+
+    @override
+    def connect(self) -> None:
+        super().connect()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, _MOST_SILENCE // 4),
+            (socket.TCP_KEEPINTVL, _MOST_SILENCE // 4),
+            (socket.TCP_USER_TIMEOUT, _MOST_SILENCE * 1000),
+        ):
+            self.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class _WatchedSafely(HTTPSConnection, _Watched):
+    """The same by HTTPS."""
+
+
+class _ToHost(HTTPHandler):
+    @override
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_Watched, req)
+
+
+class _ToSafeHost(HTTPSHandler):
+    @override
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_WatchedSafely, req)
+
+
 class _OtherEngineError(TypeError):
     """An object looks like an engine of vLLM, and answers otherwise."""
 
@@ -656,7 +690,8 @@ class _Server:
         Args:
             path: Of the call.
             asked: The object; None to get.
-            in_time: Whether it gives up after the timeout. The server goes on by itself then.
+            in_time: Whether it gives up after the timeout. The server goes on by itself then. A
+                host that is gone is given up anyhow.
 
         Raises:
             CasnapError: It cannot be reached, or answers with another status than 200.
@@ -665,7 +700,8 @@ class _Server:
         content = None if asked is None else json.dumps(asked).encode()
         try:
             request, timeout = Request(place, content, self._headers), self._timeout
-            with urlopen(request, timeout=timeout if in_time else None) as response:
+            opened = build_opener(_ToHost, _ToSafeHost).open
+            with opened(request, timeout=timeout if in_time else None) as response:
                 answer = response.read(_MOST_ANSWER)
         except HTTPError as e:
             text = e.read(_MOST_ANSWER).decode("utf-8", "replace")

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from casnap.errors import CasnapError
@@ -36,6 +38,7 @@ from casnap.runtime.typing import override
 from casnap.serving import PullOptions
 from casnap.serving.patches import read_patches, version_of
 from tests.support.engine_servers import command_for_sglang
+from tests.support.hosts import two_hosts, yard_of
 from tests.support.served import store_at, take, versions_of, weights
 
 
@@ -392,6 +395,44 @@ def test_a_folder_in_place_stays_until_sglang_has_loaded_it(tmp_path: Path) -> N
         with pytest.raises(CasnapError, match=r"cannot be reached: .*timed out"):
             callback(linked, [])
     assert [asked["model_path"] for asked in server.requests] == [str(live), str(linked)]
+
+
+def ask_a_host_that_goes(path: str) -> str:
+    """Load a folder in place into a server of the other host, which says nothing; return why."""
+    yard, rank, address = yard_of(path), dist.get_rank(), ("10.0.0.2", 30000)
+    live = Path(path, "live")
+    if rank == 2:
+        with socket.create_server(address) as server:
+            yard.leave("listening")
+            with server.accept()[0] as connection:
+                connection.recv(1 << 16)
+                yard.leave("reached")
+                yard.wait("ended")
+    elif rank == 0:
+        engines._MOST_SILENCE = 4
+        yard.wait("listening")
+        try:
+            reload_sglang(f"http://{address[0]}:{address[1]}", timeout=0.1)(live, [])
+        except CasnapError as e:
+            return str(e)
+        finally:
+            yard.leave("ended")
+    return ""
+
+
+@pytest.mark.slow
+def test_a_host_that_is_gone_is_not_waited_for(disk_path: Path) -> None:
+    """It does not say so: nothing arrives any more. A call without a timeout waited for ever."""
+    (disk_path / "live").mkdir()
+    (disk_path / "live.versions").mkdir()
+    (disk_path / "live.versions/.lock").touch()
+    with two_hosts(disk_path, __name__) as hosts:
+        hosts.start(ask_a_host_that_goes, str(disk_path))
+        hosts.wait("reached")
+        hosts.cut(1)
+        hosts.wait("ended")
+        hosts.mend(1)
+        assert "cannot be reached: " in hosts.outcomes()[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
