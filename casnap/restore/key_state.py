@@ -244,11 +244,12 @@ def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None
     known = {path: value for path, value in live.items() if path not in state.entries}
     if known_loader(state.stateful) is None:
         # An unknown loader may overwrite what it has before it reads what it is given.
-        known = {path: _copied(value) for path, value in known.items()}
+        known = {path: copied(value) for path, value in known.items()}
     return replace(state, known=known, skipped=frozenset(skipped))
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return a copy of a part of a live state, for a loader that may overwrite the part."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return value if isinstance(value, Reopened) else deepcopy(value)

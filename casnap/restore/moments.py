@@ -1,6 +1,10 @@
 """The moments of an optimizer that do not have the shapes of their parameters.
 
 torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond them.
+
+Moments may well have other shapes than their parameters: counters, factors, projections, blocks of
+quantized ones. So one of another shape is refused only where it is known that it had the shape of a
+parameter, and that this is not its parameter's here.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from casnap.format.entries import TensorEntry
-from casnap.format.names import component_of
-from casnap.restore.key_state import KeyState
+from casnap.format.names import component_of, key_of
+from casnap.restore.key_state import KeyState, copied
 from casnap.restore.load_into import tensors_of
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
+from casnap.state.flatten import fill_targets, live_parts
 from casnap.state.values import encode_key
 from casnap.storage import Contents
 
@@ -103,7 +109,7 @@ def _states(
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):
             path = f"{state.component}/param_groups/{i}/params/{j}"
-            if path in state.entries and not torch.nn.parameter.is_lazy(parameter):
+            if path in state.entries and not is_lazy(parameter):
                 parameters[path] = parameter
                 loading.add(path, state.entries[path])
     for path, key in loading.load_values().items():
@@ -120,10 +126,8 @@ def _why_unfit(
 ) -> str:
     """Return why a moment does not fit a parameter; empty if it fits, or nobody can tell.
 
-    Moments may well have other shapes than their parameters: counters, factors, projections,
-    blocks of quantized ones. So one of another shape counts only where it is known that it had the
-    parameter's shape, or another parameter's: the module has the parameter in another shape in the
-    snapshot, or this optimizer has this moment in the parameter's shape, or makes it so.
+    It does not if a module has the parameter in another shape in the snapshot, or if this optimizer
+    has this moment in the parameter's shape, or makes it so.
     """
     shape = tuple(parameter.shape)
     if entry.shape == shape:
@@ -154,3 +158,58 @@ def _shape_by_torch(
     if len(shape) > 1 and name == "col_var":
         return (*shape[:-2], 1, shape[-1])
     return shape if name in (*_OF_ITS_SHAPE, "row_var", "col_var") else None
+
+
+# --- by the names of parameters -------------------------------------------------------------------
+
+
+def without_named_misfits(
+    state: KeyState, modules: Iterable[torch.nn.Module], report: RestoreReport
+) -> KeyState:
+    """Report the moments that do not fit, in a state as ``get_optimizer_state_dict()`` makes it.
+
+    That has a moment under the name of its parameter, and makes those that are not there yet, so
+    the live state tells which moments have the shapes of their parameters. It is refused without
+    one of them.
+
+    Args:
+        state: The key of a value whose loader is not known.
+        modules: The modules of the app state.
+        report: Gets the moments.
+
+    Returns:
+        The key where each parameter that such a moment belongs to keeps the state that it has.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for module in modules:
+        for name, each in tensors_of(module):
+            if isinstance(each.value, torch.nn.Parameter) and not is_lazy(each.value):
+                bare_name = name.replace("_orig_mod.", "").removeprefix("module.")
+                shapes.setdefault(bare_name, set()).add(tuple(each.value.shape))
+    unfit = set[str]()
+    for path, shards in fill_targets(state.current, state.component).items() if shapes else ():
+        entry, name = state.entries.get(path), _parameter_of(path)
+        if isinstance(entry, TensorEntry) and entry.shape != shards.shape in shapes.get(name, ()):
+            report.mismatched.append(f"{path}: {shards.shape} here, {entry.shape} in the snapshot")
+            unfit.add(name)
+    if not unfit:
+        return state
+    parts = live_parts(state.current, state.component)
+    kept = {path: value for path, value in parts if _parameter_of(path) in unfit}
+    entries = {p: e for p, e in state.entries.items() if _parameter_of(p) not in unfit}
+    known = {path: copied(value) for path, value in kept.items()}
+    skipped = state.skipped | (state.entries.keys() - entries.keys() - kept.keys())
+    return replace(state, entries=entries, known={**state.known, **known}, skipped=skipped)
+
+
+def _parameter_of(path: str) -> str:
+    """Return the name of the parameter that something in a state belongs to; empty if to none.
+
+    It is in ``state/<name>/<moment>``, or in the flattened form in ``state.<name>.<moment>``.
+    """
+    keys = [key_of(component) for component in path.split("/")]
+    if keys[-1].startswith("state."):
+        return keys[-1].removeprefix("state.").rpartition(".")[0]
+    if "state" in keys[1:]:
+        return (*keys[keys.index("state", 1) + 1 :], "")[0]
+    return ""

@@ -20,7 +20,7 @@ from casnap.restore.comparison import compare, load_what_fits, load_whole, why_r
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
-from casnap.restore.moments import taken_parameters, without_misfits
+from casnap.restore.moments import taken_parameters, without_misfits, without_named_misfits
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
@@ -191,6 +191,7 @@ def _compared(
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
     taken = taken_parameters(key_states)
+    modules = [s.stateful for s in key_states if isinstance(s.stateful, torch.nn.Module)]
     for state in key_states:
         if refused := why_refused(contents, state):
             report.mismatched += refused
@@ -200,8 +201,10 @@ def _compared(
         elif known_loader(state.stateful) is torch.optim.Optimizer:
             assert isinstance(state.stateful, torch.optim.Optimizer)
             states.append(without_misfits(contents, state, state.stateful, taken, report))
+        elif isinstance(state.stateful, torch.optim.Optimizer):
+            states.append(state)  # a hook, or a loader of its own, may make it fit
         else:
-            states.append(state)
+            states.append(without_named_misfits(state, modules, report))
         targets |= targets_of(states[-1])
     return _without_conflicts(contents, states, targets, report)
 

@@ -322,6 +322,7 @@ def trained(optimizer_of, *, steps=1, **shapes):
     return {"m": module, "o": optimizer}
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 OLD_HEAD = {"body": (300, 100), "head": (40, 100), "bias": (40,)}
 NEW_HEAD = {"body": (300, 100), "head": (30, 100), "bias": (30,)}
 
@@ -338,7 +339,7 @@ def test_moments_of_another_shape_are_named_with_the_rest(store, steps):
     before = bits(new), repr(new["o"].state_dict())
     with pytest.raises(MismatchError) as e:
         snapshot.restore(new)
-    moments = [f"o/state/{i}/{name}" for i in (1, 2) for name in ("exp_avg", "exp_avg_sq")]
+    moments = [f"o/state/{i}/{name}" for i in (1, 2) for name in MOMENTS]
     told = [line.strip() for line in str(e.value).splitlines() if " here, " in line]
     assert [line.partition(":")[0] for line in told] == ["m/bias", "m/head", *moments]
     assert told[-1] == (
@@ -424,7 +425,7 @@ def test_groups_in_another_order(store):
     new = trained(torch.optim.Adam, steps=0, **{n: OLD_HEAD[n] for n in ("head", "body", "bias")})
     report = snapshot.restore(new, strict=False)
     told = [line.partition(":")[0] for line in report.mismatched]
-    assert told == [f"o/state/{i}/{name}" for i in (0, 1) for name in ("exp_avg", "exp_avg_sq")]
+    assert told == [f"o/state/{i}/{name}" for i in (0, 1) for name in MOMENTS]
     assert list(new["o"].state) == [new["m"].bias]
 
 
@@ -441,6 +442,52 @@ def test_moments_by_the_names_of_parameters(store):
     new = trained(torch.optim.Adam, steps=0, **NEW_HEAD)
     with pytest.raises(MismatchError, match=r"o/state/head/exp_avg: \(30, 100\) here"):
         snapshot.restore({"o": new["o"]})
+
+
+class Named:
+    """An optimizer whose state has the names of parameters, as for DCP."""
+
+    def __init__(self, state, flat):
+        from torch.distributed.checkpoint import state_dict as forms
+
+        self.both = state["m"], state["o"]
+        self.options = forms.StateDictOptions(flatten_optimizer_state_dict=flat)
+        self.forms = forms
+
+    def state_dict(self):
+        return self.forms.get_optimizer_state_dict(*self.both, options=self.options)
+
+    def load_state_dict(self, state):
+        self.forms.set_optimizer_state_dict(*self.both, state, options=self.options)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_moments_of_another_shape_by_name(store, steps, flat):
+    old = trained(torch.optim.AdamW, **OLD_HEAD)
+    snapshot = store.take({"m": old["m"], "o": Named(old, flat)}, "step")
+    same = trained(torch.optim.AdamW, steps=steps, **OLD_HEAD)
+    assert not snapshot.restore({"m": same["m"], "o": Named(same, flat)})
+    assert_same(same["o"].state_dict()["state"], old["o"].state_dict()["state"])
+    new = trained(torch.optim.AdamW, steps=steps, **NEW_HEAD)
+    live = {"m": new["m"], "o": Named(new, flat)}
+    before = bits(new), repr(live["o"].state_dict())
+    with pytest.raises(MismatchError) as e:
+        snapshot.restore(live)
+    told = [line.strip() for line in str(e.value).splitlines() if " here, " in line]
+    start = "o/state." if flat else "o/state/"
+    names = [f"{n}{'.' if flat else '/'}{m}" for n in ("head", "bias") for m in MOMENTS]
+    assert {line.partition(":")[0] for line in told[2:]} == {start + name for name in names}
+    assert (bits(new), repr(live["o"].state_dict())) == before
+    assert snapshot.restore(live, strict=False).mismatched == told
+    for name in ("head", "bias"):
+        moments = new["o"].state[getattr(new["m"], name)]
+        assert {moments[m].shape for m in MOMENTS} == {getattr(new["m"], name).shape}
+        assert moments["step"] == max(steps, 1)
+    assert_same(new["o"].state[new["m"].body], old["o"].state[old["m"].body])
+    for parameter in new["m"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    new["o"].step()
 
 
 def test_an_optimizer_whose_hook_changes_the_state(store):
