@@ -53,14 +53,19 @@ def announced_in(
     name = f"take-{base:012x}-{os.urandom(6).hex()}"
     with translated(f"{path}/{name}"):
         fd = _create_locked(name, folder, create)
-    with locked_file(fd) as is_open:
-        try:
-            yield lambda: None
-        finally:
-            # Not in a forked child: the take is its parent's.
-            if is_open():
-                with suppress(OSError):
-                    unlink_at(name, folder)
+    is_ours = True
+    try:
+        with locked_file(fd) as is_open:
+            try:
+                yield lambda: None
+            finally:
+                # Not in a forked child: the take is its parent's.
+                is_ours = is_open()
+    finally:
+        # Once it is closed: a client keeps a file that is deleted while it is open.
+        if is_ours:
+            with suppress(OSError):
+                unlink_at(name, folder)
 
 
 def _create_locked(name: str, folder: int, create: Callable[[str], int]) -> int:

@@ -1,4 +1,4 @@
-"""Names that must be there, and that this host does not see yet: one place looks again.
+"""Names as clients of network file systems show them: one place looks again for what must be there.
 
 A client of a network file system keeps names for a while, and that a name is absent. So what
 another host has put may be absent here at first. It then has to be looked for anew, and waited for.
@@ -19,6 +19,16 @@ _log = logging.getLogger("casnap")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0
 # After so many seconds a line says what is waited for.
 _TOLD_AFTER = 3.0
+# How the clients of FUSE and NFS call a file that was deleted while it is open.
+_LEFT_OPEN = (".fuse_hidden", ".nfs")
+
+
+def is_left_open(name: str) -> bool:
+    """Whether a file is what a client has kept of one that was deleted while it was open.
+
+    It is nobody's. The client deletes it once no process has it open.
+    """
+    return name.startswith(_LEFT_OPEN)
 
 
 def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], lag: float) -> bool:

@@ -19,7 +19,7 @@ from casnap.backends.base import (
 )
 from casnap.backends.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
-from casnap.backends.late_names import is_listed_anew, wait_for
+from casnap.backends.late_names import is_left_open, is_listed_anew, wait_for
 from casnap.backends.safe_paths import (
     OpenFolder,
     check_regular,
@@ -227,8 +227,9 @@ class LocalBackend(Backend):
                     raise no_links_error(e, path) from e
                 raise
             finally:
-                unlink_at(temporary, tmp)
+                # In this order: a client keeps a file that is deleted while it is open.
                 os.close(fd)
+                unlink_at(temporary, tmp)
             # Again: a sync of its folder until now may not have covered it.
             self._place.new_names.add(path)
         return True
@@ -309,9 +310,10 @@ class LocalBackend(Backend):
         path = self._path(folder)
         with translated(path):
             try:
-                return self._seen(path, lambda: _names_in(path))
+                names = self._seen(path, lambda: _names_in(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+        return [name for name in names if not is_left_open(name)] if self.name_lag else names
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
@@ -334,6 +336,8 @@ class LocalBackend(Backend):
                             key = f"{parent}/{entry.name}" if parent else entry.name
                             if entry.is_dir(follow_symlinks=False):
                                 folders.append(key)
+                            elif is_left_open(entry.name):
+                                continue
                             elif entry.is_file(follow_symlinks=False):
                                 with suppress(FileNotFoundError):
                                     yield key, entry.stat(follow_symlinks=False)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import casnap.backends.late_names
 from casnap import StateDict, Store
-from casnap.backends import LocalBackend
+from casnap.backends import LocalBackend, safe_paths
 from casnap.errors import DamagedError
 from tests.support.faults import in_child
 from tests.support.faulty import Fault, FaultyBackend, before, fail, stale
@@ -46,12 +49,32 @@ def unseen(key: str, times: int | None = 3) -> Fault:
     return Fault(fail(FileNotFoundError), LOOKS, key, times=times)
 
 
+def on_another_host(folder: Path, work: Callable[[Store], object]) -> None:
+    """Use a store in another process, which has a cache of its own."""
+
+    def use() -> None:
+        os.environ["CASNAP_CACHE_DIR"] = str(folder.with_name("another_host"))
+        work(Store(folder))
+
+    assert in_child(use) == 0
+
+
+def collected(store: Store) -> None:
+    """Replace packs and segments of a store."""
+    store.delete("step_1")
+    store.take(state(2.5), "step_3")
+    store.gc(grace=0, repack=1.0)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a store with two snapshots: its newest root is number 2."""
-    store = Store(tmp_path / "store")
-    for step in (1, 2):
-        store.take(state(step), f"step_{step}")
+
+    def take(store: Store) -> None:
+        for step in (1, 2):
+            store.take(state(step), f"step_{step}")
+
+    on_another_host(tmp_path / "store", take)
     return tmp_path / "store"
 
 
@@ -71,7 +94,7 @@ def test_a_number_that_is_taken_by_a_root_not_seen_yet(folder: Path) -> None:
     store = Store(backend)
 
     def take_theirs() -> None:
-        assert in_child(lambda: Store(folder).take(state(3), "theirs")) == 0
+        on_another_host(folder, lambda other: other.take(state(3), "theirs"))
 
     first = Fault(before(take_theirs), "put_if_absent", "roots/0/3")
     listing = Fault(stale(), "names", "roots/0", times=None)
@@ -95,6 +118,71 @@ def test_an_absent_root_is_not_asked_for_by_name(folder: Path) -> None:
     asked = {key for name, key in backend.log if name in LOOKS}
     assert "roots/0/3" in asked
     assert "roots/0/4" not in asked
+
+
+@pytest.mark.parametrize("file", ["packs/*", "index/*"])
+def test_a_file_that_the_newest_root_names_and_that_is_not_there_yet(
+    folder: Path, file: str
+) -> None:
+    backend = client(folder)
+    store = Store(backend)
+    on_another_host(folder, lambda other: other.take(state(3), "step_3"))
+    late = Fault(fail(FileNotFoundError), (*LOOKS, "read_into"), file, times=7)
+    with backend.during(late):
+        assert value_of(store, "step_3") == 3
+    assert late.struck == 7
+
+
+@pytest.mark.parametrize("file", ["packs/*", "index/*"])
+def test_a_file_that_a_collector_has_deleted_is_not_waited_for(folder: Path, file: str) -> None:
+    """The newest root does not name it. With a lag of a day, a wait would not end."""
+    backend = client(folder, 86400.0)
+    store = Store(backend)
+    calls = ("read", "read_into")
+    first = Fault(before(lambda: on_another_host(folder, collected)), calls, file)
+    with backend.during(first):
+        assert value_of(store, "step_2") == 2
+    assert first.struck == 1
+
+
+def test_a_segment_that_is_gone_and_still_shown(folder: Path) -> None:
+    """A client shows the name of what a collector has deleted; the newer root has another one."""
+    backend = client(folder)
+    store = Store(backend)
+    first = Fault(before(lambda: on_another_host(folder, collected)), "read", "index/*")
+    shown = Fault(lambda _: 1000, "size", "index/*", times=None)
+    with backend.during(first, shown):
+        assert value_of(store, "step_2") == 2
+    assert first.struck == shown.struck == 1
+
+
+def test_a_take_relies_on_a_pack_that_is_not_there_yet(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = client(folder)
+    with backend.during(Fault(fail(FileNotFoundError), LOOKS, "packs/*", times=3)) as (late,):
+        Store(backend).take(state(2), "again")
+    assert late.struck == 3
+    assert not caplog.records
+    assert Store(folder)["again"].stats.new_bytes < SIZE
+
+
+def test_a_handle_that_the_server_has_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fresh look gets it anew."""
+    at_once, stale_once = safe_paths._open, ["roots/0/2", "packs/", "casnap.json"]
+
+    def opened(path: str, *arguments: Any) -> int:
+        for name in stale_once:
+            if name in path:
+                stale_once.remove(name)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return at_once(path, *arguments)
+
+    monkeypatch.setattr(safe_paths, "_open", opened)
+    assert value_of(Store(folder), "step_2") == 2
+    assert not stale_once
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.05])
@@ -151,3 +239,27 @@ def test_two_hosts_take_in_turn(hosts: Callable[[str], list[Path]], caches: str)
         stores[step % 2].delete(f"0/{step}")
         stores[step % 2].gc(grace=0)
     assert all(store.check(data=True).ok for store in stores)
+
+
+def test_what_a_client_keeps_of_deleted_files_is_nobodys(
+    hosts: Callable[[str], list[Path]], tmp_path: Path
+) -> None:
+    """FUSE and NFS rename a file that is deleted while it is open."""
+    place, _ = hosts("1,1,1")
+    left = place / "store/casnap-store/tmp/.fuse_hidden0000000700000002"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    store = Store(place / "store")
+    store.take(state(1), "step_1")
+    assert value_of(store, "step_1") == 1
+    left.unlink()
+    assert store.check().ok
+    assert not [*(tmp_path / "below").rglob(".fuse_hidden*")], "of our own"
+
+
+def test_first_takes_on_one_mount(hosts: Callable[[str], list[Path]]) -> None:
+    """Inodes and times that a client shows late are no other store's."""
+    place, _ = hosts("1,1,0")
+    for n in range(8):
+        Store(place / f"store_{n}").take({"s": StateDict(x=n)}, "step_1")
+        assert Store(place / f"store_{n}")["step_1"].read_object("s/x") == n

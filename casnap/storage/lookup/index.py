@@ -12,6 +12,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -34,12 +35,14 @@ from casnap.format.records import (
     SegmentRef,
     decode_segment,
     max_segment_bytes,
+    pack_key,
     segment_counts,
     segment_key,
 )
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
+from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.lookup.index_cache import IndexCache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.lookup.pack_lengths import PackLengths, RememberedLengths
 
@@ -311,10 +314,9 @@ class Index:
         """
         key = segment_key(ref.id)
         name = self._backend.where(key)
-        try:
-            data = self._backend.read(key, max_segment_bytes(ref))
-        except FileNotFoundError:
-            raise DamagedError(f"the index segment {name} is missing; see `casnap check`") from None
+        data = self._read_named(key, ref)
+        if data is None:
+            raise DamagedError(f"the index segment {name} is missing; see `casnap check`")
         counts = segment_counts(data)
         if counts != (ref.count, ref.deltas):
             raise DamagedError(
@@ -322,6 +324,23 @@ class Index:
                 f"not {ref.count} and {ref.deltas}; see `casnap check`"
             )
         return data, name
+
+    def _read_named(self, key: str, ref: SegmentRef) -> bytes | None:
+        """Read a segment; return None if it is missing, or the newest root does not name it."""
+        try:
+            return self._backend.read(key, max_segment_bytes(ref))
+        except FileNotFoundError:
+            # A collector may have deleted it, if an older root names it.
+            if not self._backend.appears(key, lambda: ref in newest_root(self._backend).segments):
+                return None
+        # A client may also show the name of what was deleted.
+        with suppress(FileNotFoundError):
+            return self._backend.read(key, max_segment_bytes(ref))
+        return None
+
+    def pack_appears(self, pack: bytes, still: Callable[[], object]) -> bool:
+        """Wait for a pack that must be there; as :meth:`casnap.backends.Backend.appears`."""
+        return self._backend.appears(pack_key(pack), still)
 
     def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
         """Yield the bases of the deltas in a segment, once for each delta.

@@ -7,7 +7,8 @@ A fetch goes down the ladder until it has read everything. On a disk:
 3. **Other places** that this index has, of what was not whole at the first one.
 4. **Newer roots**, as long as there are any: a collector may have moved what was not found. It is
    looked for in their index, then at its other places there.
-5. **The index made anew** from the store, since the cache of it may be wrong.
+5. **The index made anew** from the store, since the cache of it may be wrong. A pack that this host
+   may not see yet is waited for before that.
 
 In a bucket, two more rungs come after the first one. They spare this host the reading of an index
 that it does not know, while at most 64 chunks are left to find:
@@ -248,8 +249,17 @@ class LocalLookup:
     def _by_new_index(self, left: Left) -> Iterator[Step]:
         # If something was lost before, the index was made anew for it.
         if not left.lost:
+            self._wait_for_packs(left)
             left.view = self.index.refresh(self.newest.look())
             yield from self._again_at(left.view, left, list(left.wants))
+
+    def _wait_for_packs(self, left: Left) -> None:
+        """Wait until a pack is seen that the newest root names; by then all others are, too."""
+        tried = (attempt for attempts in left.attempts.values() for attempt in attempts)
+        missing = {a.place.pack for a in tried if a.failure.reason is Reason.MISSING}
+        if missing:
+            root = self.newest.look()
+            self.index.pack_appears(min(missing), lambda: self.newest.look() == root)
 
     def _again_at(self, view: IndexView, left: Left, digests: list[Digest]) -> Iterator[Step]:
         for digest in digests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -151,6 +152,10 @@ class OtherRanks:
         if root.fence > self.base_seq or not live_packs.issuperset(self.relied_on):
             self._take_over(root.seq)
 
+    def _is_kept(self, store: Repository) -> bool:
+        """Whether no collector may delete what the ranks have written."""
+        return store.newest().fence <= self.base_seq
+
     def check_written(self, store: Repository) -> None:
         """Check that this rank sees the files that the other ranks wrote.
 
@@ -167,9 +172,13 @@ class OtherRanks:
             key = pack_key(place.pack)
             if key in ends:
                 ends[key] = max(ends[key], place.offset + place.stored_size)
-        sizes = mapped(backend.size_if_there, ends, backend.in_flight)
-        lacking = [key for key, size in sizes if size is None or size < ends[key]]
-        if lacking and store.newest().fence > self.base_seq:
+        while True:
+            sizes = dict(mapped(backend.size_if_there, ends, backend.in_flight))
+            absent = next((key for key, size in sizes.items() if size is None), None)
+            if absent is None or not backend.appears(absent, partial(self._is_kept, store)):
+                break
+        lacking = [key for key, size in sizes.items() if size is None or size < ends[key]]
+        if lacking and not self._is_kept(store):
             raise FencedError
         if lacking:
             raise StoreError(

@@ -20,6 +20,7 @@ from casnap.format.digest import Digest, split_digests
 from casnap.format.records import PackId, Place, Root, pack_key
 from casnap.storage.lookup.chains import chains_below
 from casnap.storage.lookup.index import IndexView
+from casnap.storage.lookup.pack_lengths import GONE
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -113,6 +114,11 @@ class Reliance:
             if not bad:
                 return places
             if self._store.newest() == view.root:
+                gone = {pack for pack in bad if self._lengths[pack] == GONE}
+                if gone and self._has_appeared(min(gone), view.root):
+                    for pack in gone:
+                        del self._lengths[pack]
+                    continue
                 _log.warning(
                     "%s: %d packs are gone or cut off, such as %s; the needed chunks are "
                     "stored anew; `casnap check` says what else is hurt",
@@ -123,6 +129,11 @@ class Reliance:
             with self._lock:
                 self._lost |= bad
                 self._view = replace(self._view, live=self._view.live.without(bad))
+
+    def _has_appeared(self, pack: PackId, root: Root) -> bool:
+        """Wait for a pack that the newest root names, if this host may not see it yet."""
+        newest = self._store.newest
+        return self._store.backend.appears(pack_key(pack), lambda: newest() == root)
 
     def _bad(self, places: Iterable[Place | None]) -> set[PackId]:
         """Return the packs that are too short or missing; look at each file only once."""
