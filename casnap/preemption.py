@@ -7,9 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.errors import CasnapError, RankError
 from casnap.runtime.fork import add_signal, in_child, never_free, remove_signal
@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 else:
     casnap = ModuleLater("casnap")
 
+Batch = TypeVar("Batch")
 _log = logging.getLogger("casnap")
 _MOST_STEPS = 1 << 20
+_ADVICE = (
+    "Earlier snapshots are whole. If the signal has also ended the workers of a data loader, have "
+    "them ignore it, by its worker_init_fn"
+)
 
 
 class Preemption:
@@ -61,6 +66,11 @@ class Preemption:
         self._group = _own_group(pg)
         self._since: float | None = None
         self._stopped = self._closed = False
+        # The last step; the last one since the loader gave a batch; and the one that is known to be
+        # whole just now, as no other one has begun.
+        self._last: int | None = None
+        self._ended: int | None = None
+        self._whole: int | None = None
         self._steps, self._left, self._agreed_at = 1, 1, time.monotonic()
         self._before: dict[int, Any] = {}
         in_child(self._leave)
@@ -90,6 +100,7 @@ class Preemption:
             CasnapError: The last take failed. Earlier snapshots are whole.
             RankError: The ranks cannot agree, since another one died or hangs.
         """
+        self._last = self._ended = self._whole = step
         if not self._stopped and not self._closed:
             seconds = 0.0 if self._since is None else time.monotonic() - self._since
             is_asked = self._since is not None
@@ -98,7 +109,24 @@ class Preemption:
             if is_asked:
                 self._stopped = True
                 self._take(step, time.monotonic() + self._within - seconds)
+        self._whole = None
         return self._stopped
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches of a data loader, and note that no step has begun while it fetches.
+
+        A signal to the whole job ends the workers of the loader too, and then the loader fails. On
+        one process, the end of the ``with`` then takes the state after the last whole step.
+
+        Args:
+            loader: The loader. If it is in the app state, that says which batch it gave last.
+        """
+        self._whole, self._ended = self._ended, None
+        for batch in loader:
+            self._whole = None
+            yield batch
+            self._whole, self._ended = self._ended, None
+        self._whole = None
 
     def close(self) -> None:
         """Restore the earlier handlers of the signals; from now on, :meth:`step` does nothing."""
@@ -129,7 +157,11 @@ class Preemption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            if error is not None and self.signalled and self.snapshot is None and not self._closed:
+                self._take_whole(error)
+        finally:
+            self.close()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         # Nothing but a flag: the main thread may hold any lock.
@@ -194,6 +226,34 @@ class Preemption:
                 return
         self._too_late("the last take goes on in the background, until the process is killed")
 
+    def _take_whole(self, error: BaseException) -> None:
+        """Take the app state if it is known to be that after a whole step; say what was done."""
+        if self._stopped and (self._whole is None or self._group or isinstance(error, CasnapError)):
+            return  # the last take was made, or has failed: it was told how
+        why = ""
+        if self._last is None:
+            why = "no step had ended"
+        elif self._group is not None:
+            why = "the other ranks may have ended after another step"
+        elif self._whole is None:
+            why = (
+                f"the step after {self._last} may have begun; Preemption.batches() would tell "
+                "whether a loader failed before that"
+            )
+        else:
+            assert self._since is not None
+            try:
+                self._take(self._whole, self._since + self._within)
+            except Exception as e:  # noqa: BLE001 - the error of the loop is the one to raise
+                why = f"the state after step {self._whole} cannot be taken: {e}"
+        begin = "%s: an error ended the loop after a signal (%s: %.200s). "
+        loop = self._store.uri, type(error).__name__, error
+        if self.snapshot is not None:
+            name = self.snapshot.name
+            _log.warning(begin + "%r is the state after the last whole step", *loop, name)
+        elif why:
+            _log.warning(begin + "No last snapshot was taken: %s. %s", *loop, why, _ADVICE)
+
     def _too_late(self, step: str) -> None:
         text = "%s: %g s after a signal, %s; earlier snapshots are whole"
         _log.warning(text, self._store.uri, self._within, step)
@@ -235,6 +295,9 @@ def on_preemption(
     pending ``async_take`` is waited for; then a last snapshot is taken. If it is not durable in
     time, a warning is logged, and :attr:`Preemption.snapshot` stays None. A second signal changes
     nothing.
+
+    If an error ends the ``with`` after a signal, as where the workers of a data loader got the
+    signal too, a warning says whether a last snapshot was taken; see :meth:`Preemption.batches`.
 
     Args:
         store: The store.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,204 @@ def test_a_second_signal_during_the_last_take(tmp_path: Path, heard: list[int]) 
     assert preemption.snapshot is not None
     assert heard == [signal.SIGTERM] * 2
     assert [s.name for s in store.snapshots()] == ["preempted_5"]
+
+
+# --- an error after a signal ------------------------------------------------------------------
+
+
+class Data(torch.utils.data.Dataset[int]):
+    """Numbers. The one who fetches the fourth signals the whole job, once that is waited for."""
+
+    def __init__(self) -> None:
+        self.is_waited_for = torch.multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, number: int) -> int:
+        if number == 4:
+            self.is_waited_for.wait(60)
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(0.1)
+        return number
+
+
+def read(data: Data, *, ignore: bool) -> Iterator[int]:
+    def ignore_sigterm(worker: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    loader = torch.utils.data.DataLoader(
+        data,
+        batch_size=None,
+        num_workers=2,
+        worker_init_fn=ignore_sigterm if ignore else None,
+        multiprocessing_context="fork",
+    )
+    batches = iter(loader)
+    for number in range(len(data)):
+        if number == 4:
+            data.is_waited_for.set()
+        yield next(batches)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_a_signal_to_the_whole_job_and_the_workers_of_its_loader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, ignore: bool
+) -> None:
+    """The state after the last whole step is taken. Workers that ignore the signal go on."""
+
+    def train() -> None:
+        os.setpgrp()
+        store, state = Store(tmp_path / "store").make(), StateDict(seen=-1)
+        error = None
+        try:
+            with casnap.on_preemption(store, {"s": state}) as preemption:
+                for step, batch in enumerate(preemption.batches(read(Data(), ignore=ignore))):
+                    state["seen"] = batch
+                    if preemption.step(step):
+                        break
+        except RuntimeError as e:
+            error = str(e)
+        assert preemption.snapshot is not None
+        assert preemption.snapshot.read_object("s/seen") == step
+        assert [s.name for s in store.snapshots()] == [f"preempted_{step}"]
+        if ignore:
+            assert step >= 4
+            assert error is None
+        else:
+            assert step == 3
+            assert "DataLoader worker" in str(error)
+            assert "'preempted_3' is the state after the last whole step" in caplog.text
+
+    assert in_child(train) == 0
+
+
+def fetched(count: int) -> Iterator[int]:
+    yield from range(count)
+    terminate()
+    raise RuntimeError("a worker died")
+
+
+def ended_by_error(
+    store: Store, state: StateDict, loop: Callable[[casnap.Preemption], object]
+) -> casnap.Preemption:
+    """Run a loop that an error ends; return what has watched for signals."""
+    preemption = casnap.on_preemption(store, {"s": state})
+
+    def watched() -> None:
+        with preemption:
+            loop(preemption)
+
+    with pytest.raises(RuntimeError, match="a worker died"):
+        watched()
+    return preemption
+
+
+@pytest.mark.parametrize(("batches", "each", "taken"), [(4, 1, [3]), (4, 2, [3]), (5, 2, [])])
+def test_a_loader_that_fails_between_steps(
+    tmp_path: Path,
+    heard: list[int],
+    caplog: pytest.LogCaptureFixture,
+    batches: int,
+    each: int,
+    taken: list[int],
+) -> None:
+    """Not where a step has more batches than were read."""
+
+    def loop(preemption: casnap.Preemption) -> None:
+        for batch in preemption.batches(fetched(batches)):
+            state["seen"] = batch
+            if batch % each == each - 1:
+                preemption.step(batch)
+
+    store, state = Store(tmp_path / "store").make(), StateDict(seen=-1)
+    ended_by_error(store, state, loop)
+    assert [s.read_object("s/seen") for s in store.snapshots()] == taken
+    not_taken = "No last snapshot was taken: the step after 3 may have begun"
+    assert (not_taken in caplog.text) != bool(taken)
+
+
+def test_an_error_within_a_step_takes_nothing_and_says_so(
+    tmp_path: Path, heard: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(preemption: casnap.Preemption, steps: int = 2, *, signalled: bool = True) -> None:
+        for step in range(steps):
+            preemption.step(step)
+        if signalled:
+            terminate()
+        raise RuntimeError("a worker died")
+
+    store = Store(tmp_path / "store").make()
+    ended_by_error(store, StateDict(x=1), partial(fail, signalled=False))
+    assert caplog.text == ""
+    ended_by_error(store, StateDict(x=1), partial(fail, steps=0))
+    assert "no step had ended" in caplog.text
+    ended_by_error(store, StateDict(x=1), fail)
+    assert "an error ended the loop after a signal (RuntimeError: a worker died)" in caplog.text
+    assert "No last snapshot was taken: the step after 1 may have begun" in caplog.text
+    assert "worker_init_fn" in caplog.text
+    assert store.snapshots() == []
+
+
+def test_a_state_that_cannot_be_taken_after_an_error(
+    tmp_path: Path, heard: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error of the loop is the one that is raised."""
+
+    def loop(preemption: casnap.Preemption) -> None:
+        for batch in preemption.batches(fetched(3)):
+            preemption.step(batch)
+
+    store = Store(tmp_path / "store").make()
+    ended_by_error(store, StateDict(x=object()), loop)
+    assert "the state after step 2 cannot be taken: " in caplog.text
+    assert "s/x" in caplog.text
+    assert store.snapshots() == []
+
+
+class Interrupted(StateDict):
+    """A state whose first take is ended by a handler of another signal, as of a worker's death."""
+
+    def state_dict(self) -> dict[str, object]:
+        if self.pop("first", None):
+            raise RuntimeError("a worker died")
+        return super().state_dict()
+
+
+def test_an_error_that_ends_the_last_take(tmp_path: Path, heard: list[int]) -> None:
+    """It is taken again: no other step has begun."""
+
+    def loop(preemption: casnap.Preemption) -> None:
+        terminate()
+        preemption.step(5)
+
+    store = Store(tmp_path / "store").make()
+    preemption = ended_by_error(store, Interrupted(first=True, x=1), loop)
+    assert preemption.snapshot is not None
+    assert preemption.snapshot.read_object("s/x") == 1
+    assert [s.name for s in store.snapshots()] == ["preempted_5"]
+
+
+def fail_on_ranks(path: str) -> str:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("casnap").addHandler(handler)
+    store = Store(path)
+    try:
+        with casnap.on_preemption(store, {"s": StateDict(x=1)}, every=3600) as preemption:
+            for batch in preemption.batches(fetched(3)):
+                preemption.step(batch)
+    except RuntimeError:
+        return "".join(heard)
+    return ""
+
+
+def test_an_error_on_ranks_takes_nothing_and_says_so(world: Worlds, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store").make()
+    for said in world(2).run(fail_on_ranks, store.uri):
+        assert "No last snapshot was taken: the other ranks may have ended after another" in said
+    assert store.snapshots() == []
 
 
 def multiply() -> None:
