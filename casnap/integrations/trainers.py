@@ -270,7 +270,7 @@ class Checkpoints:
                 try:
                     shutil.rmtree(path)
                 except OSError as e:
-                    _log.warning("%s is forgotten, but its folder stays: %s", path, e)
+                    _log.warning("%s is deleted, but its folder stays: %s", path, e)
 
 
 class _Path(msgspec.Struct, array_like=True):

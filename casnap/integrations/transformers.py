@@ -37,8 +37,9 @@ from casnap.integrations.trainers import (
 )
 from casnap.ranks.joining import join, own_rank
 from casnap.runtime.environment import local_path
+from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
-from casnap.storage import advice_at
+from casnap.storage import advice_at, marked_commit
 from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")
@@ -154,6 +155,9 @@ class CasnapTrainerMixin(_Base):
         run_dir = self._get_output_dir(trial=trial)
         folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
+        if self.args.should_save:
+            # The files that are written now are not those of the snapshot that is there.
+            (folder / MARKER).unlink(missing_ok=True)
         self._saving_checkpoint = True
         try:
             # This writes the state of the Trainer. What it would have the methods below write is
@@ -303,7 +307,7 @@ class CasnapTrainerMixin(_Base):
             raise both_there_error(resume_from_checkpoint, "the Trainer itself", f"remove {state}")
         check_saved_by(snapshot, __name__, ["files"])
         if own_rank() == 0:
-            _put_back(snapshot.read_object("0/files"), Path(resume_from_checkpoint))
+            _put_back(snapshot, Path(resume_from_checkpoint))
         snapshot.restore({"model": self._plain_model() if model is None else model})
 
     def _load_best_model(self) -> None:
@@ -337,19 +341,36 @@ class CasnapTrainerMixin(_Base):
             _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
 
 
-def _put_back(files: Mapping[str, bytes], folder: Path) -> None:
-    """Put the small files of a snapshot where the Trainer looks for them.
+def _put_back(snapshot: Snapshot, folder: Path) -> None:
+    """Put the small files of a snapshot where the Trainer looks for them, if they are missing.
 
-    They are missing where it was copied from elsewhere, or where a save was cut off before them.
-    A folder that has them all may be one that this user can only read.
+    They are where it was copied from elsewhere. One that differs stays, as a user may have edited
+    it; but not where a save that was to replace the snapshot was cut off.
     """
+    files: Mapping[str, bytes] = snapshot.read_object("0/files")
+    commit = marked_commit(snapshot.contents.store.backend, snapshot.contents.name)
+    stays = commit == snapshot.row.commit
+    differing: list[str] = []
     for name, data in files.items():
         path = folder / Path(name).name
-        if path.name not in (*_MODEL, *_ADAPTER) and not (
-            is_file(path) and path.read_bytes() == data
-        ):
+        if path.name in (*_MODEL, *_ADAPTER) or (is_file(path) and path.read_bytes() == data):
+            continue
+        if is_there := is_taken(path):
+            differing.append(path.name)
+        if not (is_there and stays):
+            # Not before: a folder that has them all may be one that this user can only read.
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+    if differing and stays:
+        _log.warning(
+            "%s: files that are not as they were saved are used as they are (%s); to have those of "
+            "the snapshot, remove them before the run resumes",
+            folder,
+            ", ".join(sorted(differing)),
+        )
+    elif differing:
+        text = "%s: files of a save that was cut off are replaced by those of the snapshot (%s)"
+        _log.warning(text, folder, ", ".join(sorted(differing)))
 
 
 def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: Any) -> Any:

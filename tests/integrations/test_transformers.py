@@ -16,7 +16,7 @@ from casnap import Snapshot, Store
 from casnap.errors import EntryNotFoundError, SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
-from tests.support.faults import in_child, kill, start, wait
+from tests.support.faults import backend_faults, in_child, kill, start, wait
 from tests.support.launched import kill_all
 from tests.support.pages import run_examples
 from tests.support.trainer_contract import RunContract, TrainerContract
@@ -215,6 +215,54 @@ def test_resumes_from_a_name_or_the_last_whole_one(
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
     assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
+
+
+def test_small_files_that_were_edited_stay(
+    uninterrupted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a user lowers the learning rate, or the best metric, before the run goes on."""
+    out = tmp_path / "run/out"
+
+    def resume() -> None:
+        shutil.copytree(uninterrupted, tmp_path / "run")
+        place = out / "checkpoint-6"
+        state = json.loads((place / "trainer_state.json").read_text())
+        (place / "trainer_state.json").write_text(json.dumps(state | {"best_metric": 0.125}))
+        (place / "generation_config.json").unlink()
+        trainer = trainer_of(out)
+        trainer.train(resume_from_checkpoint=str(place))
+        assert trainer.state.best_metric == 0.125
+        assert (place / "generation_config.json").exists()
+        said = [r.getMessage() for r in caplog.records if r.name == "casnap"]
+        assert [text for text in said if "trainer_state.json" in text] == [
+            f"{place}: files that are not as they were saved are used as they are (trainer_state"
+            ".json); to have those of the snapshot, remove them before the run resumes"
+        ]
+
+    assert in_child(resume) == 0
+
+
+def test_small_files_of_a_second_save_that_was_cut_off_are_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+
+    def cut_off() -> None:
+        with backend_faults(0, kill_all, names=["put_if_absent"]):
+            trainer_of(out, max_steps=2, logging_steps=2).train()
+
+    def resume() -> None:
+        trainer = trainer_of(out, max_steps=3)
+        trainer.train(resume_from_checkpoint=True)
+        assert [entry.get("step") for entry in trainer.state.log_history[:2]] == [1, 2]
+        assert (
+            "files of a save that was cut off are replaced by those of the snapshot ("
+            in caplog.text
+        )
+
+    assert in_child(lambda: run(out, tmp_path / "end", max_steps=2)) == 0
+    assert in_child(cut_off) == -9
+    assert in_child(resume) == 0
 
 
 def test_a_thinned_checkpoint_is_not_resumed_with_a_fresh_optimizer(
