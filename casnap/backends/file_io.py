@@ -9,6 +9,7 @@ from casnap.backends.base import check_length
 from casnap.backends.safe_paths import OpenFolder, open_file
 from casnap.backends.system_errors import translated
 from casnap.runtime.buffers import PAGE, address_of
+from casnap.runtime.descriptors import opened
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
@@ -37,20 +38,19 @@ def _write_direct(fd: int, view: memoryview, offset: int) -> int:
         return 0
     try:
         # Opened once more, since other threads may write to the file too.
-        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
+        around_cache = opened(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError:
         return 0
     position = 0
-    try:
-        while position < nbytes:
-            position += os.pwrite(direct, view[position:nbytes], offset + position)
-            if position % PAGE:
-                break
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(direct)
+    with around_cache as direct:
+        try:
+            while position < nbytes:
+                position += os.pwrite(direct, view[position:nbytes], offset + position)
+                if position % PAGE:
+                    break
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
     return position
 
 
@@ -66,12 +66,10 @@ def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[byt
         DamagedError: It is longer than ``most``.
     """
     with translated(path):
-        fd, info = open_file(path, base)
-        try:
+        file, info = open_file(path, base)
+        with file as fd:
             check_length(path, info.st_size, most)
             return _read_all(fd, info.st_size), info
-        finally:
-            os.close(fd)
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:

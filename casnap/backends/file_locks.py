@@ -22,6 +22,7 @@ from casnap.backends.base import TEMPORARY
 from casnap.backends.safe_paths import check_regular, unlink_at
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS
+from casnap.runtime.descriptors import Descriptor, opened
 from casnap.runtime.fork import locked_file
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
@@ -40,7 +41,7 @@ def lock(fd: int) -> bool | None:
 
 @contextmanager
 def announced_in(
-    folder: int, path: str, base: int, create: Callable[[str], int]
+    folder: int, path: str, base: int, create: Callable[[str], Descriptor]
 ) -> Iterator[Callable[[], None]]:
     """Announce a take for a ``with`` block; as :meth:`casnap.backends.Backend.announced`.
 
@@ -52,10 +53,10 @@ def announced_in(
     """
     name = f"take-{base:012x}-{os.urandom(6).hex()}"
     with translated(f"{path}/{name}"):
-        fd = _create_locked(name, folder, create)
+        file = _create_locked(name, folder, create)
     is_ours = True
     try:
-        with locked_file(fd) as is_open:
+        with locked_file(file) as is_open:
             try:
                 yield lambda: None
             finally:
@@ -68,24 +69,21 @@ def announced_in(
                 unlink_at(name, folder)
 
 
-def _create_locked(name: str, folder: int, create: Callable[[str], int]) -> int:
+def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) -> Descriptor:
     """Create a file that has its name only once it is locked; return it open."""
     for _ in range(_ATTEMPTS):
         temporary = os.urandom(12).hex()
-        fd = create(temporary)
         try:
+            file = create(temporary)
             # A collector may have locked it before, or deleted it.
-            if lock(fd) is not False:
+            if lock(file.fd) is not False:
                 with suppress(FileNotFoundError):
                     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                    return fd
-            unlink_at(temporary, folder)
-        except BaseException:
+                    return file
+            file.close()
+        finally:
             # A full disk may have no room for the new name.
             unlink_at(temporary, folder)
-            os.close(fd)
-            raise
-        os.close(fd)
     raise FileNotFoundError(errno.ENOENT, "collectors delete what announces a take", name)
 
 
@@ -142,10 +140,10 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
         lease: Where there are no locks, a younger one counts as locked.
     """
     try:
-        fd = open_to_lock(name, folder)
+        file = open_to_lock(name, folder)
     except (OSError, *PLACE_ERRORS):
         return _Look()
-    try:
+    with file as fd:
         info = os.fstat(fd)
         # A time in the future says nothing; then only the lock counts.
         age = time.time() - info.st_mtime
@@ -162,8 +160,6 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
             return _Look()
         # A second name: it was linked into place, so unlinking frees nothing.
         return _Look(freed=info.st_size if info.st_nlink == 1 else 0)
-    finally:
-        os.close(fd)
 
 
 def _is_held_by_stopped(info: os.stat_result) -> bool:
@@ -179,7 +175,7 @@ def _is_held_by_stopped(info: os.stat_result) -> bool:
         return False
 
 
-def open_to_lock(name: str, folder: int, make: int | None = None) -> int:
+def open_to_lock(name: str, folder: int, make: int | None = None) -> Descriptor:
     """Open a regular file to lock it: never through a link, and without waiting.
 
     Args:
@@ -195,12 +191,12 @@ def open_to_lock(name: str, folder: int, make: int | None = None) -> int:
     flags |= 0 if make is None else os.O_CREAT
     try:
         # On NFS, only a file that is open for writing can be locked.
-        fd = os.open(name, os.O_RDWR | flags, make or 0, dir_fd=folder)
+        file = opened(name, os.O_RDWR | flags, make or 0, folder)
     except OSError:
-        fd = os.open(name, os.O_RDONLY | flags, make or 0, dir_fd=folder)
+        file = opened(name, os.O_RDONLY | flags, make or 0, folder)
     try:
-        check_regular(os.fstat(fd), name)
+        check_regular(os.fstat(file.fd), name)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd
+    return file

@@ -37,6 +37,7 @@ from casnap.errors import PLACE_ERRORS, BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import reserve_space
+from casnap.runtime.descriptors import opened
 from casnap.runtime.environment import boot_id
 from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
@@ -216,38 +217,34 @@ class LocalBackend(Backend):
             self._temporary_folder(base) as tmp,
             self._place.entered_above(path, base) as folder,
         ):
-            temporary = os.urandom(12).hex()
-            fd = self._write_file(temporary, tmp, content, base)
-            try:
-                link_at(temporary, tmp, path.rpartition("/")[2], folder)
-            except FileExistsError:
-                return False
-            except OSError as e:
-                if e.errno in NO_LINKS:
-                    raise no_links_error(e, path) from e
-                raise
-            finally:
-                # In this order: a client keeps a file that is deleted while it is open.
-                os.close(fd)
-                unlink_at(temporary, tmp)
+            with self._temporary_file(tmp, content, base) as temporary:
+                try:
+                    link_at(temporary, tmp, path.rpartition("/")[2], folder)
+                except FileExistsError:
+                    return False
+                except OSError as e:
+                    if e.errno in NO_LINKS:
+                        raise no_links_error(e, path) from e
+                    raise
             # Again: a sync of its folder until now may not have covered it.
             self._place.new_names.add(path)
         return True
 
-    def _write_file(
-        self, name: str, folder: int, content: memoryview | bytes, base: OpenFolder
-    ) -> int:
-        """Write a file and return it open. Its lock says that its writer lives."""
-        fd = self._place.create(name, folder, base)
+    @contextmanager
+    def _temporary_file(
+        self, folder: int, content: memoryview | bytes, base: OpenFolder
+    ) -> Iterator[str]:
+        """Write a file for a ``with`` block, in which its lock says that its writer lives."""
+        name = os.urandom(12).hex()
         try:
-            lock(fd)
-            write_at(fd, memoryview(content), 0)
-            os.fsync(fd)
-        except BaseException:
+            with self._place.create(name, folder, base) as fd:
+                lock(fd)
+                write_at(fd, memoryview(content), 0)
+                os.fsync(fd)
+                yield name
+        finally:
+            # Once it is closed: a client keeps a file that is deleted while it is open.
             unlink_at(name, folder)
-            os.close(fd)
-            raise
-        return fd
 
     @override
     def sync(self, *keys: str) -> None:
@@ -273,29 +270,27 @@ class LocalBackend(Backend):
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         path = self._path(key)
         with translated(path):
-            fd, _ = self._seen(path, lambda: open_file(path))
+            file, _ = self._seen(path, lambda: open_file(path))
         received = 0
         try:
-            for offset, target in targets:
-                with translated(path):
-                    n = read_run(fd, target, offset)
-                received += n
-                yield n
+            with file as fd:
+                for offset, target in targets:
+                    with translated(path):
+                        n = read_run(fd, target, offset)
+                    received += n
+                    yield n
         finally:
-            os.close(fd)
             self._count(received)
 
     @override
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
         with suppress(OSError, *PLACE_ERRORS):
-            fd, _ = open_file(self._path(key))
-            try:
+            file, _ = open_file(self._path(key))
+            with file as fd:
                 for offset, nbytes in runs:
                     # The call looks up each page, also where all of them are cached.
                     if not is_cached(fd, offset + nbytes - 1):
                         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
 
     @override
     def size(self, key: str) -> int:
@@ -485,12 +480,9 @@ class LocalBackend(Backend):
         with self._place.opened_or_made(parent, base, durable=False) as folder:
             # Do not write into an existing file: it may be another user's.
             unlink_at(name, folder)
-            fd = self._place.create(name, folder, base)
-            try:
+            with self._place.create(name, folder, base) as fd:
                 write_at(fd, memoryview(content), 0)
                 reserve_space(fd, reserve)
-            finally:
-                os.close(fd)
 
 
 def _is_there(path: str) -> bool:
@@ -538,11 +530,7 @@ def _remove_notices(path: str) -> None:
 def _is_notice(name: str, folder: int) -> bool:
     """Whether a name in an open folder is a notice. A user may have put anything there."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with suppress(OSError):
-        fd = os.open(name, flags, dir_fd=folder)
-        try:
-            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-            return is_file and os.read(fd, len(NOTICE_HEAD)) == NOTICE_HEAD
-        finally:
-            os.close(fd)
+    with suppress(OSError), opened(name, flags, folder=folder) as fd:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        return is_file and os.read(fd, len(NOTICE_HEAD)) == NOTICE_HEAD
     return False

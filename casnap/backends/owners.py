@@ -77,10 +77,9 @@ def new_file_in(folder: int, name: str) -> os.stat_result | None:
         What it was; None if no file can be made.
     """
     with suppress(OSError):
-        file = create_file(name, folder, 0o600)
         try:
-            return os.fstat(file)
+            with create_file(name, folder, 0o600) as file:
+                return os.fstat(file)
         finally:
-            os.close(file)
             unlink_at(name, folder)
     return None

@@ -14,11 +14,12 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from casnap.errors import BackendError
+from casnap.runtime.descriptors import Descriptor, opened
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -57,7 +58,7 @@ _syscall.argtypes = (
 _syscall.restype = ctypes.c_long
 
 
-def _open(path: str, flags: int, base: OpenFolder | None = None) -> int:
+def _open(path: str, flags: int, base: OpenFolder | None = None) -> Descriptor:
     """Open a file or folder by its real path.
 
     Args:
@@ -83,14 +84,15 @@ def _open_how(flags: int) -> _OpenHow:
     return _OpenHow(flags, 0, _NO_SYMLINKS)
 
 
-def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> int:
+def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> Descriptor:
     raw = os.fsencode(path)
     if b"\0" in raw:
         raise ValueError("embedded null byte")
+    call = partial(_syscall, _OPENAT2, at, raw, _open_how(flags), ctypes.sizeof(_OpenHow))
     while True:
-        fd: int = _syscall(_OPENAT2, at, raw, _open_how(flags), ctypes.sizeof(_OpenHow))
-        if fd >= 0:
-            return fd
+        opened_at_once = Descriptor(call)
+        if opened_at_once.fd >= 0:
+            return opened_at_once
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), path)
@@ -100,28 +102,25 @@ def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> int:
 def has_openat2() -> bool:
     """Whether the kernel resolves a path in one step here. Some sandboxes do not let it."""
     try:
-        os.close(_open_at_once("/", _FOLDER))
+        _open_at_once("/", _FOLDER).close()
     except OSError:
         return False
     return True
 
 
-def _walk(path: str, flags: int, at: int) -> int:
+def _walk(path: str, flags: int, at: int) -> Descriptor:
     *folders, name = path.strip("/").split("/")
-    folder = os.open("/", _FOLDER) if at == _AT_FDCWD else os.dup(at)
-    try:
-        for each in folders:
-            child = os.open(each, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-            os.close(folder)
-            folder = child
-        fd = os.open(name or ".", flags | os.O_NOFOLLOW, dir_fd=folder)
-    finally:
-        os.close(folder)
-    if flags & os.O_PATH and stat.S_ISLNK(os.fstat(fd).st_mode):
+    folder = opened("/", _FOLDER) if at == _AT_FDCWD else Descriptor(partial(os.dup, at))
+    for each in folders:
+        with folder as fd:
+            folder = opened(each, _FOLDER | os.O_NOFOLLOW, folder=fd)
+    with folder as fd:
+        last = opened(name or ".", flags | os.O_NOFOLLOW, folder=fd)
+    if flags & os.O_PATH and stat.S_ISLNK(os.fstat(last.fd).st_mode):
         # Such a handle may be one of a link itself.
-        os.close(fd)
+        last.close()
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-    return fd
+    return last
 
 
 def _check_no_link(path: str, cause: OSError) -> None:
@@ -134,7 +133,7 @@ def _check_no_link(path: str, cause: OSError) -> None:
             ) from cause
 
 
-def open_file(path: str, base: OpenFolder | None = None) -> tuple[int, os.stat_result]:
+def open_file(path: str, base: OpenFolder | None = None) -> tuple[Descriptor, os.stat_result]:
     """Open a regular file to read it.
 
     Args:
@@ -149,18 +148,18 @@ def open_file(path: str, base: OpenFolder | None = None) -> tuple[int, os.stat_r
         OSError: It cannot be opened.
     """
     try:
-        fd = _open(path, os.O_RDONLY | _FILE, base)
+        file = _open(path, os.O_RDONLY | _FILE, base)
     except OSError as e:
         if e.errno == errno.ENXIO:
             raise BackendError(f"{path} is a socket or a device, not a file") from None
         raise
     try:
-        info = os.fstat(fd)
+        info = os.fstat(file.fd)
         check_regular(info, path)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd, info
+    return file, info
 
 
 def check_regular(info: os.stat_result, path: str) -> None:
@@ -182,14 +181,11 @@ def stat_at(path: str) -> os.stat_result:
         BackendError: It is reached through a link, or is one.
         OSError: It is not there, or cannot be looked at.
     """
-    fd = _open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
+    with _open(path, os.O_PATH | os.O_CLOEXEC) as fd:
         return os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
-def open_folder(folder: str, *, listed: bool = False, base: OpenFolder | None = None) -> int:
+def folder_at(folder: str, *, listed: bool = False, base: OpenFolder | None = None) -> Descriptor:
     """Open a folder, to reach names in it by ``dir_fd``.
 
     Args:
@@ -206,20 +202,8 @@ def open_folder(folder: str, *, listed: bool = False, base: OpenFolder | None = 
 
 
 @contextmanager
-def folder_at(
-    folder: str, *, listed: bool = False, base: OpenFolder | None = None
-) -> Iterator[int]:
-    """Open a folder for a ``with`` block; as :func:`open_folder`."""
-    fd = open_folder(folder, listed=listed, base=base)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
 def parent_of(path: str, base: OpenFolder | None = None) -> Iterator[tuple[int, str]]:
-    """Open the folder of a name for a ``with`` block; as :func:`open_folder`.
+    """Open the folder of a name for a ``with`` block; as :func:`folder_at`.
 
     Returns:
         The folder, and the name in it.
@@ -229,10 +213,10 @@ def parent_of(path: str, base: OpenFolder | None = None) -> Iterator[tuple[int, 
         yield fd, name
 
 
-def create_file(name: str, folder: int, mode: int) -> int:
+def create_file(name: str, folder: int, mode: int) -> Descriptor:
     """Create a file in an open folder; return it open to be written."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, mode, dir_fd=folder)
+    return opened(name, flags, mode, folder)
 
 
 def unlink(path: str, base: OpenFolder | None = None) -> None:

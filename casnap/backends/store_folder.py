@@ -22,13 +22,13 @@ from casnap.backends.safe_paths import (
     OpenFolder,
     create_file,
     folder_at,
-    open_folder,
     parent_of,
     unlink_at,
 )
 from casnap.backends.system_errors import gone_error, translated
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError
 from casnap.format.records import CONFIG_KEY, MAX_CONFIG_BYTES
+from casnap.runtime.descriptors import Descriptor
 from casnap.runtime.fork import new_lock
 
 # The extended attribute of a folder that was made for markers: it goes with the last of them, where
@@ -244,18 +244,16 @@ class StoreFolder:
             durable: Whether a new one is to be made durable.
         """
         try:
-            folder = open_folder(path, base=base)
+            opened = folder_at(path, base=base)
         except FileNotFoundError:
             # Nothing is made anew of a store that was removed while it is open.
             if path == self.uri or (path == self.objects and self._is_there):
                 raise
             self._make_folder(path, base, durable=durable)
-            folder = open_folder(path, base=base)
-        try:
+            opened = folder_at(path, base=base)
+        with opened as folder:
             self._is_there |= base is not None or path == self.objects
             yield folder
-        finally:
-            os.close(folder)
 
     def _make_folder(self, path: str, base: OpenFolder | None, *, durable: bool) -> None:
         parent, _, name = path.rpartition("/")
@@ -293,7 +291,7 @@ class StoreFolder:
                 except OSError:
                     break
 
-    def create(self, name: str, folder: int, base: OpenFolder | None) -> int:
+    def create(self, name: str, folder: int, base: OpenFolder | None) -> Descriptor:
         """Create a file in an open folder of the store; return it open to be written.
 
         Args:
@@ -303,17 +301,17 @@ class StoreFolder:
         """
         like = self._model(base)
         mode = like.st_mode & 0o666
-        fd = create_file(name, folder, mode)
+        file = create_file(name, folder, mode)
         try:
             if _is_shared(like):
-                os.fchmod(fd, mode)
+                os.fchmod(file.fd, mode)
             if like.st_gid != os.getegid():
-                _follow_group(fd, like.st_gid)
+                _follow_group(file.fd, like.st_gid)
         except BaseException:
             unlink_at(name, folder)
-            os.close(fd)
+            file.close()
             raise
-        return fd
+        return file
 
     def _model(self, base: OpenFolder | None) -> os.stat_result:
         """Return the folder whose mode and group those of what is made follow."""

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
+from casnap.runtime.descriptors import opened
+
 try:
     import click
 
@@ -176,7 +178,8 @@ def run(arguments: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         # The reader is gone. Drop the rest of the buffer, so that exit does not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with opened(os.devnull, os.O_WRONLY) as fd:
+            os.dup2(fd, sys.stdout.fileno())
         return 1
     except Exception as e:
         if os.environ.get("CASNAP_TRACEBACK"):

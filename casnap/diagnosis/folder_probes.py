@@ -14,6 +14,7 @@ from casnap.backends.system_errors import NO_LINKS
 from casnap.diagnosis.report import DoctorRow, time_text
 from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import PAGE, Slot, reserve_space
+from casnap.runtime.descriptors import opened
 from casnap.runtime.environment import mount_of
 from casnap.storage import has_one_winner
 
@@ -117,11 +118,9 @@ def direct_writes(site: Site) -> DoctorRow:
     """Write around the page cache."""
     name = "O_DIRECT"
     try:
-        fd = os.open(site.path("direct"), os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
-        try:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_DIRECT
+        with opened(site.path("direct"), flags, 0o600) as fd:
             os.pwritev(fd, [Slot(PAGE).view], 0)
-        finally:
-            os.close(fd)
     except OSError as e:
         return DoctorRow(
             name, f"refused: {e.strerror}", "fair", "takes write through the page cache: slower"
@@ -220,8 +219,7 @@ def own_changes(site: Site) -> DoctorRow:
 def sync_time(site: Site) -> DoctorRow:
     """Sync small files, and the folder that they are in."""
     seconds = []
-    folder = os.open(site.folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(site.folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
         for number in range(_SYNCS):
             started = time.monotonic()
             with site.opened(f"synced-{number}") as fd:
@@ -229,8 +227,6 @@ def sync_time(site: Site) -> DoctorRow:
                 os.fsync(fd)
             os.fsync(folder)
             seconds.append(time.monotonic() - started)
-    finally:
-        os.close(folder)
     median = statistics.median(seconds)
     found = f"{time_text(median)} for a small file and its folder"
     if median < _SLOW_SYNC:

@@ -21,6 +21,7 @@ from casnap.backends.file_locks import lock
 from casnap.diagnosis.report import DoctorRow, time_text
 from casnap.diagnosis.site import Site
 from casnap.format.digest import digest_of
+from casnap.runtime.descriptors import opened
 
 HALF = "half-"
 """What the keys of a half begin with, before its id."""
@@ -254,11 +255,8 @@ class Meeting:
         )
 
     def _lock_row(self, key: str) -> DoctorRow:
-        fd = os.open(self._path(key), os.O_RDWR | os.O_CLOEXEC)
-        try:
+        with opened(self._path(key), os.O_RDWR | os.O_CLOEXEC) as fd:
             is_seen = lock(fd) is False
-        finally:
-            os.close(fd)
         return _row_if(
             is_seen,
             DoctorRow("locks of others", "are seen"),
@@ -272,12 +270,9 @@ class Meeting:
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        fd = os.open(self._path(key), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(self._path(key), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600) as fd:
             lock(fd)
             yield
-        finally:
-            os.close(fd)
 
     def _path(self, key: str) -> Path:
         return Path(self._backend.where(key))

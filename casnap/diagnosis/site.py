@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from casnap.backends import Backend
+from casnap.runtime.descriptors import Descriptor, opened
 
 
 class Site:
@@ -42,12 +41,7 @@ class Site:
         path.touch(0o600)
         return path
 
-    @contextmanager
-    def opened(self, name: str) -> Iterator[int]:
-        """Open a file there for a ``with`` block, at its end; make it if it is missing."""
+    def opened(self, name: str) -> Descriptor:
+        """Open a file there, at its end; make it if it is missing."""
         flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(self.path(name), flags, 0o600)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        return opened(self.path(name), flags, 0o600)

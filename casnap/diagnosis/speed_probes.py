@@ -9,6 +9,7 @@ from collections.abc import Callable
 from casnap.diagnosis.report import DoctorRow
 from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import Slot
+from casnap.runtime.descriptors import opened
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import mapped
 
@@ -108,8 +109,5 @@ def _plain_file(site: Site, view: memoryview, nbytes: int) -> tuple[float, float
 
 def _forget(path: str) -> None:
     """Have the page cache forget a file that was synced."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_CLOEXEC) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

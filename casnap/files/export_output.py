@@ -14,6 +14,7 @@ from casnap.backends.client import without_secrets
 from casnap.backends.local_paths import is_folder, is_taken
 from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER
+from casnap.runtime.descriptors import opened
 
 # A Path has one slash where a URI has two.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -73,15 +74,13 @@ class ExportOutput:
             nbytes: How long it will be at least, so that space is taken before anything is written.
         """
         path = self._partial / name if self._is_folder else self._partial
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, self._mode)
-        try:
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        with opened(path, flags, self._mode) as fd:
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
             yield fd
             os.fsync(fd)
             self.sizes[name] = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
 
     def link(self, name: str, file: Path) -> None:
         """Give a file, which is never changed any more, a name in the folder too."""
@@ -172,8 +171,5 @@ def check_absent(out: Path, cause: OSError | None = None) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

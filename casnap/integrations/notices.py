@@ -18,6 +18,7 @@ from casnap.backends.local_paths import is_file, is_taken
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, StateError
 from casnap.format.names import NOTICE_HEAD
+from casnap.runtime.descriptors import opened
 from casnap.snapshot import Snapshot
 
 _log = logging.getLogger("casnap")
@@ -100,8 +101,5 @@ def put_whole(path: Path, content: bytes | Path) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path.parent, os.O_RDONLY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

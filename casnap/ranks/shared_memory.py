@@ -15,10 +15,13 @@ import os
 import sys
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from casnap.runtime.descriptors import Descriptor, opened
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
@@ -55,24 +58,19 @@ class OwnMemory:
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "only Linux has memfd_create")
         name = f"casnap-{os.urandom(12).hex()}"
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, nbytes)
-            # Cut short, it would kill every process that reads it.
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._map = mmap.mmap(descriptor, nbytes)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._descriptor = descriptor
-        self.address = Address(os.getpid(), descriptor, name, nbytes)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._file = Descriptor(partial(os.memfd_create, name, flags))
+        fd = self._file.fd
+        os.ftruncate(fd, nbytes)
+        # Cut short, it would kill every process that reads it.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap.mmap(fd, nbytes)
+        self.address = Address(os.getpid(), fd, name, nbytes)
         self.view = memoryview(self._map)
 
     def close_descriptor(self) -> None:
         """Let no further process find it; those that have mapped it still read it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._file.close()
 
     def forget(self) -> int:
         """Give the pages back to the system; the content is lost. Return how many bytes."""
@@ -80,10 +78,6 @@ class OwnMemory:
             self._map.madvise(mmap.MADV_REMOVE)
             return len(self._map)
         return 0
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            self.close_descriptor()
 
 
 def mapped(address: Address) -> memoryview | None:
@@ -95,15 +89,12 @@ def mapped(address: Address) -> memoryview | None:
         # Looked at first: to open something else, such as a device, could have an effect.
         if str(path.readlink()) != f"/memfd:{address.name} (deleted)":
             return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(descriptor).st_size != address.nbytes:
+        with opened(path, os.O_RDWR | os.O_CLOEXEC) as fd:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size != address.nbytes:
                 return None
             # Also to be read, it must be writable: only then large copies release the GIL.
-            return memoryview(mmap.mmap(descriptor, address.nbytes))
-        finally:
-            os.close(descriptor)
+            return memoryview(mmap.mmap(fd, address.nbytes))
     except (OSError, ValueError):
         return None
 

@@ -18,6 +18,8 @@ from types import MethodType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet, ref
 
+from casnap.runtime.descriptors import Descriptor
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[[], object])
 
@@ -25,7 +27,7 @@ F = TypeVar("F", bound=Callable[[], object])
 _calls: list[Callable[[], object]] = []
 _locks: WeakSet[Any] = WeakSet()
 # Open files that are locked.
-_files: set[int] = set()
+_files: set[Descriptor] = set()
 # The signals of this process, one entry for each handler.
 _signals: list[int] = []
 
@@ -117,27 +119,26 @@ class PerProcess(Generic[T]):
 
 
 @contextmanager
-def locked_file(fd: int) -> Iterator[Callable[[], bool]]:
+def locked_file(file: Descriptor) -> Iterator[Callable[[], bool]]:
     """Close a file at the end of a block, which frees its lock. A forked child closes it at once.
 
     A lock lasts until the last process has closed the file.
 
     Args:
-        fd: The open file.
+        file: The open file.
 
     Yields:
         What returns whether this process has it open: not a child that was forked in the block.
     """
-    _files.add(fd)
     try:
-        yield lambda: fd in _files
+        _files.add(file)
+        yield lambda: file in _files
     finally:
-        if fd in _files:
-            _files.remove(fd)
+        if file in _files:
+            _files.remove(file)
             # To close it is not enough: a child that is just being forked has it open too.
-            with suppress(OSError):
+            with file as fd, suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
 
 
 def add_signal(number: int) -> None:
@@ -173,7 +174,7 @@ def _begin_in_child() -> None:
         for call in reversed(_calls[:]):
             stack.callback(call)
         while _files:
-            os.close(_files.pop())
+            _files.pop().close()
         for lock in _locks:
             lock._at_fork_reinit()
 

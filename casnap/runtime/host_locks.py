@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from casnap.runtime.descriptors import opened
 from casnap.runtime.fork import locked_file
 
 _POLL = 0.002
@@ -33,10 +34,10 @@ def locked(path: Path, patience: float) -> Iterator[None]:
     Raises:
         BusyError: Another process has held it for so many seconds.
     """
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    file = opened(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + patience
-    with locked_file(fd):
-        while not _try_lock(fd):
+    with locked_file(file):
+        while not _try_lock(file.fd):
             if time.monotonic() >= end:
                 raise BusyError(f"another process has held {path.name!r} for {patience:g} s")
             time.sleep(_POLL)

@@ -23,7 +23,7 @@ from casnap.backends.file_io import read_file, write_cached
 from casnap.backends.file_locks import lock, open_to_lock
 from casnap.backends.local_paths import is_link, is_taken, status
 from casnap.backends.owners import Owners, new_file_in, owners_by
-from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, open_folder, unlink_at
+from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, unlink_at
 from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
 from casnap.files.export_output import check_local, check_outside
@@ -201,8 +201,7 @@ class ServedFolder:
                 "folder"
             )
         # All that is changed lies in this very folder, also if another one is put in its place.
-        self._folder = open_folder(str(self.versions), listed=True)
-        self._opened.callback(os.close, self._folder)
+        self._folder = self._opened.enter_context(folder_at(str(self.versions), listed=True))
         self._owners = owners_by(new_file_in(self._folder, f".{os.urandom(6).hex()}.partial"))
         self._owners.close_to_others(self._folder)
         why = self._owners.why_not(os.fstat(self._folder))
@@ -216,27 +215,30 @@ class ServedFolder:
     def _open_lock(self) -> int:
         path = self.versions / _LOCK
         try:
-            fd = open_to_lock(_LOCK, self._folder, FILE_MODE)
+            file = open_to_lock(_LOCK, self._folder, FILE_MODE)
         except (BackendError, OSError) as e:
             info = status(path, follow=False)
             if info is None or stat.S_ISREG(info.st_mode):
                 raise
             raise FileFormatError(f"{path} is no file, and no pull made it; remove it") from e
-        self._opened.enter_context(locked_file(fd))
-        info = os.fstat(fd)
+        self._opened.enter_context(locked_file(file))
+        info = os.fstat(file.fd)
         # It is written to.
         why = "has another name too" if info.st_nlink > 1 else self._owners.why_not(info)
         if why is not None:
             raise FileFormatError(f"{path} {why}, and no pull made it; remove it")
-        return fd
+        return file.fd
 
     def close_to_others(self) -> None:
         """Take from other users the right to write to the versions, such as a mount has given."""
         self._owners.close_to_others(self._folder)
         for name in self._names(VERSION.fullmatch):
             base = OpenFolder(self._folder, str(self.versions))
-            place = folder_at(f"{base.path}/{name}", listed=True, base=base)
-            with suppress(OSError, *PLACE_ERRORS), place as folder:
+            path = f"{base.path}/{name}"
+            with (
+                suppress(OSError, *PLACE_ERRORS),
+                folder_at(path, listed=True, base=base) as folder,
+            ):
                 self._owners.close_to_others(folder)
 
     # --- names in the folder of the versions ---
@@ -461,14 +463,12 @@ class ServedFolder:
         """Put a note into the folder of the versions, durably."""
         partial = f"{name}.partial"
         unlink_at(partial, self._folder)
-        fd = create_file(partial, self._folder, FILE_MODE)
         try:
-            write_cached(fd, memoryview(content), 0)
-            os.fsync(fd)
-            self._rename(partial, name)
+            with create_file(partial, self._folder, FILE_MODE) as fd:
+                write_cached(fd, memoryview(content), 0)
+                os.fsync(fd)
+                self._rename(partial, name)
         except OSError:
             unlink_at(partial, self._folder)
             raise
-        finally:
-            os.close(fd)
         os.fsync(self._folder)

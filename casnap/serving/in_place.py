@@ -28,6 +28,7 @@ from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.files.export_output import ExportOutput
 from casnap.format.delta import apply_delta, base_of
 from casnap.format.digest import Digest, digest_of
+from casnap.runtime.descriptors import opened
 from casnap.runtime.fork import cached_property, new_lock
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import cores, mapped
@@ -188,8 +189,8 @@ def change(
     """
     layout = plan(contents, options)
     report.equal = layout.equal
-    with ExitStack() as opened:
-        folder = opened.enter_context(folder_at(str(served.link), listed=True))
+    with ExitStack() as stack:
+        folder = stack.enter_context(folder_at(str(served.link), listed=True))
         ours = {file.name for file in layout.files} | {*layout.others, CHUNKS, RECORD, CHANGING}
         there = (path.name for path in served.link.iterdir())
         for name in ours | set(filter(_WEIGHTS.fullmatch, there)):
@@ -198,16 +199,15 @@ def change(
                 raise FileFormatError(f"{served.link / name} is a folder; move it away")
         old = served.held()
         if old is not None:
-            opened.callback(old.close)
+            stack.callback(old.close)
         files = dict[str, int]()
         for file in layout.files:
             try:
-                fd = os.open(file.name, _OPENED, dir_fd=folder)
+                fd = stack.enter_context(opened(file.name, _OPENED, folder=folder))
             except OSError as e:
                 if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
                     continue  # it is made anew
                 raise
-            opened.callback(os.close, fd)
             if served.can_change(fd, file):
                 files[file.name] = fd
         writer = _WriterInPlace(contents, layout, options, old, report, progress)

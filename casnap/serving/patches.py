@@ -136,11 +136,8 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
     with translated(str(place / name), kept), folder_at(str(place), listed=True) as at:
         with suppress(FileNotFoundError):
             unlink_at(name, at)
-        fd = create_file(name, at, FILE_MODE)
-        try:
+        with create_file(name, at, FILE_MODE) as fd:
             write_cached(fd, memoryview(raw), 0)
-        finally:
-            os.close(fd)
     return _staged(place / name, digest, raw)
 
 

@@ -27,6 +27,7 @@ from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
+from casnap.runtime.descriptors import Descriptor
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped
 from casnap.runtime.typing import override
@@ -199,7 +200,7 @@ class Version:
         self.record = record
         self._chunks = chunks
         self._owners = owners or owners_by()
-        self._fds: dict[str, int] = {}
+        self._files: dict[str, Descriptor] = {}
         self._lock = threading.Lock()
 
     @property
@@ -313,14 +314,14 @@ class Version:
             OSError: It cannot be opened.
         """
         with self._lock:
-            if file not in self._fds:
-                self._fds[file], _ = open_file(str(self.folder / file))
-            return self._fds[file]
+            if file not in self._files:
+                self._files[file], _ = open_file(str(self.folder / file))
+            return self._files[file].fd
 
     def close(self) -> None:
         """Close what was opened."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        while self._files:
+            self._files.popitem()[1].close()
 
     # --- verification ---
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.runtime import threads
+from casnap.runtime import descriptors, threads
 from casnap.runtime.threads import Worker
 from casnap.storage.packs import chunk_reads
 from tests.support.faults import system_faults
@@ -155,3 +160,71 @@ def test_an_alarm_in_a_call_of_the_system(
             except TimeoutError:
                 continue
         assert not calls.struck, f"call {k} of {counter.count}"
+
+
+# --- as soon as a file is open ----------------------------------------------------------------
+
+
+class Interrupt:
+    """A Ctrl-C as soon as a call has opened something, before the number is anywhere.
+
+    Args:
+        strike_at: At which of these calls, from 0; None for none.
+
+    Attributes:
+        count: How many there were.
+    """
+
+    def __init__(self, strike_at: int | None = None) -> None:
+        self.count = 0
+        self._strike_at = strike_at
+
+    def _note(self, frame: FrameType, event: str, called: object) -> None:
+        name = getattr(called, "__name__", "")
+        # What C code calls is not told, so there the call that made it is.
+        is_owned = frame.f_code.co_filename == descriptors.__file__ and name == "extend"
+        if event == "c_return" and (is_owned or called in (os.open, os.dup)):
+            self.count += 1
+            if self.count - 1 == self._strike_at:
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> Interrupt:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+
+def taken_over(store: Store) -> None:
+    store.take({"s": StateDict(x=torch.arange(9.0))}, "step", overwrite=True)
+
+
+def part_read(store: Store) -> None:
+    store["step"].read_object("s/x", index=slice(3))
+
+
+@pytest.mark.parametrize("call", [taken_over, part_read, checked])
+def test_an_interrupt_as_a_file_is_opened(
+    tmp_path: Path, call: Callable[[Store], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not stay open: a run that is interrupted often would end at the limit."""
+    monkeypatch.setattr("casnap.backends.safe_paths.has_openat2", lambda: False)
+    Store(tmp_path, chunk_size=CHUNK).take({"s": StateDict(x=torch.arange(9.0))}, "step")
+
+    def open_files() -> int:
+        gc.collect()
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    def try_at(k: int | None) -> Interrupt:
+        store = Store(tmp_path)
+        with Interrupt(k) as calls, suppress(KeyboardInterrupt):
+            call(store)
+        return calls
+
+    total = try_at(None).count
+    assert total > 10
+    before = open_files()
+    for k in spread(total, 0, most=30):
+        try_at(k)
+        assert open_files() <= before, f"call {k} of {total}"

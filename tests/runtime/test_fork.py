@@ -19,6 +19,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.runtime import fork
+from casnap.runtime.descriptors import opened
 from casnap.serving import Follower
 from tests.support.faults import in_child, start, wait
 from tests.support.servers import Bucket
@@ -104,10 +105,10 @@ def test_a_fork_while_a_thread_takes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_open_file_does_not_keep_its_lock_in_a_child(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    file = opened(path, os.O_CREAT | os.O_RDWR)
     reader, writer = os.pipe()
-    with fork.locked_file(fd) as is_open:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with fork.locked_file(file) as is_open:
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
 
         def linger() -> None:
             assert not is_open()

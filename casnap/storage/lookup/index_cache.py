@@ -38,6 +38,7 @@ from casnap.format.records import (
     Record,
     SegmentId,
 )
+from casnap.runtime.descriptors import opened
 from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
@@ -498,12 +499,9 @@ def cached_indexes(base: Path) -> Iterator[CachedIndex]:
 
 def _read(path: str) -> tuple[str, float]:
     """Return the text of a small file, and when it was changed last."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_CLOEXEC) as fd:
         info = os.fstat(fd)
         return os.read(fd, info.st_size).decode("utf-8", "surrogateescape"), info.st_mtime
-    finally:
-        os.close(fd)
 
 
 def _make_room(base: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lmdb
 
+from casnap.runtime.descriptors import opened
 from casnap.runtime.environment import boot_id, is_running
 
 _log = logging.getLogger("casnap")
@@ -81,15 +82,13 @@ def _map_environment(folder: Path) -> lmdb.Environment:
 
 def _reserve(lock: Path) -> None:
     """Allocate the table of readers. LMDB writes it by mmap, which is fatal on a full disk."""
-    fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, _LOCK_BYTES)
-    except OSError as e:
-        # Not supported here: hope for space.
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-    finally:
-        os.close(fd)
+    with opened(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600) as fd:
+        try:
+            os.posix_fallocate(fd, 0, _LOCK_BYTES)
+        except OSError as e:
+            # Not supported here: hope for space.
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 def inode(folder: Path) -> int | None:

@@ -25,6 +25,7 @@ from casnap.backends.file_io import write_at
 from casnap.errors import BackendError, UnavailableError
 from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
 from casnap.runtime.buffers import PAGE, whole_pages
+from casnap.runtime.descriptors import opened
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
 from casnap.runtime.fork import new_lock
 from casnap.runtime.host_locks import BusyError, locked
@@ -138,20 +139,15 @@ class ChunkCache:
         """Return the runs of a pack's file that have data, in order; note that it is used."""
         try:
             # A pipe in the place of a file would be waited for.
-            fd = os.open(self._path(pack), os.O_RDONLY | _SAFE)
+            with opened(self._path(pack), os.O_RDONLY | _SAFE) as fd:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    return []
+                if abs(time.time() - os.fstat(fd).st_mtime) > _TOUCH:
+                    with suppress(OSError):
+                        os.utime(fd)
+                return list(_data_runs(fd))
         except OSError:
             return []
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return []
-            if abs(time.time() - os.fstat(fd).st_mtime) > _TOUCH:
-                with suppress(OSError):
-                    os.utime(fd)
-            return list(_data_runs(fd))
-        except OSError:
-            return []
-        finally:
-            os.close(fd)
 
     def _path(self, pack: bytes) -> Path:
         return self._folder / pack_key(pack)
@@ -249,15 +245,12 @@ def _in_pages(content: memoryview) -> int:
 
 def _write(path: Path, runs: Sequence[Target], room: int) -> None:
     """Write runs into a file, as many pages as there is room for."""
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | _SAFE, 0o600)
-    try:
+    with opened(path, os.O_CREAT | os.O_WRONLY | _SAFE, 0o600) as fd:
         for start, content in runs:
             write_at(fd, content[:room], start)
             room -= _in_pages(content)
             if room <= 0:
                 break
-    finally:
-        os.close(fd)
 
 
 def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
