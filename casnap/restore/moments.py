@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from casnap.format.entries import TensorEntry
+from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.format.names import component_of, key_of
 from casnap.restore.key_state import KeyState, copied
 from casnap.restore.load_into import tensors_of
@@ -82,15 +82,17 @@ def without_misfits(
         The key without the state of each parameter that one of them belongs to: it is then as a
         parameter that was never trained.
     """
-    moments: dict[str, dict[str, TensorEntry]] = {}
+    moments: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for path, entry in state.entries.items():
-        if isinstance(entry, TensorEntry):
+        is_sparse = isinstance(entry, ContainerEntry) and entry.kind.startswith("sparse")
+        if isinstance(entry, TensorEntry) or is_sparse:
             parent, _, name = path.rpartition("/")
-            moments.setdefault(parent, {})[name] = entry
+            shape = entry.shape if isinstance(entry, TensorEntry) else None
+            moments.setdefault(parent, {})[name] = shape
     unfit = set[str]()
     for path, parameter in _states(contents, state, optimizer):
-        for name, entry in moments.get(path, {}).items():
-            reason = _why_unfit(optimizer, parameter, name, entry, taken.get(id(parameter)))
+        for name, stored in moments.get(path, {}).items():
+            reason = _why_unfit(optimizer, parameter, name, stored, taken.get(id(parameter)))
             if reason:
                 report.mismatched.append(f"{path}/{name}: {reason}")
                 unfit.add(path)
@@ -121,26 +123,33 @@ def _why_unfit(
     optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
     name: str,
-    entry: TensorEntry,
+    stored: tuple[int, ...] | None,
     taken: Taken | None,
 ) -> str:
     """Return why a moment does not fit a parameter; empty if it fits, or nobody can tell.
 
     It does not if a module has the parameter in another shape in the snapshot, or if this optimizer
     has this moment in the parameter's shape, or makes it so.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: The parameter.
+        name: The name of the moment.
+        stored: Its shape in the snapshot; None for a sparse one.
+        taken: The parameter in the snapshot.
     """
     shape = tuple(parameter.shape)
-    if entry.shape == shape:
+    if stored == shape:
         return ""
-    if taken is not None and taken.shape != shape and (entry.shape or not taken.shape):
+    if taken is not None and taken.shape != shape and (stored != () or not taken.shape):
         return f"its parameter {taken.path} has {shape} here, {taken.shape} in the snapshot"
     held = optimizer.state.get(parameter, {}).get(name)
     wanted = _shape_by_torch(optimizer, shape, name)
     if isinstance(held, torch.Tensor) and tuple(held.shape) == shape:
         wanted = shape
-    if wanted is None or entry.shape == wanted:
+    if wanted is None or stored in (None, wanted):
         return ""
-    return f"{wanted} here, {entry.shape} in the snapshot"
+    return f"{wanted} here, {stored} in the snapshot"
 
 
 def _shape_by_torch(

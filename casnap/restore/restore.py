@@ -201,10 +201,12 @@ def _compared(
         elif known_loader(state.stateful) is torch.optim.Optimizer:
             assert isinstance(state.stateful, torch.optim.Optimizer)
             states.append(without_misfits(contents, state, state.stateful, taken, report))
-        elif isinstance(state.stateful, torch.optim.Optimizer):
-            states.append(state)  # a hook, or a loader of its own, may make it fit
-        else:
+        elif known_loader(state.stateful) is None and not isinstance(
+            state.stateful, torch.optim.Optimizer
+        ):
             states.append(without_named_misfits(state, modules, report))
+        else:
+            states.append(state)  # an optimizer's own loader, or hook, may make moments fit
         targets |= targets_of(states[-1])
     return _without_conflicts(contents, states, targets, report)
 

@@ -444,6 +444,24 @@ def test_moments_by_the_names_of_parameters(store):
         snapshot.restore({"o": new["o"]})
 
 
+def test_a_sparse_moment_of_another_shape(store):
+    def rows(count):
+        module = nn.Embedding(count, 4, sparse=True)
+        return {"m": module, "o": torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)}
+
+    def step(state):
+        state["m"](torch.tensor([1, 2])).sum().backward()
+        state["o"].step()
+
+    old, new = rows(10), rows(12)
+    step(old)
+    snapshot = store.take(old, "step")
+    report = snapshot.restore(new, strict=False)
+    told = [line.partition(":")[0] for line in report.mismatched]
+    assert told == ["m/weight", "o/state/0/momentum_buffer"]
+    step(new)
+
+
 class Named:
     """An optimizer whose state has the names of parameters, as for DCP."""
 
