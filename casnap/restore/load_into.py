@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shard_again, shards_of
 from casnap.state.tensors import is_fillable, why_not_writable
 from casnap.storage import Contents, Listed
+
+_log = logging.getLogger("casnap")
+_EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class LiveTensor(NamedTuple):
@@ -69,6 +73,9 @@ def load_into(
     tensors = dict(tensors_of(module))
     report = RestoreReport()
     entries, places = match(contents, tensors, prefix, rename, device, report)
+    extra_states = _extra_states_of(module)
+    left = {e.path: n for n, e in entries.items() if n.partition("/")[0] in extra_states}
+    report.unexpected = [path for path in report.unexpected if path not in left]
     report.missing += [
         f"{name}: on the meta device here, and not persistent, so in no snapshot; give it values"
         for name, each in tensors_of(module, persistent=False)
@@ -88,6 +95,13 @@ def load_into(
     finally:
         # A sharded tensor counts its changes apart from its shards.
         torch.autograd.graph.increment_version([shards.value for shards in places.values()])
+    if left:
+        _log.warning(
+            "%s: load_into() fills parameters and buffers; the extra state of the module stays as "
+            "it is (%s). restore() loads it",
+            contents.label,
+            ", ".join(dict.fromkeys(name.partition("/")[0] for name in left.values())),
+        )
     _replace(tensors, places)
     report.kept_bytes = loading.kept_bytes
     return report
@@ -100,7 +114,10 @@ def mismatch(
     start = prefix.rstrip("/")
     unexpected = [path[len(start) + 1 :] for path in report.unexpected]
     advice = advice_on_wrappers(start, report.missing, unexpected)
-    lines = [advice] * bool(advice) + ["Pass strict=False to fill what fits."] * fits
+    lines = [advice] * bool(advice)
+    if any(_EXTRA_STATE in path for path in report.unexpected):
+        lines.append("restore() alone loads extra state of modules.")
+    lines += ["Pass strict=False to fill what fits."] * fits
     return MismatchError(mismatch_message(report, contents.label, lines))
 
 
@@ -176,6 +193,15 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
 
 # State dicts are without this part of the names of activation checkpointing.
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def _extra_states_of(module: torch.nn.Module) -> set[str]:
+    """Return the names of the extra state that ``set_extra_state()`` of a submodule loads."""
+    return {
+        f"{path}.{_EXTRA_STATE}".replace(_CHECKPOINT_WRAPPER, "").removeprefix(".")
+        for path, part in module.named_modules(remove_duplicate=False)
+        if type(part).set_extra_state is not torch.nn.Module.set_extra_state
+    }
 
 
 def tensors_of(

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, MismatchError
@@ -214,3 +215,31 @@ def test_damage_leaves_a_meta_module_as_it_was(tmp_path):
     with pytest.raises(DamagedError, match="model/weight"):
         Snapshot(path).load_into(target, device="cpu")
     assert target.weight.is_meta
+
+
+class Scaled(nn.Linear):
+    """A layer with extra state."""
+
+    def __init__(self, scales: object) -> None:
+        super().__init__(3, 3)
+        self.scales = scales
+
+    def get_extra_state(self) -> object:
+        return self.scales
+
+    def set_extra_state(self, state: object) -> None:
+        self.scales = state
+
+
+@pytest.mark.parametrize("scales", [torch.ones(3), {"scales": torch.ones(3), "count": 3}, None])
+def test_extra_state_stays_as_it_is_and_is_named(store, scales, caplog):
+    snapshot = store.take({"model": nn.Sequential(Scaled(scales))}, "extra", overwrite=True)
+    for target in (nn.Sequential(Scaled(5)), nn.Sequential(checkpoint_wrapper(Scaled(5)))):
+        caplog.clear()
+        assert not snapshot.load_into(target)
+        assert target[0].scales == 5
+        told = "the extra state of the module stays as it is (0._extra_state). restore() loads it"
+        assert told in caplog.text
+    with pytest.raises(MismatchError, match=r"restore\(\) alone loads extra state") as caught:
+        snapshot.load_into(nn.Sequential(nn.Linear(3, 3)))
+    assert "model/0._extra_state" in str(caught.value)
