@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from casnap.format.entries import ContainerEntry
 from casnap.restore.key_state import KeyState
 from casnap.state.containers import without_wrappers
 from casnap.state.flatten import Known, Reopened
@@ -20,9 +19,8 @@ from casnap.state.flatten import Known, Reopened
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
     """Return the dicts of a key whose loader looks for versions, built with those that it finds.
 
-    They are the stored ones, by the names that the submodules have here. Where a plain dict was
-    stored, there are none: ``dcp.save`` stores no versions, for example. Then they are those of the
-    live state, as ``dcp.load`` gives them.
+    They are the stored ones, by the names that the submodules have here. ``dcp.save`` stores none,
+    for example. Then they are those of the live state, as ``dcp.load`` gives them.
 
     Args:
         state: The key.
@@ -32,21 +30,19 @@ def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
     for path, live in state.mappings():
         metadata, stored = getattr(live, "_metadata", None), known.get(path)
         if isinstance(metadata, Mapping) and isinstance(stored, Reopened):
-            entry = state.entries.get(path)
-            is_plain = isinstance(entry, ContainerEntry) and entry.kind == "dict"
-            versioned[path] = _versioned(stored, metadata, is_plain=is_plain)
+            versioned[path] = _versioned(stored, metadata)
     return versioned
 
 
-def _versioned(stored: Reopened, live: Mapping[str, Any], *, is_plain: bool) -> Reopened:
+def _versioned(stored: Reopened, live: Mapping[str, Any]) -> Reopened:
     def build(children: list[Any]) -> Any:
         value = stored.build(children)
-        if is_plain:
-            value = OrderedDict(value)
-            value._metadata = OrderedDict(live)  # type: ignore[attr-defined]
-        elif hasattr(value, "_metadata"):
-            value._metadata = OrderedDict(_by_live_names(value._metadata, live))
-        return value
+        if not isinstance(value, dict):
+            return value
+        taken = getattr(value, "_metadata", None)
+        ordered: Any = value if isinstance(value, OrderedDict) else OrderedDict(value)
+        ordered._metadata = OrderedDict(live if taken is None else _by_live_names(taken, live))
+        return ordered
 
     return stored._replace(build=build)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 import types
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -331,7 +331,8 @@ def test_a_submodule_may_be_called_module(store: Store) -> None:
 def test_a_state_without_versions_gets_those_of_the_module(store: Store) -> None:
     model, fresh = versioned(), versioned()
     plain = dict(model.state_dict())
-    store.take({"m": StateDict(plain), "deep": StateDict(list=[{"m": plain}])}, "a")
+    ordered = OrderedDict(plain)
+    store.take({"m": StateDict(plain), "deep": StateDict(list=[{"m": ordered}])}, "a")
     deep = StateDict(list=[{"m": fresh.state_dict()}])
     store["a"].restore({"m": fresh, "deep": deep})
     assert_same(dict(fresh.state_dict()), plain)
