@@ -26,7 +26,7 @@ from casnap.integrations.rotation import forget, forget_deleted, note_saved
 from casnap.pending import PendingSnapshot
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join, own_rank
-from casnap.runtime.environment import local_path
+from casnap.runtime.environment import crowded_folders, local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.state.stateful import Stateful
@@ -174,16 +174,22 @@ class Save:
 
 
 def _store_in(root: StrPath, path: StrPath) -> str | None:
-    """Return a root that is to become the store of a path; None if the path alone finds its store.
+    """Return a root that is to become the store of a path; None if the path alone says the store.
 
     Names with slashes lie deeper than right in the root. Each of their folders would be a store.
+
+    Raises:
+        StoreError: The root holds a store of another user.
     """
     root, path = local_path(root), local_path(path)
     if "://" in root or "://" in path:
         return None
     folder, parent = (Path(os.path.realpath(place)) for place in (root, Path(path).parent))
-    is_deeper = folder in parent.parents
-    return str(folder) if is_deeper and not locate_snapshot(path).exists else None
+    is_deeper = folder in parent.parents and folder not in crowded_folders()
+    if not is_deeper or locate_snapshot(path).exists:
+        return None
+    locate_snapshot(folder / Path(path).name).backend.check_changes()
+    return str(folder)
 
 
 def step_in(state: object) -> dict[str, int]:

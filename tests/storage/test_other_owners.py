@@ -15,6 +15,9 @@ import torch
 import casnap.storage.opening.location
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, CasnapError, SnapshotNotFoundError, StoreError
+from casnap.integrations.trainers import Save
+from casnap.take.capture import LiveState
+from casnap.take.options import TakeOptions
 from tests.support.faults import files, in_child
 from tests.support.mounts import NOBODY, as_nobody, let_others_in, needs_root
 
@@ -128,6 +131,28 @@ def test_a_store_of_another_user_right_above_a_snapshot(
             Snapshot(path)
     assert files(place) == before
     assert Snapshot.take("step", STATE, store=place).store.uri == str(place)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755])
+def test_a_store_of_another_user_in_the_folder_that_a_trainer_saves_to(
+    tmp_path: Path, shared: Path, mode: int
+) -> None:
+    """It gets neither the names right in that folder nor those with slashes."""
+    place = planted(tmp_path / "scratch", shared, mode, NOBODY)
+    before = files(place)
+    for name in ("step_5", "step_5/model"):
+        with pytest.raises(StoreError, match="of another user"):
+            Save(place / name, TakeOptions(), root=place)
+    assert files(place) == before
+
+
+def test_the_folder_that_a_trainer_saves_to_is_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No store that would serve all below is made there unasked."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save = Save(tmp_path / "step_5/model", TakeOptions(), root=tmp_path)
+    assert save.take(lambda: LiveState(STATE)).store.uri == str(tmp_path / "step_5")
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
