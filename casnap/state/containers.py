@@ -160,7 +160,7 @@ def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
     if isinstance(metadata, Mapping):
         kept = {}
         for name, local in metadata.items():
-            if not isinstance(local, Mapping) or not _is_storable(name, None):
+            if not isinstance(local, Mapping) or not _is_storable(name, 0):
                 left_out.append(f"the metadata of the submodule {name!r:.80}")
                 continue
             kept[name] = {key: item for key, item in local.items() if _is_storable(key, item)}
@@ -180,6 +180,8 @@ def _is_storable(key: object, value: object) -> bool:
     """Whether a key, and what the metadata of a module have for it, can be stored."""
     if type(key) is not str or type(value) not in _METADATA_TYPES:
         return False
+    if key.isascii() and type(value) is int and -(1 << 31) < value < 1 << 31:
+        return True  # as nearly all are: there may be a hundred thousand submodules
     try:
         encode((key, value))
     except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate
