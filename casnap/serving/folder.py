@@ -438,10 +438,19 @@ class ServedFolder:
             PlaceError: It cannot be noted.
         """
         last = self.called()
+        if last is not None:
+            self.note_doubtful(version.record.changed_since(last))
+
+    def note_doubtful(self, names: Iterable[str]) -> None:
+        """Note tensors that the next call has to name: who was called before may hold others.
+
+        Raises:
+            PlaceError: It cannot be noted.
+        """
+        last, doubtful = self.called(), set(names)
         if last is None:
             return
-        changed = set(version.record.changed_since(last))
-        kept = {name: tensor for name, tensor in last.tensors.items() if name not in changed}
+        kept = {name: tensor for name, tensor in last.tensors.items() if name not in doubtful}
         begun = structs.replace(last, snapshot="", tensors=kept)
         begun.digest = begun.own_digest()
         if begun != last:

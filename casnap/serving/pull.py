@@ -158,7 +158,11 @@ def _switched(
             return current
         version = served.of(*wanted)
         kept = version or current
-        if kept is not None and not _holds(kept, served.next_turn()):
+        is_sound = kept is None or _holds(kept, served.next_turn())
+        doubtful = set().union(*(v.doubtful() for v in (current, version) if v is not None))
+        if doubtful:
+            served.note_doubtful(doubtful)
+        if not is_sound:
             version = None
         if version is None:
             with contents.reading():
@@ -170,7 +174,9 @@ def _switched(
             if source.has_withdrawn(contents, options):
                 return None
         report.switched = True
-        report.changed = version.record.changed_since(None if current is None else current.record)
+        before = None if current is None else current.record
+        changed = doubtful.union(version.record.changed_since(before))
+        report.changed = [name for name in version.record.tensors if name in changed]
         return served.switch(version)
     except WithdrawnError:
         return None

@@ -225,6 +225,11 @@ class Version:
         """Whether this holds for all its files."""
         return all(self.is_intact(file) for file in self.record.files)
 
+    def doubtful(self) -> set[str]:
+        """Return the tensors in files that are not intact: who has read them may hold others."""
+        files = {file for file in self.record.files if not self.is_intact(file)}
+        return {name for name, tensor in self.record.tensors.items() if tensor.file in files}
+
     def is_of(self, store_id: str, commit: str, mapping: object) -> bool:
         """Whether this is what a snapshot becomes by some options, and whole."""
         record = self.record

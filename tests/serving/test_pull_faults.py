@@ -31,6 +31,7 @@ from casnap.errors import (
     StorageFullError,
 )
 from casnap.serving import FollowEvent, PullOptions, verify
+from casnap.serving.patches import version_of
 from casnap.serving.version import PARTS, RECORD
 from tests.support.faults import (
     backend_faults,
@@ -43,7 +44,16 @@ from tests.support.faults import (
 from tests.support.faulty import FaultyProxy
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 from tests.support.object_stores import store_in
-from tests.support.served import CHUNK, assert_served, inodes, store_at, take, versions_of
+from tests.support.served import (
+    CHUNK,
+    assert_served,
+    inodes,
+    store_at,
+    take,
+    tensors_in,
+    versions_of,
+    weights,
+)
 from tests.support.servers import Bucket
 from tests.support.sweep import sweep
 from tests.support.volumes import volume
@@ -207,6 +217,34 @@ def test_rot_is_found_by_one_of_the_next_pulls(
         assert f"the bytes of {file} have changed" in caplog.text
         assert verify(live) == [], name
     assert len(set(pulls)) > 3, "not all parts are read at once"
+
+
+def test_who_has_read_rot_is_told_what_was_mended(tmp_path: Path) -> None:
+    """The tensor has the digest that it had before, so it was not named, and the rot was kept."""
+    store, live, held = store_at(tmp_path / "store"), tmp_path / "live", dict[str, torch.Tensor]()
+    options = PullOptions(max_shard_size=100_000)
+
+    def on_version(folder: Path, changed: list[str]) -> None:
+        found = tensors_in(folder)
+        held.update({name: found[name] for name in changed})
+
+    def called() -> FollowEvent:
+        events = store.follow(live, interval=0, options=options, on_version=on_version)
+        return next(event for event in events if event.event == "called")
+
+    take(store, 0)
+    store.pull(live, options=options)
+    version = version_of(live)
+    assert version is not None
+    about = version.record.tensors["norm"]
+    rot(live.resolve() / about.file, about.start)
+    called()
+    assert not held["norm"].equal(weights(0)["norm"])
+    take(store, 1)
+    report = called().report
+    assert report is not None
+    assert {"norm", "bias"} <= set(report.changed) < weights(1).keys()
+    assert all(held[name].equal(tensor) for name, tensor in weights(1).items())
 
 
 def rot(file: Path, at: int) -> None:
