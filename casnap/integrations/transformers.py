@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from casnap.backends.local_paths import exists, is_file, is_folder, is_taken, matching, paths_in
+from casnap.backends.local_paths import is_file, is_folder, is_taken, matching, paths_in
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
 from casnap.integrations import with_deepspeed
@@ -303,7 +303,7 @@ class CasnapTrainerMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         state = Path(resume_from_checkpoint, _STATE[0])
-        if exists(state) and not is_notice(state):
+        if is_file(state) and not is_notice(state):
             raise both_there_error(resume_from_checkpoint, "the Trainer itself", f"remove {state}")
         check_saved_by(snapshot, __name__, ["files"])
         if own_rank() == 0:

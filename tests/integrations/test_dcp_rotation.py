@@ -199,6 +199,8 @@ def test_folders_of_others_within(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for step in range(4):
         assert {path.name for path in (folder / f"step_{step}").iterdir()} == theirs
         assert (folder / f"step_{step}/logs3/out").read_text() == "kept"
+    (folder / "step_5/.metadata").unlink()
+    (folder / "step_5/.metadata").mkdir()
     assert loaded(folder, 5)["step"] == 5
 
 

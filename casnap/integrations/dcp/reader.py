@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from casnap.backends.local_paths import exists
+from casnap.backends.local_paths import is_file
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
@@ -182,7 +182,7 @@ class CasnapReader(StorageReader):
 
 
 def _is_dcps_own(metadata: Path) -> bool:
-    return exists(metadata) and not is_notice(metadata)
+    return is_file(metadata) and not is_notice(metadata)
 
 
 @contextmanager

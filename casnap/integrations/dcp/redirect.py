@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from casnap.backends.local_paths import exists
+from casnap.backends.local_paths import is_file
 from casnap.errors import InvalidNameError, StateError, StoreError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
@@ -168,7 +168,7 @@ def _construct(
     if place is None:
         return None
     store, allow_pickle, dcp_files = place
-    if cls in _READERS and not name and exists(f"{store.uri}/.metadata"):
+    if cls in _READERS and not name and is_file(f"{store.uri}/.metadata"):
         return None  # DCP has saved into the folder itself before
     # A class of torch takes these by position, too.
     arguments = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
