@@ -17,6 +17,7 @@ from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
 from casnap.restore.targets import is_extra_state, why_unfit
+from casnap.restore.versions import added_by_module
 from casnap.state.containers import DICT_KINDS, container_builder, live_components
 from casnap.state.stateful import TORCH_NAMES, RNGState
 from casnap.state.values import encode_key
@@ -30,7 +31,9 @@ _HARMLESS_HOOKS = (
 )
 
 
-def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> KeyState:
+def compare(
+    contents: Contents, state: KeyState, module: torch.nn.Module, report: RestoreReport
+) -> KeyState:
     """Report how a module differs from the snapshot; return its key with what must not be loaded.
 
     Keys and values that a module changes while it loads are left to the module. Where it may allow
@@ -42,7 +45,8 @@ def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> 
     live_names = {f"{state.component}/{c}" for c in live_components(state.current)}
     live_names = {path for path in live_names if not path.startswith(unchecked)}
     shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(rewritten)}
-    report.missing += sorted(live_names - stored_names - state.skipped)
+    missing = live_names - stored_names - state.skipped
+    report.missing += sorted(missing - added_by_module(contents, state, module, missing))
     report.unexpected += sorted(stored_names - live_names)
     report.mismatched += [shapes[p] for p in sorted(shapes)]
     unfit = (stored_names ^ live_names) | shapes.keys()

@@ -197,7 +197,7 @@ def _compared(
             report.mismatched += refused
             continue
         if isinstance(state.stateful, torch.nn.Module):
-            states.append(compare(state, state.stateful, report))
+            states.append(compare(contents, state, state.stateful, report))
         elif known_loader(state.stateful) is torch.optim.Optimizer:
             assert isinstance(state.stateful, torch.optim.Optimizer)
             states.append(without_misfits(contents, state, state.stateful, taken, report))

@@ -11,9 +11,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
+from casnap.format.entries import ContainerEntry, unknown_in
+from casnap.format.names import component_of
 from casnap.restore.key_state import KeyState
+from casnap.restore.loading import Loading
 from casnap.state.containers import without_wrappers
-from casnap.state.flatten import Known, Reopened
+from casnap.state.flatten import Known, Reopened, decode
+from casnap.storage import Contents
 
 
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
@@ -32,6 +38,37 @@ def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
         if isinstance(metadata, Mapping) and isinstance(stored, Reopened):
             versioned[path] = _versioned(stored, metadata)
     return versioned
+
+
+_COUNT = "num_batches_tracked"
+"""What BatchNorm has from its second version on, and adds to a state of its first."""
+
+
+def added_by_module(
+    contents: Contents, state: KeyState, module: torch.nn.Module, missing: Iterable[str]
+) -> set[str]:
+    """Return which paths that a key lacks its module adds, since it was of an older version.
+
+    Of the modules of torch that is BatchNorm. What others change is not known.
+    """
+    counts = {path for path in missing if path.endswith(_COUNT)}
+    entry, live = state.entries.get(state.component), getattr(state.current, "_metadata", {})
+    if not counts or not isinstance(entry, ContainerEntry) or unknown_in(entry):
+        return set()
+    loading = Loading(contents)
+    loading.add(state.component, entry)
+    container = decode(loading.load().values(), allow_pickle=False)[state.component]
+    taken = getattr(container.build([None] * entry.count), "_metadata", None)
+    if taken is None:
+        return set()  # then it is given the versions that it has now
+    versions = _by_live_names(taken, live)
+    added = {
+        f"{state.component}/{component_of(f'{name}.{_COUNT}'.removeprefix('.'))}"
+        for name, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, torch.nn.modules.batchnorm._NormBase)
+        and (versions.get(name, {}).get("version") or 1) < 2
+    }
+    return added & counts
 
 
 def _versioned(stored: Reopened, live: Mapping[str, Any]) -> Reopened:

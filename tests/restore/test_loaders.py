@@ -328,6 +328,28 @@ def test_a_submodule_may_be_called_module(store: Store) -> None:
     assert_same(fresh["module"].state_dict(), source["module"].state_dict())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_batch_norm_adds_what_its_first_version_lacked(store: Store, strict: bool) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
+
+    source: Any = model().state_dict()
+    del source["1.num_batches_tracked"], source["2.num_batches_tracked"]
+    second = OrderedDict(source)
+    second._metadata = {"1": {"version": 2}, "2": {"version": 2}}  # type: ignore[attr-defined]
+    source._metadata["1"]["version"] = 1
+    del source._metadata["2"]["version"]
+    store.take({"first": Given(source), "second": Given(second)}, "a")
+    fresh, wanted = model(), model()
+    wanted.load_state_dict(source)
+    assert not store["a"].restore({"first": fresh}, strict=strict)
+    assert_same(fresh.state_dict(), wanted.state_dict())
+    names = ["second/1.num_batches_tracked", "second/2.num_batches_tracked"]
+    assert store["a"].restore({"second": fresh}, strict=False).missing == names
+    with pytest.raises(MismatchError, match=names[1]):
+        store["a"].restore({"second": fresh})
+
+
 def test_a_state_without_versions_gets_those_of_the_module(store: Store) -> None:
     model, fresh = versioned(), versioned()
     plain = dict(model.state_dict())
