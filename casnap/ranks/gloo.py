@@ -59,6 +59,21 @@ def value_in(store: Any, key: str) -> bytes | None:
     return None if value == _NOTHING.encode() else value
 
 
+def first_in(store: Any, key: str, value: bytes) -> bytes:
+    """Set a key unless it is there, and return what it has then.
+
+    In a store that cannot compare and set, two ranks may both be the first.
+    """
+    try:
+        return bytes(store.compare_set(key, "", value))
+    except RuntimeError as e:
+        if _NOT_IMPLEMENTED not in str(e):
+            raise
+        if not store.check([key]):
+            store.set(key, value)
+        return bytes(store.get(key))
+
+
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
     """A store that gloo asks for addresses: of each it waits for one, then gets it.
 

@@ -44,8 +44,6 @@ PATIENCE = 10.0
 _POLL = (0.001, 0.05)
 # Seconds that other ranks get to record why they broke the connection.
 _EXPLAIN_SECONDS = 1.0
-# Once one rank has died: seconds in which others that die are named together with it.
-_DEATHS_SECONDS = 0.1
 # Seconds that the store may take to answer.
 _STORE_SECONDS = 5.0
 # Seconds after which the ranks that have not come to an operation are named.
@@ -236,6 +234,10 @@ class Link:
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(key, encode(value))
+
+    def _first(self, key: str, value: T) -> T:
+        """Set a key in the store unless another rank has; return what the first one has set."""
+        return decoder(type(value)).decode(gloo.first_in(self._store, key, encode(value)))
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         """Return the value of a key in the store; None if there is none. Does not wait for it."""
@@ -515,8 +517,7 @@ class Link:
 
         def failure_of(ranks: list[int], event: str) -> LinkFailedError:
             failure = Failure(tuple(ranks), f"{rank_names(ranks)} {event}")
-            self._set(f"{apart}/cause", failure)
-            return LinkFailedError(failure)
+            return LinkFailedError(self._first(f"{apart}/cause", failure))
 
         self._set(f"{apart}/{self.rank}", "")
         self._store.add(f"{apart}/count", 1)
@@ -575,7 +576,7 @@ class Link:
         """Report to the store that this rank has stopped; wait for the reports of the others."""
         operation = f"{self._name}/{self._operation}"
         if error is not None:
-            self._set(f"{operation}/cause", Failure((self.rank,), "", error))
+            self._first(f"{operation}/cause", Failure((self.rank,), "", error))
         if within:
             self._set(f"{operation}/waited", within)
         self._set(f"{operation}/stopped/{self.rank}", "")
@@ -588,10 +589,7 @@ class Link:
             if (failure := self._recorded_failure()) is not None:
                 # All ranks give the same cause, also a slow rank that is named in it.
                 return failure
-            if self._dead_ranks():
-                time.sleep(_DEATHS_SECONDS)
-                break
-            if complete:
+            if complete or self._dead_ranks():
                 break
             if time.monotonic() >= note_at:
                 # A rank that stood still may go on, and report too.
@@ -607,9 +605,8 @@ class Link:
             for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
                 if (told := self._recorded_failure()) is not None:
                     return told
-        failure = self._failure_by_silence(operation, given_up)
-        self._set(f"{operation}/cause", failure)
-        return failure
+        # A rank that ended after its error looks dead, but has recorded the cause before.
+        return self._first(f"{operation}/cause", self._failure_by_silence(operation, given_up))
 
     def _failure_by_silence(self, operation: str, given_up: threading.Event) -> Failure:
         """Return a failure that names the ranks that died, or have not reported to the store."""

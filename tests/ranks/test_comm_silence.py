@@ -280,6 +280,43 @@ def test_ranks_stay_in_step_after_a_death(world: Worlds) -> None:
             assert all(each.seconds < SOON for each in seen)
 
 
+def end_after_the_error(folder: Path) -> Seen:
+    """Rank 2 dies; rank 1 ends as soon as it has heard so; rank 0 looks who is dead after that."""
+    start_with(1)
+    yard, rank = Yard(folder), dist.get_rank()
+    dead, cause = links.Link._dead_ranks, links.Link._cause
+
+    def look_late(link: links.Link) -> list[int]:
+        yard.leave("looks")
+        while 1 not in (found := dead(link)):
+            time.sleep(0.005)
+        return found
+
+    def find_late(link: links.Link, *given: Any) -> Any:
+        if rank == 1:
+            yard.wait("looks")
+        else:
+            links.Link._dead_ranks = look_late  # type: ignore[method-assign]
+        return cause(link, *given)
+
+    if rank == 2:
+        kill()
+    links.Link._cause = find_late  # type: ignore[method-assign]
+    try:
+        seen = watch(partial(talk, LONG))
+        if rank == 1:
+            kill()
+        return seen
+    finally:
+        links.Link._dead_ranks, links.Link._cause = dead, cause  # type: ignore[method-assign]
+
+
+def test_a_rank_that_ends_after_its_error_has_not_died(world: Worlds, tmp_path: Path) -> None:
+    seen = world(3).run(end_after_the_error, tmp_path / "yard", expect_errors=True)[0]
+    assert seen.ranks == (2,), seen
+    assert "rank 2 died" in seen.text
+
+
 def test_new_ranks_talk_after_a_death(world: Worlds) -> None:
     world(3).run(die, 1, 0, 1, False, expect_errors=True)
     assert [s.value for s in world(3).run(watch_talk)] == [heard_of(3)] * 3
