@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.errors import DamagedError
-from casnap.format.codec import Codec, compress, decompress
+from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.codec import BY_SIZE, WHOLE_CODECS, Codec, compress, decompress
 
 ELEMENTS = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
 
@@ -60,3 +60,18 @@ def test_a_wrong_width_is_damage(width: int) -> None:
     stored[0] = width
     with pytest.raises(DamagedError):
         decompress(Codec.PLANES, memoryview(stored), 5000)
+
+
+def test_each_codec_has_its_place_and_its_case() -> None:
+    """A codec that is forgotten somewhere would be taken for planes."""
+    assert sorted(BY_SIZE) == sorted(WHOLE_CODECS)
+    raw = bytes(4096)
+    for codec in Codec:
+        if codec not in WHOLE_CODECS:
+            with pytest.raises(ValueError, match="two chunks"):
+                compress(raw, codec)
+            with pytest.raises(UnsupportedFormatError):
+                decompress(codec, memoryview(raw), len(raw))
+            continue
+        stored_form = compress(raw, codec)
+        assert decompress(codec, memoryview(stored_form or raw), len(raw)) == raw

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from casnap.format.codec import WHOLE_CODECS, Codec
+from casnap.format.codec import BY_SIZE, Codec
 from casnap.format.delta import base_of
 from casnap.format.digest import Digest
 from casnap.format.records import Place
@@ -41,9 +41,9 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def codec_among(places: Iterable[Place | None]) -> Codec:
-    """Return the newest codec that some of these chunks are stored with, and that is no delta."""
+    """Return the codec, but no delta, that makes chunks smallest of those these are stored with."""
     codecs = {place.codec for place in places if place is not None}
-    return Codec(max(codecs & WHOLE_CODECS, default=Codec.RAW))
+    return [Codec.RAW, *(codec for codec in BY_SIZE if codec in codecs)][-1]
 
 
 def copy_verified(
