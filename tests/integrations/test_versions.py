@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +44,28 @@ def test_a_framework_of_another_version() -> None:
     for first, below in (("0.1", found), ("9000", "9001")):
         with pytest.raises(ImportError, match=f"this is msgspec {found}: pip install"):
             check_version("msgspec", first, below)
+
+
+VLLM = {
+    "another version": "__version__ = '0.33.0'",
+    "a known version that has changed": "__version__ = '0.32.9'",
+    "broken": "raise RuntimeError('no driver')",
+    "without a version": "",
+}
+
+
+@pytest.mark.parametrize("vllm", VLLM)
+def test_a_vllm_that_casnap_does_not_know_goes_on(
+    tmp_path: Path, vllm: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each process of vLLM calls this, also for users who never asked for the backend."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text(VLLM[vllm])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    plugin = importlib.import_module("casnap.integrations.vllm")
+    with caplog.at_level(logging.DEBUG, "casnap"):
+        plugin.register()
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+    assert "has no backend 'casnap'" in caplog.text
+    sys.modules.pop("vllm", None)

@@ -8,14 +8,37 @@ Begin with ``transfer.py``. No other module of casnap imports this package.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+_log = logging.getLogger("casnap")
 
 BACKEND = "casnap"
 """The name of the backend."""
+KNOWN = ("0.32.",)
+"""How the versions of vLLM begin whose modules this was written for."""
 
 
 def register() -> None:
-    """Make the backend known to vLLM; it may be called again."""
+    """Make the backend known to a vLLM of a known version; it may be called again.
+
+    vLLM calls it wherever casnap is installed, also for users who have nothing to do with the
+    backend. So it does nothing for any other version, and never raises.
+    """
+    try:
+        import vllm
+
+        version = str(vllm.__version__)
+        if version.startswith(KNOWN):
+            _register()
+            return
+        why = f"only {', '.join(known + 'x' for known in KNOWN)} is known"
+    except Exception as e:  # noqa: BLE001 - it is vLLM's process
+        version, why = "of this process", f"{type(e).__name__}: {e}"
+    _log.debug("vLLM %s has no backend %r: %s", version, BACKEND, why)
+
+
+def _register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
