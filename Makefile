@@ -8,7 +8,7 @@
 # make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
-# make check   lint, format, types, layers, names in docstrings
+# make check   lint, format, types, layers, names in docstrings, subjects of commits
 # make bench   casnap beside its peers and the limits of this machine
 # make docs    write the pages, the API reference and the examples into build/site, and run the examples
 # make format  rewrite the files as `make check` wants them
@@ -229,6 +229,7 @@ check: $(STAMP)
 	    $(BIN)/mypy $$folder/readme.py
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.docstrings
+	$(BIN)/python -m tools.commits
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.commits import faults_of
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(
     path
@@ -175,3 +177,17 @@ def test_what_is_opened_has_an_owner() -> None:
     """An interrupt leaves a file open whose number is nowhere yet."""
     bare = re.compile(r"os\.(open|dup|pipe2?|memfd_create|eventfd|fdopen|openpty)\(")
     assert {name for name, path in MODULES.items() if bare.search(path.read_text())} == set()
+
+
+@pytest.mark.parametrize(
+    ("subject", "faults"),
+    [
+        ("backends: a name that comes late is waited for", 0),
+        ("docs, cli: one word for a snapshot that was thinned", 0),
+        ("A sentence that names no area", 1),
+        (f"take: {'x' * 67}", 1),
+        (f"A sentence that names no area {'x' * 60}", 2),
+    ],
+)
+def test_a_subject_names_its_area(subject: str, faults: int) -> None:
+    assert len([*faults_of(subject)]) == faults
