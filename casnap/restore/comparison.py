@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from casnap.errors import MismatchError, with_article
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry
 from casnap.format.names import component_of, key_of
 from casnap.restore.key_state import KeyState
 from casnap.restore.loaders import known_loader
@@ -156,13 +156,14 @@ def _has_own_loader(module: torch.nn.Module) -> bool:
 
 
 def _other_shapes(state: KeyState) -> dict[str, str]:
-    """Return the tensors of a module that have another shape in the snapshot, in words, by path."""
+    """Return the tensors of a module that the snapshot has otherwise, in words, by path."""
     shapes = {}
     components = live_components(state.current)
     for component, value in zip(components, state.current.values(), strict=True):
         path = f"{state.component}/{component}"
         entry = state.entries.get(path)
-        if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
+        # A sparse tensor is a container in the snapshot.
+        if not isinstance(entry, TensorEntry | ValueEntry) or not isinstance(value, torch.Tensor):
             continue
         if torch.nn.parameter.is_lazy(value) or is_extra_state(path):
             continue  # it takes any shape

@@ -123,6 +123,19 @@ def test_a_container_in_place_of_a_tensor(store):
     assert snapshot.restore({"m": Net(w=(3, 3))}, strict=False).unexpected == ["m/_extra_state"]
 
 
+def test_a_value_in_place_of_a_tensor(store):
+    old = {"m": StateDict(a=torch.ones(3), w=7)}
+    snapshot = store.take(old, "step")
+    new = Net(a=(3,), w=(3,))
+    before = bits({"m": new})
+    told = "m/w: a tensor here, a value of kind int in the snapshot"
+    with pytest.raises(MismatchError, match=told):
+        snapshot.restore({"m": new})
+    assert bits({"m": new}) == before
+    assert snapshot.restore({"m": new}, strict=False).mismatched == [told]
+    assert new.a.tolist() == [1, 1, 1]
+
+
 def test_a_module_on_the_meta_device_holds_nothing_to_restore_into(store):
     """torch copies into it without effect; a restore must not report that as success."""
     snapshot = store.take({"m": nn.Linear(2, 3)}, "step")
