@@ -1,7 +1,8 @@
 """Open files and folders that an interrupt cannot leave open.
 
 A Ctrl-C comes between two instructions of Python: also between the call that returns a number and
-the ``try`` that closes it. So a number is never bare: C code alone puts it where its owner is.
+the ``try`` that closes it, and within a ``__del__``, where it would be lost. So C code alone hands
+the number to its owner, and the owner closes it without any Python.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
+from select import epoll
 from typing import Any
 
 
@@ -23,33 +25,25 @@ class Descriptor:
             with its arguments bound by ``partial``.
     """
 
-    # If an interrupt comes before there is a list.
-    _numbers: list[int | None] = []  # noqa: RUF012 - it stays empty
-
     def __init__(self, call: Callable[[], int]) -> None:
-        self._numbers = [None]
-        self._numbers.extend(starmap(call, ((),)))
-        if self.fd < 0:
-            self._numbers = []
+        numbers = filter((-1).__lt__, starmap(call, ((),)))
+        # Of Python's types, this one owns any number: others want a file, or a socket.
+        self._owner = next(map(epoll.fromfd, numbers), None)
 
     @property
     def fd(self) -> int:
         """Its number; negative if it is closed."""
-        return self._numbers[-1] if self._numbers and self._numbers[-1] is not None else -1
+        return -1 if self._owner is None or self._owner.closed else self._owner.fileno()
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
-        if self._numbers:
-            # Until None comes: no interrupt between taking the number and closing it.
-            any(map(os.close, iter(self._numbers.pop, None)))
+        if self._owner is not None:
+            self._owner.close()
 
     def __enter__(self) -> int:
         return self.fd
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()
 
 

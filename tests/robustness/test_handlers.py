@@ -182,7 +182,7 @@ class Interrupt:
     def _note(self, frame: FrameType, event: str, called: object) -> None:
         name = getattr(called, "__name__", "")
         # What C code calls is not told, so there the call that made it is.
-        is_owned = frame.f_code.co_filename == descriptors.__file__ and name == "extend"
+        is_owned = frame.f_code.co_filename == descriptors.__file__ and name == "next"
         if event == "c_return" and (is_owned or called in (os.open, os.dup)):
             self.count += 1
             if self.count - 1 == self._strike_at:
