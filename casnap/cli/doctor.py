@@ -23,7 +23,7 @@ _NAME, _VERDICT = 21, 9
     "--wait",
     type=duration_or_none,
     metavar="TIME",
-    help="How long to look for another host that runs this, too [15s; on a disk of this host: 0].",
+    help="How long to look for another host that runs this, too [20s; on a disk of this host: 0].",
 )
 @reading_options
 def doctor(place: str, wait: float | None, as_json: bool) -> None:

@@ -26,7 +26,7 @@ from casnap.runtime.units import Duration, seconds_of
 
 WORK_FOLDER = ".casnap-doctor"
 """The folder, at the place that is tried, which holds all that is written there meanwhile."""
-WAIT = 15.0
+WAIT = 20.0
 """How long to look for the other half, in seconds, at a place that other hosts can reach."""
 # What did not change for so many seconds is of a process that was killed.
 _LEFT = 3600.0
@@ -49,7 +49,7 @@ def doctor(
 
     Args:
         place: A folder that exists, or a URI as for :class:`casnap.Store`.
-        wait: How long to look for another host that does the same; by default 15 seconds at a place
+        wait: How long to look for another host that does the same; by default 20 seconds at a place
             that other hosts can reach, and 0 on a disk of this one.
         storage_options: For a remote place, as for :class:`casnap.Store`.
         progress: Called with what is tried next, in words.

@@ -21,7 +21,7 @@ from casnap.storage import has_one_winner
 _SYNCS = 8
 _SLOW_SYNC = 0.1
 # How long to watch for what is cached, in seconds, and how often to look.
-_WATCH, _LOOK = 10.0, 0.01
+_WATCH, _LOOK = 6.0, 0.01
 
 _Options = Sequence[str]
 
@@ -209,7 +209,8 @@ def own_changes(site: Site) -> DoctorRow:
         return DoctorRow(name, "are seen at once, by each name of a file")
     return DoctorRow(
         name,
-        f"are seen after {time_text(late)} by another name of the file",
+        f"are seen after {'more than ' * (late >= _WATCH)}{time_text(late)} by another name of "
+        "the file",
         "fair",
         "the client caches attributes by name (as FUSE file systems do): an option such as "
         "`attr_timeout=0` of its mount ends that",

@@ -2,7 +2,8 @@
 
 They meet at the place itself. Each has a folder of keys, ``half-`` and its id. It tells the other
 one what it has done by a key that it puts there, and learns of the other's by listing its folder.
-So no step relies on a clock, or on a name that was looked at before it was there.
+Some clients keep a listing, others that a name is absent: so after a while it also looks at the key
+itself. No step relies on a clock.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from casnap.runtime.descriptors import opened
 
 HALF = "half-"
 """What the keys of a half begin with, before its id."""
-# How long to wait for a step of the other one, and for what is cached to be seen, in seconds.
-_STEP, _WATCH = 20.0, 12.0
+# How long all steps may take, and how long to watch what is cached until it is seen, in seconds.
+_TALK, _WATCH = 35.0, 12.0
+# How long only the listing is looked at for a step, in seconds.
+_LISTED = 1.0
 # How often to look: on a disk, and by requests.
 _LOOK, _ASK = 0.01, 0.25
-_PINGS = 5
+_PINGS = 3
 # So many names are raced for, and for so long, in seconds.
 _RACES, _RACING = 64, 3.0
 # From here on a lag is told as something to know, in seconds.
@@ -60,11 +63,12 @@ class Meeting:
         self._backend = site.backend
         self._is_remote = site.backend.folder is None
         self._pause = _ASK if self._is_remote else _LOOK
-        self._until = 0.0
+        self._until = self._end = 0.0
 
     def announce(self, patience: float) -> None:
         """Be found from now on, and look for the other half for so many seconds."""
         self._until = time.monotonic() + patience
+        self._end = self._until + _TALK
         self._put("hello", socket.gethostname())
 
     def rows(self) -> Iterator[DoctorRow]:
@@ -80,15 +84,15 @@ class Meeting:
         try:
             self.other_host = str(json.loads(self._wait("hello")))
             yield DoctorRow("other half", f"runs on {self.other_host}")
+            yield self._races()
             yield from self._seen_changes()
             yield self._lag()
-            yield self._races()
             self._put("done")
             self._wait("done")
         except _SilentError as e:
             yield DoctorRow(
                 "other half",
-                f"did not go on: nothing of the step {str(e)!r} was seen for {_STEP:.0f} s",
+                f"did not go on: its step {str(e)!r} was not seen",
                 "unknown",
                 "run both once more; if it happens again, hosts see late what others did",
             )
@@ -103,8 +107,8 @@ class Meeting:
                 if not name.startswith(HALF) or name == self.mine:
                     continue
                 if name not in met:
-                    # One that was seen may still be at its first probes.
-                    self._until = max(self._until, time.monotonic() + _STEP)
+                    # It may still be at its first probes.
+                    self._until = self._end
                     met.add(name)
                     self._put(f"meets-{name}")
                 if f"meets-{self.mine}" in self._backend.names(name):
@@ -119,12 +123,18 @@ class Meeting:
 
     def _wait(self, step: str) -> bytes:
         """Wait for a step of the other half; return what it says."""
-        until = time.monotonic() + _STEP
-        while step not in self._backend.names(self._other):
-            if time.monotonic() > until:
+        key, pause = f"{self._other}/{step}", self._pause
+        look = time.monotonic() + _LISTED
+        while True:
+            now = time.monotonic()
+            if step in self._backend.names(self._other) or now > look:
+                with suppress(FileNotFoundError):
+                    return self._backend.read(key)
+                # Each look may have the client keep that it is absent.
+                look, pause = now + 2 * pause, min(2 * pause, 4.0)
+            if now > self._end:
                 raise _SilentError(step)
             time.sleep(self._pause)
-        return self._backend.read(f"{self._other}/{step}")
 
     def _both(self, step: str, content: Any = None) -> Any:
         """Wait until both have come to a step; return what the other one says."""
@@ -167,7 +177,6 @@ class Meeting:
                 file.write(b"2")
         self._both("changed")
         yield from self._watched(sizes)
-        self._both("watched")
 
     def _watched(self, before: dict[str, int | None]) -> Iterator[DoctorRow]:
         """Look at what has changed until all of it is seen."""
@@ -175,6 +184,7 @@ class Meeting:
             "grows": "attributes",
             "goes": "deleted names",
             "comes": "absent names",
+            "list": "listings",
         }
         if self._is_remote:
             del texts["grows"]
@@ -182,7 +192,11 @@ class Meeting:
         late: dict[str, float] = {}
         while len(late) < len(texts) and time.monotonic() - started < _WATCH:
             for name in texts.keys() - late.keys():
-                if self._size(f"{self._other}/{name}") != before[name]:
+                if name == "list":
+                    is_seen = "comes" in self._backend.names(self._other)
+                else:
+                    is_seen = self._size(f"{self._other}/{name}") != before[name]
+                if is_seen:
                     late[name] = time.monotonic() - started
             time.sleep(self._pause)
         for name, text in texts.items():
@@ -234,6 +248,7 @@ class Meeting:
     def _races(self) -> DoctorRow:
         """Put the same keys at the same time; each must be put by one of the two."""
         folder = min(self.mine, self._other)
+        self._both("starts")
         started = time.monotonic()
         won: list[bool] = []
         while len(won) < _RACES and time.monotonic() - started < _RACING:

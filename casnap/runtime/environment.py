@@ -293,7 +293,7 @@ def _mounts(mountinfo: str) -> list[Mount]:
         fields, (kind, source, of_all) = left.split(), right.split(" ")[:3]
         folder = fields[4].replace("\\040", " ").rstrip("/") + "/"
         options = dict.fromkeys(f"{fields[5]},{of_all}".split(","))
-        mounts.append(Mount(folder, kind, source, tuple(options)))
+        mounts.append(Mount(folder, kind, source.replace("\\043", "#"), tuple(options)))
     return mounts
 
 

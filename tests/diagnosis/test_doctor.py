@@ -93,7 +93,7 @@ def test_two_processes_find_each_other_and_race(tmp_path: Path) -> None:
         found = rows(report)
         for name in ("data of others", "locks of others", "names of others", "between hosts"):
             assert found[name].verdict == "good", found[name]
-        for name in ("attributes", "deleted names", "absent names"):
+        for name in ("attributes", "deleted names", "absent names", "listings"):
             assert "are not cached" in found[name].finding
     assert list(tmp_path.iterdir()) == []
 
@@ -102,10 +102,10 @@ def test_what_clients_cache_is_measured(tmp_path: Path) -> None:
     """Two mounts of one folder, whose clients cache, stand for two hosts."""
     below = tmp_path / "below"
     below.mkdir()
-    cached = "attr_timeout=2,entry_timeout=2,negative_timeout=2"
+    caches = "attr_timeout=2,entry_timeout=2,negative_timeout=2"
     with (
-        bindfs(below, tmp_path / "a", cached) as a,
-        bindfs(below, tmp_path / "b", cached) as b,
+        bindfs(below, tmp_path / "a", caches) as a,
+        bindfs(below, tmp_path / "b", caches) as b,
     ):
         for report in halves(a, b):
             found = rows(report)
