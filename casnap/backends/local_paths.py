@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
 
+from casnap.backends.late_calls import begun
 from casnap.backends.system_errors import ABSENT, told
 from casnap.errors import InvalidNameError
 
@@ -31,6 +32,7 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
         InvalidNameError: It is longer than the file system has names for.
         PlaceError: It cannot be looked at.
     """
+    done = begun(os.fspath(path))
     try:
         return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - of any path
     except OSError as e:
@@ -45,6 +47,9 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
     except ValueError:
         # A NUL, or a character that the file system does not have: no file has such a name.
         return None
+    finally:
+        if done is not None:
+            done()
 
 
 def exists(path: _Path) -> bool:

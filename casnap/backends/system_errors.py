@@ -6,7 +6,15 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from casnap.errors import BackendError, CasnapError, PlaceError, StorageFullError, UnavailableError
+from casnap.backends.late_calls import begun
+from casnap.errors import (
+    PLACE_ERRORS,
+    BackendError,
+    CasnapError,
+    PlaceError,
+    StorageFullError,
+    UnavailableError,
+)
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors that say that nothing is there. Any other says that it could not be looked at."""
@@ -31,6 +39,12 @@ _UNREACHABLE = frozenset(
         errno.ECONNREFUSED,
         errno.ECONNRESET,
         errno.ECONNABORTED,
+        errno.EREMOTEIO,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ESHUTDOWN,
+        errno.ENOLINK,
+        errno.ESTALE,
     }
 )
 _ADVICE = {
@@ -69,9 +83,9 @@ def told(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
             reason="exhausted",
         )
     if number in _UNREACHABLE:
+        why = _ADVICE.get(number, "the server of this file system does not answer")
         return UnavailableError(
-            f"{subject}: {text}; the server of this file system does not answer. Nothing is known "
-            "to be wrong with what it holds",
+            f"{subject}: {text}; {why}. Nothing is known to be wrong with what it holds",
             reason="unreachable",
         )
     if number == errno.EISDIR:
@@ -112,6 +126,7 @@ def translated(
         subject: What could not be used; or what returns that of an error.
         kept: As for :func:`told`; or what returns that after an error.
     """
+    done = begun(subject) if isinstance(subject, str) else None
     try:
         yield
     except (FileNotFoundError, CasnapError):
@@ -122,11 +137,14 @@ def translated(
             raise
         about = subject if isinstance(subject, str) else subject(e)
         raise told(e, about, kept if isinstance(kept, str) else kept()) from e
+    finally:
+        if done is not None:
+            done()
 
 
 def is_stale(error: BaseException) -> bool:
     """Whether an error says that a handle is one that the server of a file system has replaced."""
-    cause = error.__cause__ if isinstance(error, BackendError) else error
+    cause = error.__cause__ if isinstance(error, PLACE_ERRORS) else error
     return isinstance(cause, OSError) and cause.errno == errno.ESTALE
 
 

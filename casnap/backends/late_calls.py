@@ -1,0 +1,95 @@
+"""Calls of the system that a server does not answer: one line says what is waited for.
+
+No program can end such a call, and a client may wait for its server for hours. So a thread looks at
+what others have called. It runs only while there are calls to file systems of servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from casnap.runtime.environment import is_on_network
+from casnap.runtime.fork import in_child, new_lock
+
+_log = logging.getLogger("casnap")
+# A line comes after so many seconds. The thread looks so often, and ends after so many looks at
+# nothing.
+_TOLD_AFTER, _LOOK, _IDLE_LOOKS = 5.0, 0.5, 6
+# The folders of stores on file systems of servers.
+_places: set[str] = set()
+# What each thread waits for, and since when.
+_calls: dict[int, tuple[float, str]] = {}
+_lock = new_lock()
+_watcher: threading.Thread | None = None
+
+
+def watch_calls_to(folder: str) -> None:
+    """Have calls to a store told if they are late, where it lies on a file system of a server.
+
+    Args:
+        folder: The real path of the store.
+    """
+    if folder not in _places and is_on_network(folder):
+        _places.add(folder)
+
+
+def begun(path: str) -> Callable[[], object] | None:
+    """Note that this thread is about to use a path; return what notes that it has.
+
+    None where that is not watched.
+    """
+    if not _places or not any(path.startswith(place) for place in _places):
+        return None
+    thread = threading.get_ident()
+    outer = _calls.get(thread)
+    _calls[thread] = time.monotonic(), path
+    _start()
+    return partial(_calls.pop, thread, None) if outer is None else partial(_go_on, thread, outer)
+
+
+def _go_on(thread: int, outer: tuple[float, str]) -> None:
+    _calls[thread] = outer
+
+
+def _start() -> None:
+    global _watcher
+    if _watcher is None:
+        with _lock:
+            if _watcher is None:
+                _watcher = threading.Thread(target=_watch, name="casnap-late-calls", daemon=True)
+                _watcher.start()
+
+
+def _watch() -> None:
+    global _watcher
+    told: set[tuple[float, str]] = set()
+    idle = 0
+    while idle < _IDLE_LOOKS:
+        time.sleep(_LOOK)
+        now = time.monotonic()
+        calls = set(_calls.copy().values())
+        idle = 0 if calls else idle + 1
+        told &= calls
+        for call in calls - told:
+            if now - call[0] >= _TOLD_AFTER:
+                told.add(call)
+                _log.warning(
+                    "waiting for %s: the server of its file system has not answered for %.0f s. "
+                    "This goes on once it does, or once the file system is unmounted (`umount -f`)",
+                    call[1],
+                    now - call[0],
+                )
+    with _lock:
+        _watcher = None
+
+
+@in_child
+def _begin_in_child() -> None:
+    """Forget the calls of the parent's threads, and the thread that looked at them."""
+    global _watcher
+    _calls.clear()
+    _watcher = None
