@@ -1,6 +1,7 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
 # make test-servers  the tests on servers that take long to install or to try
+# make test-filesystems  the tests on file systems of clusters: as root, on those that are installed
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
 # make test-engines  the tests with vLLM, on the CPU
@@ -58,7 +59,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-servers test-integrations test-engines test-sglang \
+.PHONY: help set-up demo test test-servers test-filesystems test-integrations test-engines test-sglang \
 	test-gpu test-torch test-triton soak check format bench docs clean distclean
 
 help:
@@ -178,6 +179,10 @@ test: $(STAMP)
 
 test-servers: $(STAMP) $(SERVERS_STAMP)
 	$(BIN)/python -m pytest -m 'servers and not slow' $(ON_ALL_CORES)
+
+# One after the other: they mount, and start servers.
+test-filesystems: $(STAMP)
+	$(BIN)/python -m pytest -m filesystems tests/filesystems
 
 # HF_HUB_OFFLINE: no test needs the network.
 test-integrations: export HF_HUB_OFFLINE = 1

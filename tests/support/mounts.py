@@ -25,34 +25,44 @@ def needs_root() -> None:
 @contextmanager
 def tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """Mount a file system of a few bytes on a folder, or skip the test."""
-    with _mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
+    with mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
         yield folder
 
 
 @contextmanager
 def ext4(folder: Path, size: str) -> Iterator[Path]:
     """Mount one of ext4, which reserves nothing for root, from a file beside the folder."""
+    with disk_image(folder, "ext4", int(size)) as place:
+        yield place
+
+
+@contextmanager
+def disk_image(folder: Path, kind: str, nbytes: int) -> Iterator[Path]:
+    """Mount a new file system of a kind from a file beside the folder, or skip the test."""
     needs_root()
-    if shutil.which("mkfs.ext4") is None:
-        pytest.skip("needs the command mkfs.ext4")
-    image = folder.with_name(f"{folder.name}.ext4")
+    if shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"needs the command mkfs.{kind}")
+    image = folder.with_name(f"{folder.name}.{kind}")
     with image.open("wb") as file:
-        file.truncate(int(size))
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-F", str(image)], check=True)
-    with _mounted(folder, "-o", "loop", str(image)):
+        file.truncate(nbytes)
+    options = ["-q", "-m", "0", "-F"] if kind == "ext4" else ["-q"]
+    subprocess.run([f"mkfs.{kind}", *options, str(image)], check=True, capture_output=True)
+    with mounted(folder, "-o", "loop", str(image)):
         yield folder
 
 
 @contextmanager
-def bindfs(below: Path, folder: Path, options: str = "") -> Iterator[Path]:
+def bindfs(below: Path, folder: Path, options: str = "", *more: str) -> Iterator[Path]:
     """Mount a folder once more, as the client of another host would, or skip the test.
 
     Args:
         below: The folder.
         folder: Where to mount it, which is made.
         options: Such as ``attr_timeout=5``: for how long attributes are cached, in seconds.
+        more: Options of the command itself.
     """
-    with fuse_mounted(folder, "bindfs", *(["-o", options] if options else []), str(below)):
+    given = ["-o", options] if options else []
+    with fuse_mounted(folder, "bindfs", *given, *more, str(below)):
         yield folder
 
 
@@ -63,11 +73,11 @@ def fuse_mounted(folder: Path, command: str, *arguments: str) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     if shutil.which(command) is None:
         pytest.skip(f"needs the command {command}")
-    mounted = subprocess.run(
+    done = subprocess.run(
         [command, *arguments, str(folder)], capture_output=True, text=True, check=False
     )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
     try:
         yield
     finally:
@@ -75,18 +85,18 @@ def fuse_mounted(folder: Path, command: str, *arguments: str) -> Iterator[None]:
 
 
 @contextmanager
-def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
+def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
     """Mount something on a folder, or skip the test."""
     needs_root()
     folder.mkdir(exist_ok=True)
     if shutil.which("mount") is None:
         pytest.skip("needs the command mount")
     command = ["mount", *arguments, str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
     try:
-        yield
+        yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

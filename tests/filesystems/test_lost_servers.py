@@ -1,0 +1,179 @@
+"""A server that goes away: each verb ends, or says what it waits for; then the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from casnap import Store
+from casnap.errors import PLACE_ERRORS, UnavailableError
+from tests.support.faults import CHUNK, app_state, assert_holds, take
+from tests.support.mounts import bindfs
+from tests.support.shared_mounts import gluster_volume, sshd
+from tests.support.volumes import volume
+
+pytestmark = pytest.mark.filesystems
+
+VERBS: dict[str, Callable[[Store], Any]] = {
+    "take": lambda store: take(store, 2),
+    "async_take": lambda store: store.async_take(app_state(3), "step_3").wait(),
+    "latest": lambda store: store.latest(),
+    "restore": lambda store: assert_holds(store["step_1"], 1),
+    "read_object": lambda store: store["step_1"].read_object("0/state/weight"),
+    "delete": lambda store: store.delete("step_0"),
+    "gc": lambda store: store.gc(grace=0),
+    "check": lambda store: store.check(data=True),
+    "opened anew": lambda store: Store(store.uri).latest(),
+}
+
+
+@pytest.fixture
+def work() -> Iterator[Path]:
+    """Return a folder on a disk: servers need one."""
+    with TemporaryDirectory(prefix="casnap-filesystems-", dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+def made(place: Path) -> Store:
+    store = Store(place / "store", chunk_size=CHUNK)
+    for step in range(2):
+        take(store, step)
+    return store
+
+
+def held() -> tuple[set[str], set[str]]:
+    """Return which files of mounts this process has open, and its threads of casnap."""
+    targets = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            targets.add(str(fd.readlink()))
+        except OSError:
+            continue
+    threads = {thread.name for thread in threading.enumerate() if "late-calls" not in thread.name}
+    return {target for target in targets if "store" in target}, threads
+
+
+def all_fail(store: Store, *codes: int) -> None:
+    """Check that each verb ends with an error that is typed, and names the place."""
+    before = held()
+    for name, verb in VERBS.items():
+        with pytest.raises(PLACE_ERRORS) as caught:
+            verb(store)
+        said = str(caught.value)
+        assert str(Path(store.uri).parent) in said, (name, said)
+        assert any(os.strerror(code) in said for code in codes), (name, said)
+        if errno.EIO not in codes:
+            assert isinstance(caught.value, UnavailableError), (name, said)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        assert store.take(app_state(4), "step_4", on_error="warn") is None
+    assert held() == before
+
+
+def all_go_on(store: Store) -> None:
+    for name, verb in VERBS.items():
+        if name != "delete" or "step_0" in store:
+            verb(store)
+    assert store.check(data=True).ok
+    assert not list(Path(store.uri, "casnap-store/tmp").iterdir())
+
+
+@pytest.mark.parametrize("code", ["ENOTCONN", "ESTALE", "ETIMEDOUT", "EHOSTDOWN", "EIO"])
+def test_a_mount_that_answers_errors(tmp_path: Path, code: str) -> None:
+    number = getattr(errno, code)
+    with volume(tmp_path / "volume") as disk:
+        store = made(disk.path)
+        disk.fail("casnap-store", number)
+        all_fail(store, number)
+        disk.heal()
+        all_go_on(store)
+
+
+def test_a_server_of_sftp_that_ends(work: Path) -> None:
+    """The client connects again by itself, once the server is there."""
+    (work / "served").mkdir()
+    with sshd(work) as server, server.mount(work / "a", work / "served"):
+        store = made(work / "a")
+        server.stop()
+        all_fail(store, errno.ENOTCONN, errno.EIO)
+        server.start()
+        _until_it_answers(work / "a")
+        all_go_on(store)
+
+
+def test_a_mount_that_is_gone(work: Path) -> None:
+    """Nothing is written into the folder below; after a mount the same process goes on."""
+    (work / "below").mkdir()
+    with bindfs(work / "below", work / "a"):
+        store = made(work / "a")
+    for name in ("take", "latest", "restore", "gc", "check"):
+        with pytest.raises(PLACE_ERRORS, match="is gone, or was moved") as caught:
+            VERBS[name](store)
+        assert store.uri in str(caught.value)
+    assert list((work / "a").iterdir()) == []
+    with bindfs(work / "below", work / "a"):
+        all_go_on(store)
+
+
+def test_a_brick_that_is_killed(work: Path) -> None:
+    """The mount stays; it works again once the brick does."""
+    with gluster_volume(work) as served, served.mount(work / "a"):
+        store = made(work / "a")
+        served.kill_brick()
+        time.sleep(1)
+        all_fail(store, errno.ENOTCONN)
+        served.restart_brick()
+        _until_it_answers(work / "a")
+        all_go_on(store)
+
+
+def _until_it_answers(place: Path) -> None:
+    for _ in range(100):
+        try:
+            return os.statvfs(place) and None
+        except OSError:
+            time.sleep(0.3)
+    pytest.fail(f"{place} does not come back")
+
+
+def test_a_client_that_stands_still(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, work: Path
+) -> None:
+    """A call of the system waits for it; a line says so, and the take then goes on."""
+    (work / "below").mkdir()
+    with bindfs(work / "below", work / "a"):
+        store = made(work / "a")
+        pid = _client_of(work / "a")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            taking = threading.Thread(target=take, args=(store, 5))
+            with caplog.at_level(logging.WARNING, "casnap"):
+                taking.start()
+                while not (said := [r.getMessage() for r in caplog.records]):
+                    time.sleep(0.1)
+            assert taking.is_alive()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        taking.join()
+        assert f"waiting for {store.uri}" in said[0]
+        assert "has not answered for" in said[0]
+        all_go_on(store)
+
+
+def _client_of(place: Path) -> int:
+    for process in Path("/proc").glob("[0-9]*"):
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        if words[0] == b"bindfs" and os.fsencode(place) in words:
+            return int(process.name)
+    raise AssertionError("no client")
